@@ -1,0 +1,88 @@
+# `make demo` and `make test` need only Python >= 3.11 with venv, and a network the first time.
+
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
+# For pip, for example: make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_FLAGS ?=
+PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Present while an installation runs: what an interrupted one leaves cannot be trusted.
+INSTALLING := $(VENV)/.installing
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+TINY := build/tiny/qwen2_5_omni
+TINY_SOURCES := $(shell find vllm_omni -name 'tiny*.py')
+
+# No network, and the small machine's settings of vLLM's CPU backend.
+RUN_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING \
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help demo test check format fuzz clean .venv
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    set up .venv, build a tiny checkpoint, answer in text and speech"
+	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=...)"
+	@echo "make check   ruff, ruff format --check, mypy"
+	@echo "make format  mend what ruff can mend"
+	@echo "make fuzz    the randomised tests for FUZZ_SECONDS each (default 60)"
+	@echo "make clean   remove .venv, build and caches"
+
+.venv: $(STAMP)
+
+$(STAMP): requirements/cpu.lock requirements/fix_cpu_env.py pyproject.toml
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is not Python >= 3.11 with the venv module."; \
+		echo "       Install it (on Debian: apt-get install python3 python3-venv), or name another: make PYTHON=..." ; exit 1; }
+	@if [ -e $(INSTALLING) ]; then echo "An earlier installation did not finish: starting afresh."; rm -rf $(VENV); fi
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $@ && touch $(INSTALLING)
+	@echo "Installing the environment of requirements/cpu.lock into $(VENV) (2.5 GB, a few minutes)."
+	@# torch first, alone: its CPU build is the one thing that PyPI does not have.
+	@$(PIP) install -qq --no-deps $(PIP_FLAGS) '$(TORCH)' 2>$(VENV)/pip.log || { \
+		echo "pip does not find $(TORCH) where it looks; trying $(TORCH_CPU_INDEX)"; \
+		$(PIP) install -qq --no-deps $(PIP_FLAGS) --extra-index-url $(TORCH_CPU_INDEX) '$(TORCH)'; } || { \
+		echo "error: $(TORCH) could not be installed. What the first attempt said is in $(VENV)/pip.log."; \
+		echo "       It is on PyTorch's public CPU index. If this machine reaches a mirror of that, name it and try again:"; \
+		echo "       make $(or $(MAKECMDGOALS),.venv) PIP_FLAGS='--extra-index-url URL'"; exit 1; }
+	@$(PIP) install -qq --no-deps $(PIP_FLAGS) -r requirements/cpu.lock \
+		&& $(PIP) install -qq --no-deps --no-build-isolation -e . \
+		&& $(BIN)/python requirements/fix_cpu_env.py || { \
+		echo "error: the installation failed; the reason stands above. To try again: make $(or $(MAKECMDGOALS),.venv)"; exit 1; }
+	@rm -f $(INSTALLING) && touch $@
+
+# Built beside its place and moved there whole, so that an interrupted build leaves nothing that looks finished.
+$(TINY)/config.json: $(TINY_SOURCES) | $(STAMP)
+	@rm -rf $(TINY) $(TINY).part && mkdir -p $(dir $(TINY))
+	@$(RUN_ENV) TRANSFORMERS_VERBOSITY=error $(BIN)/vllm-omni tiny qwen2_5_omni $(TINY).part
+	@mv $(TINY).part $(TINY) && touch $@
+
+# What the libraries warn of on any CPU is left out, so that the answer can be seen.
+demo: $(STAMP) $(TINY)/config.json
+	@$(RUN_ENV) VLLM_LOGGING_LEVEL=ERROR TRANSFORMERS_VERBOSITY=error TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-all \
+		PYTHONWARNINGS=ignore $(BIN)/python examples/offline.py --model $(TINY)
+
+test: $(STAMP)
+	$(RUN_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# pytest answers 5 when no test carries the marker.
+fuzz: $(STAMP)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(RUN_ENV) $(BIN)/python -m pytest -m fuzz --timeout 0 $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

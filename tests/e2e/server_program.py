@@ -1,0 +1,82 @@
+"""A user's program around ``OmniLLM``, run by ``test_lifecycle.py``.
+
+    python server_program.py MODEL SCENARIO [STAGE_OVERRIDE...]
+
+It tells how far it is by lines that begin with EVENT, and waits for a line of input where the test has to look first.
+"""
+
+import signal
+import sys
+
+EVENT = "event: "
+PROMPT = "Tell me a story."
+
+
+def tell(event: str) -> None:
+    print(f"{EVENT}{event}", flush=True)
+
+
+def main(model: str, scenario: str, overrides: list[str]) -> None:
+    # A program started in the background of a shell ignores Ctrl-C unless it says otherwise.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from vllm_omni import OmniLLM
+    from vllm_omni.errors import StageFailed
+
+    tell("starting")
+    try:
+        omni = OmniLLM(
+            model,
+            stage_overrides=overrides,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2048,
+            skip_mm_profiling=True,
+        )
+    except StageFailed as exc:
+        tell(f"{exc.stage} failed: {exc}")
+        sys.stdin.readline()
+        return
+    for name, engine in omni.engine.orchestrator.engines.items():
+        (process,) = engine.llm.engine_core.resources.engine_manager.processes
+        tell(f"{name} has pid {process.pid}")
+
+    def generate(num_tokens: int = 4) -> None:
+        params = {"thinker": {"max_tokens": num_tokens}, "talker": {"max_tokens": 2 * num_tokens}}
+        omni.generate([PROMPT] * 4, params, use_tqdm=False)
+
+    generate()
+    match scenario:
+        case "close":
+            try:
+                with omni:
+                    raise ArithmeticError
+            except ArithmeticError:
+                tell("closed after the user's own ArithmeticError")
+            omni.close()
+            sys.stdin.readline()
+        case "leave":
+            tell("leaving")
+        case "generate":
+            tell("generating")
+            while True:
+                generate(num_tokens=500)
+        case "lose a stage":
+            tell("generating")
+            try:
+                while True:
+                    generate(num_tokens=500)
+            except StageFailed as exc:
+                tell(f"request failed: {exc}")
+            try:
+                omni._run(omni.engine.check_health())
+            except StageFailed as exc:
+                tell(f"unhealthy: {exc}")
+            omni.close()
+            tell("closed")
+            sys.stdin.readline()
+        case _:
+            raise ValueError(scenario)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

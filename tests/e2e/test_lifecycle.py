@@ -1,0 +1,308 @@
+"""However a server ends, nothing of it is left: no process, no socket, no file, nothing in /dev/shm.
+
+Each test runs a user's program in a session of its own, so that its processes, whoever their parent is by then, can be
+told from all others, and gives it a directory of its own for everything that it writes.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e import server_program
+
+pytestmark = pytest.mark.slow
+
+START_TIMEOUT_S = 120.0
+# How long what is left may need to be gone: on two busy cores Python takes seconds to end.
+END_TIMEOUT_S = 20.0
+# A child that is importing vLLM learns of its parent's end after that: 5 s alone, three times that on busy cores.
+IMPORT_TIMEOUT_S = 60.0
+STAGES = ("thinker", "talker", "token2wav")
+
+
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+    started = time.monotonic()
+    while not is_true():
+        if time.monotonic() - started > timeout_s:
+            pytest.fail(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.02)
+    print(f"{what}: after {time.monotonic() - started:.2f} s")
+
+
+class Program:
+    """A user's program and all that belongs to it."""
+
+    def __init__(
+        self, directory: Path, model: Path, scenario: str, overrides: Sequence[str] = (), log: str = "WARNING"
+    ):
+        self.directory = directory
+        self.runtime_directory = directory / "run"
+        self.temporary_directory = directory / "tmp"
+        self.runtime_directory.mkdir()
+        self.temporary_directory.mkdir()
+        self._shm: set[str] = set()
+        self._log = directory / "log"
+        env = os.environ | {
+            "VLLM_OMNI_RUNTIME_DIR": str(self.runtime_directory),
+            "TMPDIR": str(self.temporary_directory),
+            "VLLM_LOGGING_LEVEL": log,
+        }
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, server_program.__file__, str(model), scenario, *overrides],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def events(self) -> list[str]:
+        return re.findall(f"^{server_program.EVENT}(.*)$", self.log(), re.MULTILINE)
+
+    def wait_for_event(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+        """The first event that matches; fails when the program ends without it."""
+        found: list[re.Match[str]] = []
+
+        def has_come() -> bool:
+            ended = self.process.poll() is not None  # asked first: what it told is then in the log
+            found.extend(match for event in self.events() if (match := re.fullmatch(pattern, event)))
+            assert found or not ended, f"ended with {self.process.returncode} before {pattern!r}:\n{self.log()}"
+            return bool(found)
+
+        wait_for(f"event {pattern!r}", has_come, timeout_s)
+        self.note_shared_memory()
+        return found[0]
+
+    def processes(self) -> list[psutil.Process]:
+        """What lives of the program, itself included, whoever the parent is by now."""
+        found = []
+        for pid in psutil.pids():
+            try:
+                process = psutil.Process(pid)
+                if os.getsid(pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        return found
+
+    def engine_cores(self) -> list[psutil.Process]:
+        """The children that vLLM has spawned, from their first instruction on."""
+        return [process for process in self.processes() if process.ppid() == self.process.pid and is_spawned(process)]
+
+    def note_shared_memory(self) -> list[str]:
+        """What the program's processes have mapped of /dev/shm; other programs may put things there, too."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                self._shm |= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text()))
+        return sorted(self._shm)
+
+    def leftovers(self) -> list[str]:
+        files = [*self.runtime_directory.rglob("*"), *self.temporary_directory.rglob("*")]
+        return [str(path) for path in files] + [path for path in sorted(self._shm) if os.path.exists(path)]
+
+    def kill_parent(self) -> None:
+        self.note_shared_memory()
+        self.process.kill()
+        self.process.wait()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the whole foreground group gets it."""
+        self.note_shared_memory()
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def go_on(self) -> None:
+        """Give the line of input that the program waits for."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def wait_for_exit(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        wait_for("the program's end", lambda: self.process.poll() is not None, timeout_s)
+        return self.process.returncode
+
+    def expect_nothing_left(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Multiprocessing's resource tracker, which removes shared memory, is among the processes."""
+        wait_for("all processes gone", lambda: not self.processes(), timeout_s)
+        assert self.leftovers() == []
+
+    def expect_only_the_parent_left(self) -> None:
+        """After ``close``, while the user's program goes on."""
+
+        def only_parent() -> bool:
+            return all(is_parent_or_tracker(process, self.process.pid) for process in self.processes())
+
+        wait_for("all stages gone", only_parent, END_TIMEOUT_S)
+        # A process that was killed leaves its semaphores to the tracker.
+        assert [path for path in self.leftovers() if "/sem." not in path] == []
+
+
+def is_spawned(process: psutil.Process) -> bool:
+    """Whether multiprocessing made it, or vLLM has already renamed it."""
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "spawn_main" in line or "EngineCore" in line
+
+
+def is_unnamed(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_parent_or_tracker(process: psutil.Process, parent_pid: int) -> bool:
+    """The tracker belongs to Python's multiprocessing, serves the whole program, and ends with it."""
+    try:
+        return process.pid == parent_pid or "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def run(tiny_checkpoint: Path) -> Iterator[Callable[..., Program]]:
+    """Starts a program; at the end of the test, ends what a failed test has left."""
+    directory = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))  # the path of a socket must be short
+    programs: list[Program] = []
+
+    def start(scenario: str, *overrides: str, model: Path = tiny_checkpoint, log: str = "WARNING") -> Program:
+        programs.append(Program(directory, model, scenario, overrides, log))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        for process in program.processes():
+            process.kill()
+        program.process.wait()
+        assert program.process.stdin is not None
+        program.process.stdin.close()
+        print(program.log()[-6000:])
+    shutil.rmtree(directory)
+
+
+Run = Callable[..., Program]
+
+
+def test_close_ends_everything_and_is_quiet(run: Run) -> None:
+    """The program's ``with`` is left by an exception of its own, which it catches, and goes on."""
+    program = run("close", log="INFO")
+    program.wait_for_event("closed after the user's own ArithmeticError")
+    program.expect_only_the_parent_left()
+    program.go_on()
+    assert program.wait_for_exit() == 0
+    program.expect_nothing_left()
+    log = program.log()
+    for stage in STAGES:
+        assert re.search(rf"INFO .*stage {stage}: starting\n", log)
+        assert re.search(rf"INFO .*stage {stage}: ready after \d+\.\d s\n", log)
+    assert_quiet(log)
+
+
+def test_exit_without_close_ends_everything_and_is_quiet(run: Run) -> None:
+    program = run("leave")
+    program.wait_for_event("leaving")
+    assert program.wait_for_exit() == 0
+    program.expect_nothing_left()
+    assert_quiet(program.log())
+
+
+def assert_quiet(log: str) -> None:
+    for noise in ("Traceback", "ERROR", "Exception ignored", "Task was destroyed", "leaked", "unexpectedly"):
+        assert noise not in log
+
+
+def test_parent_killed_while_children_import(run: Run) -> None:
+    program = run("generate")
+    program.wait_for_event("starting")
+    wait_for("children", lambda: len(program.engine_cores()) == len(STAGES), START_TIMEOUT_S)
+    program.kill_parent()
+    program.expect_nothing_left(IMPORT_TIMEOUT_S)
+
+
+def test_parent_of_two_workers_killed_while_requests_run(run: Run) -> None:
+    program = run("generate", "thinker.tensor_parallel_size=2")
+    program.wait_for_event("generating")
+    shared_memory = program.note_shared_memory()
+    assert any("psm_" in path for path in shared_memory), "an engine core speaks to its workers through it"
+    assert any("vllm_dist_" in path for path in shared_memory), "workers on the CPU reduce through it"
+    program.kill_parent()
+    program.expect_nothing_left()
+
+
+def test_ctrl_c_while_stages_load(run: Run) -> None:
+    program = run("generate")
+    program.wait_for_event("starting")
+
+    def are_loading() -> bool:
+        """vLLM renames a process once it has all its arguments."""
+        engine_cores = program.engine_cores()
+        return len(engine_cores) == len(STAGES) and not any(map(is_unnamed, engine_cores))
+
+    wait_for("loading", are_loading, START_TIMEOUT_S)
+    program.interrupt()
+    assert program.wait_for_exit() != 0
+    program.expect_nothing_left()
+    assert "KeyboardInterrupt" in program.log()
+
+
+def test_ctrl_c_while_requests_run(run: Run) -> None:
+    program = run("generate")
+    program.wait_for_event("generating")
+    program.interrupt()
+    assert program.wait_for_exit() != 0
+    program.expect_nothing_left()
+    assert "KeyboardInterrupt" in program.log()
+
+
+def test_whole_group_terminated(run: Run) -> None:
+    """As service managers and containers do: one signal for the server and its stages, which has no handler here."""
+    program = run("generate")
+    program.wait_for_event("generating")
+    program.note_shared_memory()
+    os.killpg(program.process.pid, signal.SIGTERM)
+    assert program.wait_for_exit() == -signal.SIGTERM
+    program.expect_nothing_left()
+
+
+def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_checkpoint, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["talker.codec_head.weight"] = tensors["talker.codec_head.weight"][:, :3].contiguous()
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    program = run("generate", model=broken)
+    (message,) = program.wait_for_event("talker failed: (.*)").groups()
+    assert re.match(r"stage 'talker': did not start: \w+Error: .*\b3\b", message), message
+    program.expect_only_the_parent_left()
+    program.go_on()
+    assert program.wait_for_exit() == 0
+    program.expect_nothing_left()
+
+
+def test_stage_killed_fails_requests_and_health_at_once(run: Run) -> None:
+    program = run("lose a stage")
+    (pid,) = program.wait_for_event(r"talker has pid (\d+)").groups()
+    program.wait_for_event("generating")
+    os.kill(int(pid), signal.SIGKILL)
+    program.wait_for_event("request failed: stage 'talker': its engine has died", timeout_s=3)
+    program.wait_for_event("unhealthy: stage 'talker': its engine has died", timeout_s=1)
+    program.wait_for_event("closed", END_TIMEOUT_S)
+    program.expect_only_the_parent_left()
+    program.go_on()
+    assert program.wait_for_exit() == 0
+    program.expect_nothing_left()

@@ -1,0 +1,260 @@
+"""Qwen2.5-Omni served through the graph, held against transformers on the same weights and inputs.
+
+Tolerances, all in float32: hidden states 2e-5 absolute; waveforms 1e-4 of the reference's largest sample; token ids
+equal, but for a tie (the reference's two best logits closer than 1e-4), after which a greedy sequence may differ. Ties
+are counted and printed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from vllm.sampling_params import SamplingParams
+
+from tests.reference.media import CASES, Case
+from tests.reference.qwen2_5_omni import Answer, Reference, Reply
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay import InlineRelay, Payload
+
+HIDDEN_STATE_TOLERANCE = 2e-5
+WAVEFORM_TOLERANCE = 1e-4
+TIE = 1e-4
+MAX_TOKENS, MAX_CODES = 12, 200
+GREEDY = {"temperature": 0.0}
+BLOCK_SIZE = 32
+
+# The deployments differ, too, so that each path of the runner is proved: one that holds all requests at once, one that
+# cuts prompts into chunks, one with room for a few requests only, which must preempt, and without prefix caching.
+DEPLOYMENTS = {
+    "base": ((), 0),
+    "wide": (("thinker.max_num_batched_tokens=1024", "talker.max_num_batched_tokens=96"), 1),
+    "deep": (
+        (
+            "thinker.num_gpu_blocks_override=70",
+            "talker.num_gpu_blocks_override=70",
+            "thinker.enable_prefix_caching=false",
+        ),
+        2,
+    ),
+}
+CASES_OF = {"base": CASES, "wide": CASES, "deep": CASES}
+
+
+class Pair(NamedTuple):
+    """The same checkpoint on both sides."""
+
+    omni: AsyncOmni
+    reference: Reference
+    cases: list[Case]
+
+
+@pytest.fixture(scope="module", params=DEPLOYMENTS)
+async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    stage_overrides, seed = DEPLOYMENTS[request.param]
+    path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param, seed=seed)
+    omni = await asyncio.to_thread(
+        AsyncOmni,
+        path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        block_size=BLOCK_SIZE,
+        skip_mm_profiling=True,
+        mm_processor_cache_gb=0,
+        stage_overrides=stage_overrides,
+        log_stats=True,
+    )
+    yield Pair(omni, Reference(path), CASES_OF[request.param])
+    await omni.orchestrator.aclose()
+    omni.shutdown()
+
+
+class PublishedReply(NamedTuple):
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    rows: torch.Tensor  # [P + N - 1, H], hidden + E(token), media positions without E
+    positions: torch.Tensor  # [3, P]
+
+
+async def think(
+    engine: StageEngine, case: Case, max_tokens: int = MAX_TOKENS, *, request_id: str = ""
+) -> PublishedReply:
+    """What the thinker stage itself publishes for a case."""
+    params = SamplingParams(**GREEDY, max_tokens=max_tokens)
+    context = RequestContext(request_id or f"think-{case.name}", {engine.name: params}, {})
+    token_ids: list[int] = []
+    payloads: list[Payload] = []
+    async for output in engine.generate(StageRequest(case.vllm_prompt), context, frozenset({"rows"})):
+        token_ids += output.outputs[0].token_ids
+        payloads += output.payloads
+        prompt_token_ids = output.prompt_token_ids
+    relay = InlineRelay()
+    rows = torch.cat([relay.get(payload.tensors["rows"]) for payload in payloads])
+    return PublishedReply(prompt_token_ids, token_ids, rows, relay.get(payloads[0].tensors["positions"]))
+
+
+def num_preemptions() -> float:
+    """Of the first stage, since it was started: the metric that vLLM exports."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
+
+
+def expected_rows(reference: Reference, reply: Reply) -> torch.Tensor:
+    """The reference's hidden states plus embeddings, as the talker reads them: [P + N - 1, H]."""
+    inputs, stream = reference.make_talker_inputs(reply, next(iter(reference.model.speaker_map)))
+    num_prompt = len(reply.prompt_ids)
+    return torch.cat([inputs[:num_prompt], inputs[num_prompt + 1 :], stream[:-2]])
+
+
+async def answer(
+    omni: AsyncOmni, case: Case, *, repetition_penalty: float = 1.0, **kwargs: object
+) -> OmniRequestOutput:
+    """The whole answer of the graph, merged."""
+    params = [
+        {**GREEDY, "max_tokens": MAX_TOKENS},
+        {**GREEDY, "max_tokens": MAX_CODES, "repetition_penalty": repetition_penalty},
+        {"seed": 0},
+    ]
+    kwargs = {"modalities": ["text", "audio", "codec_ids"], **kwargs}
+    outputs = [output async for output in omni.generate(case.vllm_prompt, params, **kwargs)]
+    for output in outputs[1:]:
+        outputs[0].add(output, aggregate=True)
+    return outputs[0]
+
+
+def num_equal_until_tie(ours: list[int], theirs: list[int], margins: torch.Tensor, what: str) -> int:
+    """Assert equality; at a tie of the reference the rest may differ. Returns the number of such ties (0 or 1)."""
+    if ours == theirs:
+        return 0
+    step = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    step = min(len(ours), len(theirs)) if step is None else step
+    assert margins[step] < TIE, f"{what}: id {step} differs where the reference's margin is {margins[step]:.2e}"
+    return 1
+
+
+async def test_thinker_equals_transformers_in_one_batch(pair: Pair) -> None:
+    """Prompt ids, positions, token ids and hidden states, all cases in one batch: text, images, audio, video, mixed."""
+    engine = pair.omni.orchestrator.engines["thinker"]
+    replies = await asyncio.gather(*(think(engine, case) for case in pair.cases))
+    num_ties, worst = 0, 0.0
+    for case, reply in zip(pair.cases, replies, strict=True):
+        expected = pair.reference.think(pair.reference.process(case), MAX_TOKENS)
+        assert reply.prompt_token_ids == expected.prompt_ids.tolist(), case.name
+        assert torch.equal(reply.positions.long(), expected.positions), case.name
+        ties = num_equal_until_tie(reply.token_ids, expected.token_ids, expected.margins, f"{case.name}, reply")
+        num_ties += ties
+        num_rows = len(expected.prompt_ids) if ties else len(reply.rows)
+        rows = expected_rows(pair.reference, expected)
+        difference = (reply.rows[:num_rows] - rows[:num_rows]).abs().max().item()
+        worst = max(worst, difference)
+        assert difference < HIDDEN_STATE_TOLERANCE, f"{case.name}: hidden states differ by {difference:.1e}"
+    print(f"thinker: {len(replies)} replies, {num_ties} ties, hidden states within {worst:.1e}")
+
+
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.05])
+async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, repetition_penalty: float) -> None:
+    """Greedy codes over 200 steps and the waveform from the same noise, all cases running at once."""
+    outputs = await asyncio.gather(
+        *(answer(pair.omni, case, repetition_penalty=repetition_penalty) for case in pair.cases)
+    )
+    num_ties = num_codes = 0
+    worst = 0.0
+    for case, output in zip(pair.cases, outputs, strict=True):
+        expected: Answer = pair.reference.answer(
+            case,
+            max_tokens=MAX_TOKENS,
+            max_codes=MAX_CODES,
+            repetition_penalty=repetition_penalty,
+            seed=0,
+            speaker=pair.omni.orchestrator.pipeline.validate({})["speaker"],
+        )
+        assert expected.speech is not None
+        codes = output.multimodal_output["codec_ids"]
+        ties = num_equal_until_tie(codes, expected.speech.codes, expected.speech.margins, f"{case.name}, codes")
+        num_ties += ties
+        num_codes += len(codes)
+        if ties:
+            continue
+        audio, waveform = output.multimodal_output["audio"], expected.speech.waveform
+        assert audio.shape == waveform.shape
+        difference = ((audio - waveform).abs().max() / waveform.abs().max()).item()
+        worst = max(worst, difference)
+        assert difference < WAVEFORM_TOLERANCE, f"{case.name}: waveforms differ by {difference:.1e}"
+    print(f"talker: {num_codes} codes, {num_ties} ties; waveforms within {worst:.1e}")
+
+
+async def test_rows_of_preempted_requests_are_published_once(pair: Pair) -> None:
+    """Twelve long replies at a time: in the smallest cache, requests lose their blocks and are computed again."""
+    engine, case = pair.omni.orchestrator.engines["thinker"], pair.cases[0]
+    alone = await think(engine, case, 200)
+    preempted_before = num_preemptions()
+    replies = await asyncio.gather(*(think(engine, case, 200, request_id=f"reply-{i}") for i in range(12)))
+    if engine.vllm_config.cache_config.num_gpu_blocks_override:
+        assert num_preemptions() > preempted_before
+    for reply in replies:
+        assert reply.token_ids == alone.token_ids
+        assert reply.rows.shape == alone.rows.shape
+        assert (reply.rows - alone.rows).abs().max() < HIDDEN_STATE_TOLERANCE
+
+
+async def test_a_request_alone_answers_as_in_a_batch(pair: Pair) -> None:
+    case = pair.cases[-1]
+    alone = await answer(pair.omni, case)
+    batched = (await asyncio.gather(*(answer(pair.omni, one) for one in pair.cases[-8:])))[-1]
+    assert alone.outputs[0].token_ids == batched.outputs[0].token_ids
+    assert alone.multimodal_output["codec_ids"] == batched.multimodal_output["codec_ids"]
+
+
+async def test_every_speaker_equals_transformers(pair: Pair) -> None:
+    case = pair.cases[0]
+    for speaker in pair.omni.orchestrator.pipeline.speakers:
+        expected = pair.reference.answer(case, max_tokens=MAX_TOKENS, max_codes=MAX_CODES, speaker=speaker)
+        output = await answer(pair.omni, case, speaker=speaker)
+        assert expected.speech is not None
+        assert not num_equal_until_tie(
+            output.multimodal_output["codec_ids"], expected.speech.codes, expected.speech.margins, speaker
+        )
+        difference = (output.multimodal_output["audio"] - expected.speech.waveform).abs().max()
+        assert difference < WAVEFORM_TOLERANCE * expected.speech.waveform.abs().max()
+
+
+async def test_a_reply_of_one_token_has_text_and_no_sound(pair: Pair) -> None:
+    params = {"thinker": {**GREEDY, "max_tokens": 1}}
+    outputs = [output async for output in pair.omni.generate(pair.cases[0].vllm_prompt, params)]
+    assert [token for output in outputs for one in output.outputs for token in one.token_ids]
+    assert [len(output.multimodal_output["audio"]) for output in outputs if output.multimodal_output] == [0]
+    assert outputs[-1].finished
+    assert "talker" not in outputs[-1].stage_durations
+
+
+async def test_a_reply_of_no_visible_token_has_neither_text_nor_sound(pair: Pair) -> None:
+    end = pair.omni.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    params = {"thinker": {**GREEDY, "max_tokens": MAX_TOKENS, "logit_bias": {end: 100.0}}}
+    outputs = [output async for output in pair.omni.generate(pair.cases[0].vllm_prompt, params)]
+    assert "".join(one.text for output in outputs for one in output.outputs) == ""
+    assert sum(len(output.multimodal_output.get("audio", ())) for output in outputs) == 0
+
+
+async def test_speech_after_a_cached_prompt_equals_speech_without(pair: Pair) -> None:
+    """A text answer may read the prefix cache; one with speech needs every row and must not."""
+    case = pair.cases[1]
+    fresh = await answer(pair.omni, case)
+    text_only = [await answer(pair.omni, case, modalities=["text"]) for _ in range(2)]
+    assert bool(text_only[1].num_cached_tokens) == pair.omni.vllm_config.cache_config.enable_prefix_caching
+    assert text_only[1].outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert "talker" not in text_only[1].stage_durations
+    again = await answer(pair.omni, case)
+    assert again.multimodal_output["codec_ids"] == fresh.multimodal_output["codec_ids"]
+
+
+async def test_nothing_is_left_after_all_requests(pair: Pair) -> None:
+    statistics = pair.omni.orchestrator.runtime.statistics()
+    assert statistics.num_open_calls == statistics.num_running_activations == 0
+    assert all(engine.llm.get_num_unfinished_requests() == 0 for engine in pair.omni.orchestrator.engines.values())

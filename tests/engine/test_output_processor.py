@@ -1,0 +1,144 @@
+"""vLLM's real output processor and collector, fed with engine outputs that carry tokens, tensors or both."""
+
+import time
+
+import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from vllm_omni.engine.output_processor import MultimodalOutputProcessor
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay import InlineRelay, Payload, pack
+
+relay = InlineRelay()
+
+
+def make_processor(output_type: str) -> MultimodalOutputProcessor:
+    return MultimodalOutputProcessor(OutputProcessor(None, log_stats=False), output_type)
+
+
+def add_request(
+    processor: MultimodalOutputProcessor, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str = "a"
+) -> RequestOutputCollector:
+    collector = RequestOutputCollector(kind, request_id)
+    request = EngineCoreRequest(
+        request_id=request_id,
+        external_req_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        mm_features=None,
+        sampling_params=SamplingParams(output_kind=kind, detokenize=False, max_tokens=100),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    processor.add_request(request, None, queue=collector)
+    return collector
+
+
+def make_output(
+    token_ids: list[int],
+    rows: torch.Tensor | None = None,
+    *,
+    finished: bool = False,
+    request_id: str = "a",
+    name: str = "rows",
+) -> EngineCoreOutput:
+    payload = None if rows is None else pack(Payload({name: relay.put(request_id, rows)}, {"n": len(rows)}))
+    return EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=token_ids,
+        pooling_output=payload,
+        finish_reason=FinishReason.LENGTH if finished else None,
+    )
+
+
+def read(collector: RequestOutputCollector) -> OmniRequestOutput:
+    output = collector.get_nowait()
+    assert isinstance(output, OmniRequestOutput)
+    return output
+
+
+def test_a_step_with_tokens_and_tensors_gives_both() -> None:
+    processor = make_processor("latents")
+    collector = add_request(processor)
+    processor.process_outputs([make_output([7], torch.ones(2, 3))])
+    output = read(collector)
+    assert list(output.outputs[0].token_ids) == [7]
+    assert [payload.tensors["rows"].num_rows for payload in output.payloads] == [2]
+
+
+def test_a_slow_reader_loses_neither_tokens_nor_tensors() -> None:
+    processor = make_processor("latents")
+    collector = add_request(processor)
+    for step in range(50):
+        rows = torch.full((1, 2), float(step)) if step % 3 == 0 else None
+        processor.process_outputs([make_output([step], rows, finished=step == 49)])
+    output = read(collector)
+    assert list(output.outputs[0].token_ids) == list(range(50))
+    assert [relay.get(payload.tensors["rows"])[0, 0].item() for payload in output.payloads] == list(range(0, 50, 3))
+    assert output.finished
+
+
+def test_no_chunk_is_delivered_twice() -> None:
+    processor = make_processor("latents")
+    collector = add_request(processor)
+    counts = []
+    for step in range(5):
+        processor.process_outputs([make_output([step], torch.ones(1, 2))])
+        counts.append(len(read(collector).payloads))
+    assert counts == [1] * 5
+
+
+def test_audio_of_several_steps_is_joined() -> None:
+    processor = make_processor("audio")
+    collector = add_request(processor)
+    processor.process_outputs([make_output([0], torch.arange(3.0), name="audio")])
+    processor.process_outputs([make_output([0], torch.arange(3.0, 5.0), finished=True, name="audio")])
+    assert torch.equal(read(collector).multimodal_output["audio"], torch.arange(5.0))
+
+
+def test_a_final_only_request_keeps_everything_until_its_end() -> None:
+    processor = make_processor("latents")
+    collector = add_request(processor, RequestOutputKind.FINAL_ONLY)
+    processor.process_outputs([make_output([1], torch.ones(1, 2))])
+    assert collector.get_nowait() is None
+    processor.process_outputs([make_output([2], torch.ones(3, 2), finished=True)])
+    output = read(collector)
+    assert list(output.outputs[0].token_ids) == [1, 2]
+    assert [payload.tensors["rows"].num_rows for payload in output.payloads] == [1, 3]
+
+
+def test_requests_do_not_mix() -> None:
+    processor = make_processor("latents")
+    collectors = {name: add_request(processor, request_id=name) for name in "ab"}
+    processor.process_outputs(
+        [make_output([1], torch.ones(1, 2), request_id="a"), make_output([2], None, request_id="b")]
+    )
+    assert len(read(collectors["a"]).payloads) == 1
+    assert read(collectors["b"]).payloads == []
+
+
+def test_outputs_of_an_aborted_request_are_dropped() -> None:
+    processor = make_processor("latents")
+    add_request(processor)
+    processor.abort_requests(["a"], internal=True)
+    processor.process_outputs([make_output([1], torch.ones(1, 2))])
+    assert processor.get_num_unfinished_requests() == 0
+
+
+def test_an_error_of_the_engine_reaches_the_reader() -> None:
+    processor = make_processor("latents")
+    collector = add_request(processor)
+    output = make_output([0], finished=True)
+    output.pooling_output = pack(Payload(values={"error": "ValueError: no", "invalid": True}))
+    processor.process_outputs([output])
+    assert read(collector).multimodal_output == {"error": "ValueError: no", "invalid": True}
+
+
+def test_an_unknown_output_type_is_refused() -> None:
+    with pytest.raises(KeyError):
+        make_processor("smell")

@@ -1,0 +1,221 @@
+"""The command line, up to where stages would be started."""
+
+import gc
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_omni import __version__
+from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.plugin import register
+
+VLLM = Path(sys.executable).with_name("vllm")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line on stderr with which the command line refuses the arguments."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(args)
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    main(args)
+    out = capsys.readouterr().out
+    assert "serve" in out
+    assert "tiny" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'serve'?" in refused(capsys, "server", "model")
+
+
+def test_help_and_refusals_need_no_vllm() -> None:
+    code = (
+        "import sys; from vllm_omni.entrypoints.cli.main import main\n"
+        "try: main(['tiny', 'qwen'])\n"
+        "except SystemExit: pass\n"
+        "main(['--help']); assert not {'vllm', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+# -- tiny --------------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_writes_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["tiny", "qwen2_5_omni", str(tmp_path / "tiny"), "--seed", "3"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "qwen2_5_omni"
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["qwen2_5_onmi", "DIR"], "invalid value 'qwen2_5_onmi': did you mean 'qwen2_5_omni'?"),
+        (["qwen2_5_omni", "DIR", "--sed=1"], "unknown flag '--sed': did you mean '--seed'?"),
+        (["qwen2_5_omni", "DIR", "--seed", "one"], "--seed: invalid int value: 'one'"),
+        (["qwen2_5_omni", "DIR", "--variant", "wyde"], "no variant 'wyde'"),
+        (["qwen2_5_omni"], "DIR"),
+    ],
+)
+def test_tiny_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], why: str) -> None:
+    directory = str(tmp_path / "tiny")
+    assert why in refused(capsys, "tiny", *(directory if arg == "DIR" else arg for arg in args))
+
+
+def test_tiny_leaves_what_is_there_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    assert "not an empty directory" in refused(capsys, "tiny", "qwen2_5_omni", str(tmp_path))
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_engine_flags_that_were_given_reach_the_stages() -> None:
+    parsed = parse_serve_args(
+        ["m", "--max-num-seqs", "8", "--enforce_eager", "--port=9000", "--no-enable-prefix-caching"]
+    )
+    assert parsed.engine_args == {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False}
+    assert parsed.args.model == "m"
+    assert parsed.args.port == 9000
+
+
+def test_a_flag_with_its_default_value_is_given_all_the_same() -> None:
+    default = parse_serve_args(["m"]).args.gpu_memory_utilization
+    parsed = parse_serve_args(["m", "--gpu-memory-utilization", str(default)])
+    assert parsed.engine_args == {"gpu_memory_utilization": default}
+
+
+def test_flags_come_from_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("max-num-seqs: 8\nport: 9000\ndtype: float32\n")
+    parsed = parse_serve_args(["m", "--config", str(path), "--dtype", "bfloat16"])
+    assert parsed.engine_args == {"max_num_seqs": 8, "dtype": "bfloat16"}
+    assert parsed.args.port == 9000
+
+
+def test_flags_of_one_stage(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    deployment = tmp_path / "deploy.yaml"
+    deployment.write_text("stages:\n  talker:\n    max_num_seqs: 2\n    max_model_len: 512\n")
+    flags = {
+        "--deploy-config": str(deployment),
+        "--max-num-batched-tokens": "300",
+        "--stage-overrides": '{"talker": {"max_num_seqs": 3}}',
+        "--stage": "thinker.max_num_seqs=4",
+    }
+    given = [word for flag in flags.items() for word in flag]
+    parsed = parse_serve_args([str(tiny_checkpoint), *given, "--stage=token2wav.max_num_seqs=5"])
+    stages = {stage.name: dict(stage.engine_args) for stage in parsed.load_config().stages}
+    assert stages == {
+        "thinker": {"max_num_batched_tokens": 300, "max_num_seqs": 4},
+        "talker": {"max_num_batched_tokens": 300, "max_num_seqs": 3, "max_model_len": 512},
+        "token2wav": {"max_num_seqs": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["m", "--max-num-seq", "8"], "unknown flag '--max-num-seq': did you mean '--max-num-seqs'?"),
+        (["m", "--max-num-seq=8", "--stages=x"], "unknown flag '--stages': did you mean '--stage'?"),
+        (["m", "--dtype", "flaot32"], "--dtype: invalid value 'flaot32': did you mean 'float32'?"),
+        (["m", "--max-num-seqs", "many"], "--max-num-seqs: invalid int value: 'many'"),
+        (["m", "extra"], "unexpected argument 'extra'"),
+        (["m", "--stage-overrides", "{talker"], "--stage-overrides: not JSON"),
+        (["m", "--stage-overrides", "[]"], "must be a JSON object"),
+        ([], "no model"),
+        (["m", "--headless"], "--headless"),
+        (["m", "--api-server-count", "2"], "--api-server-count 2"),
+        (["m", "--grpc"], "--grpc"),
+        (["m", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
+        (["m", "--chat-template", "/nowhere/template.jinja"], "doesn't exist"),
+    ],
+)
+def test_serve_refuses(capsys: pytest.CaptureFixture[str], args: list[str], why: str) -> None:
+    assert why in refused(capsys, "serve", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--stage", "talkr.max_num_seqs=8"], "no stage 'talkr': did you mean 'talker'?"),
+        (
+            ["--stage", "talker.max_num_seq=8"],
+            "unknown key 'max_num_seq' of stage 'talker': did you mean 'max_num_seqs'?",
+        ),
+        (["--stage", "talker.max_num_seqs=0"], "at least 1"),
+        (["--stage", "talker"], "must be NAME.KEY=VALUE"),
+        (["--deploy-config", "/nowhere/deploy.yaml"], "cannot be read"),
+        (["--kv-cache-memory-bytes", "1G"], "must be said for each stage"),
+        (["--enable-auto-tool-choice", "--tool-call-parser=hermies"], "invalid tool call parser: hermies"),
+        (["--max-model-len", "1000000000"], "stage 'thinker': User-specified max_model_len (1000000000) is greater"),
+    ],
+)
+def test_serve_refuses_a_deployment(
+    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, args: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["serve", str(tiny_checkpoint), "--port=0", *args])
+    assert exit_info.value.code == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_serve_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
+    with socket.socket() as sock, pytest.raises(SystemExit) as exit_info:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        main(["serve", str(tiny_checkpoint), "--host=127.0.0.1", f"--port={port}"])
+    assert exit_info.value.code == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.warns(ResourceWarning, match="unclosed <socket"):  # vLLM's; the process would have ended by now
+        del exit_info
+        gc.collect()
+
+
+def test_serve_refuses_what_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "has no config.json" in refused(capsys, "serve", str(tmp_path))
+
+
+def test_serve_help_tells_ours_beside_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    out = capsys.readouterr().out
+    assert "vllm-omni serve MODEL" in out
+    assert "Omni " in out
+    assert "SchedulerConfig" in out
+
+
+# -- vLLM's own command ------------------------------------------------------------------------------------------------
+
+
+def test_vllm_serve_with_omni_is_ours() -> None:
+    command = [VLLM, "serve", "m", "--omni", "--stage-override={}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "unknown flag '--stage-override': did you mean '--stage-overrides'?" in result.stderr.splitlines()[-1]
+
+
+def test_vllm_serve_without_omni_is_as_before() -> None:
+    register()
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert not {"--omni", "--stage", "--deploy-config"} & set(parser._option_string_actions)

@@ -1,0 +1,339 @@
+"""``OmniLLM`` and the ``AsyncOmni`` behind it, with real engines on a tiny checkpoint."""
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from transformers import Qwen2_5OmniConfig
+from vllm.sampling_params import SamplingParams
+
+from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image, make_video
+from vllm_omni import AsyncOmni, Omni, OmniLLM
+from vllm_omni.config import load_config
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.plugin import register
+
+PROMPT = format_prompt("Hello, who are you?")
+SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperature": 0.0, "max_tokens": 20}}
+MAX_MODEL_LEN = 1024
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
+    """Made from ready stages, one of them with a ready ``VllmConfig``: the other way in than a model and changes."""
+    register()
+    path = tiny.build(tmp_path_factory.mktemp("checkpoint"))
+    config = load_config(path, dtype="float32", enforce_eager=True, max_model_len=MAX_MODEL_LEN, skip_mm_profiling=True)
+    vocoder = config.stage("token2wav")
+    pipeline = Qwen2_5OmniPipeline(str(path), Qwen2_5OmniConfig.from_pretrained(path))
+    ready = StageEngine(vocoder, pipeline.stages[vocoder.stage_id]).vllm_config
+    stages = [*config.stages[:-1], dataclasses.replace(vocoder, engine_args={}, vllm_config=ready)]
+    with OmniLLM(stage_configs=stages) as omni:
+        yield omni
+        statistics = omni.engine.orchestrator.runtime.statistics()
+        assert statistics.num_open_calls == statistics.num_running_activations == statistics.num_buffered_frames == 0
+
+
+def generate(omni: OmniLLM, prompts: Any = PROMPT, **kwargs: Any) -> Any:
+    kwargs = {"sampling_params_list": SHORT, "use_tqdm": False, **kwargs}
+    return omni.generate(prompts, **kwargs)
+
+
+def test_text_and_speech_by_default(omni: OmniLLM, tmp_path: Path) -> None:
+    (output,) = generate(omni)
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].text
+    assert output.outputs[0].finish_reason == "length"
+    assert output.finished
+    assert set(output.multimodal_output) == {"audio", "sample_rate"}
+    audio = output.multimodal_output["audio"]
+    assert audio.dtype == torch.float32
+    assert audio.shape == (20 * 480,)
+    assert 0.001 < audio.abs().max() <= 1.0
+    samples, sample_rate = soundfile.read(output.save_audio(tmp_path / "speech.wav"), dtype="float32")
+    assert sample_rate == output.multimodal_output["sample_rate"] == 24000
+    assert abs(samples - audio.numpy()).max() < 1e-4  # 16 bits
+
+
+def test_stage_durations_name_every_stage_that_ran(omni: OmniLLM) -> None:
+    (output,) = generate(omni)
+    assert set(output.stage_durations) == {"thinker", "talker", "token2wav", "total"}
+    assert all(0 < seconds <= output.stage_durations["total"] for seconds in output.stage_durations.values())
+
+
+def test_a_text_answer_never_starts_the_talker(omni: OmniLLM) -> None:
+    (output,) = generate(omni, modalities=["text"])
+    assert set(output.stage_durations) == {"thinker", "total"}
+    assert output.multimodal_output == {}
+
+
+def test_codec_ids_come_when_asked_for(omni: OmniLLM) -> None:
+    (output,) = generate(omni, modalities=["audio", "codec_ids"])
+    assert len(output.multimodal_output["codec_ids"]) == 20
+    assert len(output.multimodal_output["audio"]) == 20 * 480
+
+
+def test_parameters_by_position_are_those_by_name(omni: OmniLLM) -> None:
+    by_name = generate(omni, modalities=["codec_ids"])
+    by_position = generate(omni, modalities=["codec_ids"], sampling_params_list=[SHORT["thinker"], SHORT["talker"]])
+    assert by_name[0].outputs[0].token_ids == by_position[0].outputs[0].token_ids
+    assert by_name[0].multimodal_output == by_position[0].multimodal_output
+
+
+def test_parameters_of_the_first_stage_need_no_name(omni: OmniLLM) -> None:
+    (output,) = generate(omni, modalities=["text"], sampling_params_list={"max_tokens": 3, "temperature": 0.0})
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_the_seed_of_the_vocoder_seeds_its_noise(omni: OmniLLM) -> None:
+    def waveform(seed: int | None) -> torch.Tensor:
+        params = SHORT | {"token2wav": {"seed": seed}}
+        return generate(omni, sampling_params_list=params)[0].multimodal_output["audio"]
+
+    assert torch.equal(waveform(5), waveform(5))
+    assert not torch.equal(waveform(5), waveform(6))
+    assert not torch.equal(waveform(None), waveform(None))
+
+
+def test_outputs_come_in_the_order_of_the_prompts(omni: OmniLLM) -> None:
+    prompts = [format_prompt(text) for text in ("one", "two, three", "four")]
+    outputs = generate(omni, prompts, modalities=["text"])
+    assert [output.prompt for output in outputs] == prompts
+
+
+def test_a_conversation_is_the_prompt_that_its_template_makes(omni: OmniLLM) -> None:
+    messages = [{"role": "system", "content": "You are Qwen."}, {"role": "user", "content": "Hello, who are you?"}]
+    (chat,) = omni.chat(messages, SHORT, ["codec_ids"], use_tqdm=False)
+    (prompt,) = generate(omni, modalities=["codec_ids"])
+    assert chat.prompt_token_ids == prompt.prompt_token_ids
+    assert chat.multimodal_output == prompt.multimodal_output
+
+
+@pytest.mark.parametrize("sample_rate", [8000, 24000, 44100])
+def test_sound_of_another_rate_is_heard_as_long_as_it_is(omni: OmniLLM, sample_rate: int) -> None:
+    def num_prompt_tokens(rate: int) -> int:
+        sound = np.sin(np.arange(2 * rate) * 440 * 2 * np.pi / rate).astype(np.float32)
+        prompt = {"prompt": format_prompt(AUDIO), "multi_modal_data": {"audio": (sound, rate)}}
+        return len(generate(omni, prompt, modalities=["text"])[0].prompt_token_ids)
+
+    assert num_prompt_tokens(sample_rate) == num_prompt_tokens(16000)
+
+
+@pytest.mark.parametrize("kind", [tuple, iter], ids=["tuple", "iterator"])
+def test_prompts_may_be_any_sequence(omni: OmniLLM, kind: Any) -> None:
+    assert len(generate(omni, kind([PROMPT, PROMPT]), modalities=["text"], priority=0)) == 2
+
+
+def test_speakers_differ(omni: OmniLLM) -> None:
+    spoken = [generate(omni, modalities=["codec_ids"], speaker=name)[0] for name in ("Chelsie", "Ethan")]
+    assert spoken[0].multimodal_output != spoken[1].multimodal_output
+
+
+def broken_media() -> dict[str, dict[str, Any]]:
+    image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": "not an image"}}
+    empty_image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": Image.new("RGB", (0, 0))}}
+    silence = {"prompt": format_prompt(AUDIO), "multi_modal_data": {"audio": (np.zeros(0, np.float32), 16000)}}
+    missing = {"prompt": format_prompt("no placeholder"), "multi_modal_data": {"image": make_image(56, 56)}}
+    noise = np.full(16000, np.nan, np.float32)
+    not_a_number = {"prompt": format_prompt(AUDIO), "multi_modal_data": {"audio": (noise, 16000)}}
+    return {
+        "not a number": not_a_number,
+        "image": image,
+        "empty image": empty_image,
+        "silence": silence,
+        "missing": missing,
+    }
+
+
+def mistyped() -> SamplingParams:
+    params = SamplingParams()
+    params.top_k = 1.5  # type: ignore[assignment]
+    return params
+
+
+def video_at(fps: float, **more: Any) -> dict[str, Any]:
+    prompt = {"prompt": format_prompt(VIDEO), "multi_modal_data": {"video": [make_video(4, 56, 56)]}}
+    return prompt | {"mm_processor_kwargs": {"fps": fps, **more}}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "modality": ({"modalities": ["text", "smell"]}, "'smell'.*valid: .*audio"),
+    "no modality": ({"modalities": []}, "no modality"),
+    "speaker": ({"speaker": "Ethen"}, "'Ethen'.*did you mean 'Ethan'"),
+    "stage": ({"sampling_params_list": {"talkr": {}}}, "'talkr'.*did you mean 'talker'"),
+    "parameter": ({"sampling_params_list": {"talker": {"temprature": 1}}}, "'temprature'.*did you mean 'temperature'"),
+    "value": ({"sampling_params_list": {"talker": {"temperature": -1.0}}}, "temperature"),
+    "too many": ({"sampling_params_list": [{}, {}, {}, {}]}, "4 sets"),
+    "priority": ({"priority": [1, 2]}, "2 values of priority for 1 prompts"),
+    "several answers": ({"sampling_params_list": {"thinker": {"n": 2}}}, "'thinker': n = 2.*give n = 1"),
+    "priority type": ({"priority": [1.5]}, "priority = 1.5"),
+    "modalities type": ({"modalities": 5}, "modalities = 5"),
+    "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is no int"),
+    "a params object of wrong types": ({"sampling_params_list": [SamplingParams(max_tokens=4), mistyped()]}, "talker"),
+    "several answers of the talker": ({"sampling_params_list": {"talker": {"n": 2}}}, "'talker': n = 2"),
+    "seed": ({"sampling_params_list": {"talker": {"seed": 2**70}}}, r"'talker': seed = \d+: valid"),
+    "a frame in hours": ({"prompts": video_at(1e-6)}, "higher fps"),
+    "frames backwards": ({"prompts": video_at(-1.0)}, "fps"),
+    "frames at once": ({"prompts": video_at(float("inf"))}, ""),
+    "frames at no time": ({"prompts": video_at(float("nan"))}, ""),
+    "length": ({"prompts": "x" * 2 * MAX_MODEL_LEN}, f"{MAX_MODEL_LEN}"),
+    "empty prompt": ({"prompts": ""}, "empty"),
+    **{name: ({"prompts": prompt}, "") for name, prompt in broken_media().items()},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_input_is_a_value_error_that_says_why_and_costs_nobody_else(omni: OmniLLM, name: str) -> None:
+    arguments, message = BAD[name]
+    with pytest.raises(ValueError, match=message or ".{20}"):
+        generate(omni, **{"prompts": PROMPT, **arguments})
+    (output,) = generate(omni, modalities=["text"])
+    assert output.outputs[0].text
+
+
+def test_a_bad_prompt_among_good_ones_fails_the_call_and_leaves_nothing(omni: OmniLLM) -> None:
+    with pytest.raises(InvalidRequest):
+        generate(omni, [PROMPT, "x" * 2 * MAX_MODEL_LEN, PROMPT])
+    assert omni.engine.orchestrator.runtime.statistics().num_open_calls == 0
+
+
+def test_an_abort_returns_when_every_stage_has_let_go(omni: OmniLLM) -> None:
+    async def run() -> None:
+        engine: AsyncOmni = omni.engine
+        params = SHORT | {"talker": {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}}
+        outputs = engine.generate(PROMPT, params, "long", modalities=["audio", "codec_ids"])
+        with pytest.raises(CallAborted):
+            async for output in outputs:
+                if "codec_ids" in output.multimodal_output:
+                    await engine.abort("long")
+                    statistics = engine.orchestrator.runtime.statistics()
+                    assert statistics.num_running_activations == 0
+        for stage in engine.orchestrator.engines.values():
+            assert stage.llm.get_num_unfinished_requests() == 0
+
+    omni._run(run())
+
+
+def test_a_reader_that_leaves_ends_its_request(omni: OmniLLM) -> None:
+    async def run() -> None:
+        outputs = omni.engine.generate(PROMPT, SHORT, "left")
+        async for _ in outputs:
+            break
+        await outputs.aclose()
+        assert omni.engine.orchestrator.runtime.statistics().num_open_calls == 0
+
+    omni._run(run())
+
+
+def test_a_deadline_ends_a_request(omni: OmniLLM) -> None:
+    async def run() -> None:
+        params = SHORT | {"talker": {"temperature": 0.0, "max_tokens": 900}}
+        with pytest.raises(DeadlineExceeded, match=r"token2wav|talker|thinker"):
+            async for _ in omni.engine.generate(PROMPT, params, deadline_s=0.01):
+                pass
+
+    omni._run(run())
+
+
+@pytest.mark.parametrize("value", ["x", {"payloads": [b"x"]}, {"publish": True}], ids=repr)
+def test_what_a_user_puts_under_our_key_reaches_no_engine(omni: OmniLLM, value: Any) -> None:
+    params = {stage: one | {"extra_args": {"omni": value}} for stage, one in SHORT.items()}
+    (output,) = generate(omni, sampling_params_list=params, modalities=["codec_ids"])
+    assert output.multimodal_output == generate(omni, modalities=["codec_ids"])[0].multimodal_output
+
+
+def test_two_requests_of_one_id_are_refused(omni: OmniLLM) -> None:
+    async def run() -> None:
+        async def all_outputs() -> list[Any]:
+            return [output async for output in omni.engine.generate(PROMPT, SHORT, "same", modalities=["text"])]
+
+        results = await asyncio.gather(all_outputs(), all_outputs(), return_exceptions=True)
+        assert sum(isinstance(result, InvalidRequest) for result in results) == 1
+        assert sum(isinstance(result, list) for result in results) == 1
+
+    omni._run(run())
+
+
+def test_health_is_that_of_every_stage(omni: OmniLLM) -> None:
+    omni._run(omni.engine.check_health())
+    assert omni.engine.is_running
+    assert not omni.engine.errored
+
+
+def test_omni_is_another_name_of_omni_llm() -> None:
+    assert Omni is OmniLLM
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        OmniLLM(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="give a model"):
+        OmniLLM()
+
+
+def run_stage(omni: OmniLLM, stage: str, prompt_token_ids: list[int], args: dict[str, Any]) -> Any:
+    """One request straight to a stage's engine, as a transfer function would send it."""
+
+    async def first_output() -> Any:
+        engine = omni.engine.orchestrator.engines[stage]
+        request = StageRequest({"prompt_token_ids": prompt_token_ids}, args)
+        context = RequestContext("straight", omni.engine.stage_params(SHORT), {})
+        async with aclosing(engine.generate(request, context, frozenset())) as outputs:
+            async for output in outputs:
+                return output
+
+    return omni._run(first_output())
+
+
+def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: OmniLLM) -> None:
+    output = run_stage(omni, "talker", [264] * 5, {"payloads": [b"\xc1 garbage"], "speaker_index": 0})
+    assert "RelayBroken" in output.multimodal_output["error"]
+    assert generate(omni)[0].multimodal_output["audio"].shape == (20 * 480,)
+
+
+@pytest.mark.parametrize("codec_ids", [[0, 10_000], [-1], [0] * 20_000], ids=["too large", "negative", "too many"])
+def test_codes_that_the_vocoder_cannot_say_fail_their_request_alone(omni: OmniLLM, codec_ids: list[int]) -> None:
+    output = run_stage(omni, "token2wav", [0], {"codec_ids": codec_ids, "speaker": "Chelsie", "seed": 0})
+    assert output.multimodal_output["invalid"]
+    assert generate(omni)[0].multimodal_output["audio"].shape == (20 * 480,)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("talker.enable_prefix_caching=true", r"'talker': enable_prefix_caching = True.*False only"),
+        ("thinker.enable_prompt_embeds=true", r"'thinker': enable_prompt_embeds = True.*False only"),
+        ("thinker.async_scheduling=true", r"'thinker': async_scheduling = True.*False only"),
+        ("thinker.speculative_config={method: ngram, num_speculative_tokens: 2}", r"speculative_config.*None only"),
+        ("thinker.hf_overrides={foo: 1}", r"'thinker': hf_overrides: set by the model's pipeline"),
+        ("talker.worker_cls=a.B", r"'talker': worker_cls: set by the model's pipeline"),
+    ],
+)
+def test_what_a_model_cannot_do_without_cannot_be_unset(tiny_checkpoint: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OmniLLM(tiny_checkpoint, max_model_len=MAX_MODEL_LEN, stage_overrides=[override])
+
+
+def test_a_checkpoint_without_voices_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "voiceless")
+    (path / "spk_dict.pt").unlink()
+    with pytest.raises(ConfigError, match="spk_dict"):
+        OmniLLM(path)
+
+
+def test_an_edge_that_the_graph_has_not_is_refused(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="thinker->token2wav: the graph has no such edge"):
+        OmniLLM(tiny_checkpoint, overrides={"edges": {"thinker->token2wav": {"transport": "inline"}}})

@@ -1,0 +1,151 @@
+import copy
+
+import pytest
+
+from tests.flow.builders import Talker, Thinker
+from vllm_omni.errors import GraphError
+from vllm_omni.flow import Field, Graph, Role, interface
+
+
+def make_thinker():
+    graph = Graph("g")
+    return graph, graph.placeholder("prompt"), graph.role(Thinker, "thinker")
+
+
+def test_unknown_input_names_node_and_nearest():
+    _, prompt, thinker = make_thinker()
+    with pytest.raises(GraphError, match=r"'thinker.generate' has no input 'promt'; did you mean 'prompt'\?"):
+        thinker.generate(promt=prompt)
+
+
+def test_unknown_output_field_names_node_and_what_exists():
+    _, prompt, thinker = make_thinker()
+    reply = thinker.generate(prompt=prompt)
+    with pytest.raises(
+        GraphError, match=r"'thinker.generate' has no output 'row'; did you mean 'rows'\? there is: 'rows', 'text'"
+    ):
+        _ = reply.row
+
+
+def test_source_that_is_not_a_field_is_refused():
+    graph, prompt, thinker = make_thinker()
+    reply = thinker.generate(prompt=prompt)
+    with pytest.raises(GraphError, match=r"'talker.generate', input 'rows': needs .* got NodeCall"):
+        graph.role(Talker, "talker").generate(rows=reply)
+
+
+def test_source_of_another_graph_is_refused():
+    _, prompt, _ = make_thinker()
+    _, _, stranger = make_thinker()
+    with pytest.raises(GraphError, match=r"entry.prompt belongs to graph 'g'"):
+        stranger.generate(prompt=prompt)
+
+
+def test_output_of_another_graph_is_refused():
+    _, prompt, thinker = make_thinker()
+    with pytest.raises(GraphError, match=r"output 'text': thinker.generate.text belongs to graph 'g', not to 'other'"):
+        Graph("other").output(text=thinker.generate(prompt=prompt).text)
+
+
+def test_placeholder_declared_twice_is_refused():
+    graph, _, _ = make_thinker()
+    with pytest.raises(GraphError, match="placeholder 'prompt' is declared twice"):
+        graph.placeholder("prompt")
+
+
+def test_role_declared_twice_is_refused():
+    graph, _, _ = make_thinker()
+    with pytest.raises(GraphError, match="role 'thinker' is declared twice"):
+        graph.role(Thinker, "thinker")
+
+
+@pytest.mark.parametrize("name", ["", "a.b"])
+def test_role_name_with_a_dot_or_empty_is_refused(name):
+    with pytest.raises(GraphError, match="without a dot"):
+        Graph("g").role(Thinker, name)
+
+
+def test_output_declared_twice_is_refused():
+    graph, prompt, thinker = make_thinker()
+    reply = thinker.generate(prompt=prompt)
+    graph.output(text=reply.text)
+    with pytest.raises(GraphError, match=r"output 'text' is declared twice; it is thinker.generate.text"):
+        graph.output(text=reply.rows)
+
+
+@pytest.mark.parametrize("inputs_or", [[], [[]], ["prompt"]])
+def test_inputs_or_must_be_groups_of_names(inputs_or):
+    with pytest.raises(GraphError, match=r"write \[\['prompt'\]\]"):
+        interface(inputs_or=inputs_or, outputs={"y": Field("text")})
+
+
+def test_interface_without_outputs_is_refused():
+    with pytest.raises(GraphError, match="declares no outputs"):
+        interface(inputs_or=[["x"]], outputs={})
+
+
+def test_type_of_an_input_that_does_not_exist_is_refused():
+    with pytest.raises(GraphError, match="no input 'rowz'; did you mean 'rows'"):
+        interface(inputs_or=[["rows"]], inputs={"rowz": Field("text")}, outputs={"y": Field("text")})
+
+
+@pytest.mark.parametrize("name", ["_private", "two words"])
+def test_field_name_must_be_readable_as_an_attribute(name):
+    with pytest.raises(GraphError, match=name):
+        interface(inputs_or=[["x"]], outputs={name: Field("text")})
+
+
+def test_transfer_function_that_does_not_yield_is_refused():
+    async def not_a_generator(chunks, call):
+        return chunks
+
+    _, prompt, _ = make_thinker()
+    with pytest.raises(GraphError, match=r"entry.prompt.via\(.*not_a_generator\): needs an async generator function"):
+        prompt.via(not_a_generator)
+
+
+def test_second_transfer_function_on_an_edge_is_refused():
+    async def identity(chunks, call):
+        async for chunk in chunks:
+            yield chunk
+
+    _, prompt, _ = make_thinker()
+    with pytest.raises(GraphError, match="has a transfer function already"):
+        prompt.via(identity).via(identity)
+
+
+def test_via_leaves_the_field_itself_without_transfer():
+    async def identity(chunks, call):
+        async for chunk in chunks:
+            yield chunk
+
+    _, prompt, _ = make_thinker()
+    assert prompt.via(identity).transfer is identity
+    assert prompt.transfer is None
+
+
+def test_two_roles_of_one_class_are_two_nodes():
+    graph, prompt, thinker = make_thinker()
+    other = graph.role(Thinker, "other")
+    assert str(thinker.generate(prompt=prompt).text) == "thinker.generate.text"
+    assert str(other.generate(prompt=prompt).text) == "other.generate.text"
+
+
+def test_interface_is_readable_on_the_class():
+    assert Thinker.generate.inputs_or == (("prompt",),)
+
+
+def test_node_call_survives_being_copied():
+    _, prompt, thinker = make_thinker()
+    assert str(copy.copy(thinker.generate(prompt=prompt)).text) == "thinker.generate.text"
+
+
+def test_role_has_as_many_interfaces_as_it_declares():
+    class Vae(Role):
+        encode = interface(inputs_or=[["pixels"]], outputs={"latents": Field("latents")})
+        decode = interface(inputs_or=[["latents"]], outputs={"pixels": Field("image")})
+
+    graph = Graph("g")
+    vae = graph.role(Vae, "vae")
+    latents = vae.encode(pixels=graph.placeholder("pixels")).latents
+    assert str(vae.decode(latents=latents).pixels) == "vae.decode.pixels"

@@ -1,0 +1,1 @@
+"""Reference implementations the package is compared with."""

@@ -1,0 +1,365 @@
+import dataclasses
+import json
+
+import pytest
+
+from vllm_omni import config
+from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig, load_config
+from vllm_omni.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory that says no more than which model it holds."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
+    return str(directory)
+
+
+@pytest.fixture
+def deploy(tmp_path):
+    """Writes a deployment file and returns its path."""
+
+    def write(text):
+        path = tmp_path / "deploy.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# --- layers
+
+
+def test_bundled_configuration_of_qwen2_5_omni(model):
+    omni = load_config(model)
+    assert omni.model_type == "qwen2_5_omni"
+    assert [(s.stage_id, s.name, s.engine_type) for s in omni.stages] == [
+        (0, "thinker", "ar"),
+        (1, "talker", "ar"),
+        (2, "token2wav", "generation"),
+    ]
+    assert {s.model for s in omni.stages} == {model}
+    assert omni.stage("thinker").output_modalities == ("text",)
+    assert omni.stage("token2wav").output_modalities == ("audio",)
+    assert omni.stage("talker").default_sampling_params["top_k"] == 40
+    assert omni.transport("thinker", "talker") == "inline"
+
+
+def test_user_yaml_overlays_key_by_key(model, deploy):
+    path = deploy("stages:\n  talker:\n    engine_args: {max_num_seqs: 4}\n    default_sampling_params: {top_p: 0.5}\n")
+    talker = load_config(model, deploy_config=path, seed=1).stage("talker")
+    assert talker.engine_args == {"max_num_seqs": 4, "seed": 1}
+    assert talker.default_sampling_params["top_p"] == 0.5
+    assert talker.default_sampling_params["top_k"] == 40
+
+
+def test_engine_argument_may_stand_directly_under_a_stage(model, deploy):
+    omni = load_config(model, deploy_config=deploy("stages:\n  thinker: {max_num_seqs: 4}\n"))
+    assert omni.stage("thinker").engine_args["max_num_seqs"] == 4
+
+
+def test_each_layer_wins_over_the_one_before(model, deploy):
+    path = deploy("stages:\n  thinker: {max_num_seqs: 2}\n")
+    overrides = {"stages": {"thinker": {"max_num_seqs": 3}}}
+
+    def seqs(**kwargs):
+        return load_config(model, deploy_config=path, **kwargs).stage("thinker").engine_args["max_num_seqs"]
+
+    assert seqs() == 2
+    assert seqs(overrides=overrides) == 3
+    assert seqs(overrides=overrides, max_num_seqs=4) == 4
+    assert seqs(overrides=overrides, max_num_seqs=4, stage_overrides=["thinker.max_num_seqs=5"]) == 5
+
+
+def test_overrides_may_be_stages_alone_by_id_or_name(model):
+    omni = load_config(model, overrides={0: {"max_num_seqs": 3}, "talker": {"engine_args": {"seed": 7}}})
+    assert omni.stage("thinker").engine_args["max_num_seqs"] == 3
+    assert omni.stage("talker").engine_args["seed"] == 7
+
+
+def test_plain_argument_goes_to_the_stages_it_means_something_for(model):
+    omni = load_config(model, dtype="float32", max_model_len=512, limit_mm_per_prompt={"image": 2})
+    having = {key: [s.name for s in omni.stages if key in s.engine_args] for key in ("dtype", "max_model_len")}
+    assert having == {"dtype": ["thinker", "talker", "token2wav"], "max_model_len": ["thinker", "talker"]}
+    assert [s.name for s in omni.stages if "limit_mm_per_prompt" in s.engine_args] == ["thinker"]
+
+
+def test_prefix_caching_asked_for_without_a_stage_leaves_the_talker_alone(model):
+    omni = load_config(model, enable_prefix_caching=True)
+    assert omni.stage("thinker").engine_args["enable_prefix_caching"] is True
+    assert "enable_prefix_caching" not in omni.stage("talker").engine_args
+
+
+def test_share_of_memory_must_name_its_stage(model):
+    with pytest.raises(ConfigError, match=r"thinker\.gpu_memory_utilization, talker\.gpu_memory_utilization"):
+        load_config(model, gpu_memory_utilization=0.5)
+    omni = load_config(model, stage_overrides=["talker.gpu_memory_utilization=0.2"])
+    assert omni.stage("talker").engine_args["gpu_memory_utilization"] == 0.2
+
+
+def test_top_level_engine_args_of_a_file_are_plain_arguments(model, deploy):
+    omni = load_config(model, deploy_config=deploy("engine_args: {dtype: float32}\nstages:\n  talker: {dtype: half}\n"))
+    assert [s.engine_args["dtype"] for s in omni.stages] == ["float32", "half", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "expected"),
+    [
+        ("thinker.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
+        ("0.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
+        ("thinker.engine_args.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
+        ("thinker.enforce_eager=true", "engine_args", {"enforce_eager": True}),
+        ("thinker.limit_mm_per_prompt={image: 2}", "engine_args", {"limit_mm_per_prompt": {"image": 2}}),
+        (
+            "thinker.default_sampling_params.temperature=1e-3",
+            "default_sampling_params",
+            {"max_tokens": 1024, "temperature": 0.001},
+        ),
+        ("thinker.executor_class=uni", "executor_class", "uni"),
+        ("thinker.model=/elsewhere", "model", "/elsewhere"),
+    ],
+)
+def test_stage_flag(model, text, field, expected):
+    assert getattr(load_config(model, stage_overrides=[text]).stage("thinker"), field) == expected
+
+
+def test_stage_may_have_its_own_model(model, deploy):
+    omni = load_config(model, deploy_config=deploy("stages:\n  token2wav: {model: /other}\n"))
+    assert [s.model for s in omni.stages] == [model, model, "/other"]
+
+
+def test_empty_file_and_empty_keys_change_nothing(model, deploy):
+    assert load_config(model, deploy_config=deploy("")) == load_config(model)
+    assert load_config(model, deploy_config=deploy("stages:\n  thinker:\nedges:\n")) == load_config(model)
+
+
+# --- mistakes in a file name the file, the line, the key and the nearest name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stage: {}\n", r"deploy.yaml:1: stage: unknown key 'stage': did you mean 'stages'\?"),
+        ("stages:\n  thinkr: {}\n", r"deploy.yaml:2: stages.thinkr: no stage 'thinkr': did you mean 'thinker'\?"),
+        ("stages:\n  3: {}\n", r"no stage '3': valid: thinker, talker, token2wav \(or an id from 0 to 2\)"),
+        (
+            "stages:\n  talker:\n    max_num_seq: 1\n",
+            r"deploy.yaml:3: stages.talker.max_num_seq: unknown key .* did you mean 'max_num_seqs'\?",
+        ),
+        ("stages:\n  talker: {engine_typ: ar}\n", r"did you mean 'engine_type'\?"),
+        ("stages:\n  talker: {engine_type: arr}\n", r"engine_type = 'arr': .*valid: ar, generation, diffusion"),
+        (
+            "stages:\n  talker: {max_num_seqs: 0}\n",
+            r"stages.talker.max_num_seqs = 0: must be a whole number, at least 1",
+        ),
+        (
+            "stages:\n  talker:\n    engine_args:\n      max_num_seqs: x\n",
+            r"deploy.yaml:4: stages.talker.engine_args.max_n",
+        ),
+        ("stages:\n  talker: {dtype: float23}\n", r"must be one of 'auto', 'half', 'float16'"),
+        ("stages:\n  talker: {gpu_memory_utilization: 1.5}\n", r"must be a number, above 0, at most 1"),
+        (
+            "stages:\n  talker: {engine_args: {modle: x}}\n",
+            r"engine_args.modle = 'x': vLLM has no such engine argument",
+        ),
+        ("stages:\n  talker: {engine_args: {model: x}}\n", r"set it by the stage's own key 'model'"),
+        ("stages:\n  talker: {engine_args: 3}\n", r"engine_args = 3: must be a mapping"),
+        ("stages:\n  talker: {input_modalities: text}\n", r"must be a list of text, image, video, audio"),
+        ("stages:\n  talker: {input_modalities: [sound]}\n", r"no modality 'sound'"),
+        (
+            "stages:\n  talker: {default_sampling_params: {temprature: 1}}\n",
+            r"default_sampling_params.temprature = 1: unknown sampling parameter: did you mean 'temperature'\?",
+        ),
+        ("stages:\n  talker: {default_sampling_params: {top_p: 2}}\n", r"default_sampling_params = .*top_p must be in"),
+        ("stages: [1]\n", r"deploy.yaml:1: stages = \[1\]: must be a mapping"),
+        ("stages:\n  talker: 1\n", r"deploy.yaml:2: stages.talker = 1: must be a mapping"),
+        ("edges: {thinker-talker: {}}\n", r"an edge is written SOURCE->TARGET"),
+        ("edges: {thinker->speaker: {}}\n", r"no stage 'speaker'"),
+        ("edges: {thinker->talker: {transport: carrier}}\n", r"transport = 'carrier': valid: inline"),
+        ("edges: {thinker->talker: {transports: inline}}\n", r"did you mean 'transport'\?"),
+        ("model_type: qwen2_6_omni\n", r"deploy.yaml:1: model_type = 'qwen2_6_omni': did you mean 'qwen2_5_omni'\?"),
+        ("engine_args: {max_num_seqs: -1}\n", r"deploy.yaml:1: engine_args.max_num_seqs = -1: must be .* at least 1"),
+        ("- 1\n", r"must be a mapping with the keys model_type, stages, edges, engine_args"),
+        ("stages:\n  thinker: {\n", r"deploy.yaml:3: not valid YAML"),
+        ("a: 1\n\tb: 2\n", r"deploy.yaml:2: not valid YAML"),
+        ("stages: &a\n  thinker: *a\n", r"not valid YAML"),
+        ("stages: !!python/object:os.system {}\n", r"deploy.yaml:1: stages: no tag .*python/object"),
+        ("stages:\n  talker: {max_num_seqs: !!python/name:os.system }\n", r"deploy.yaml:2: not valid YAML"),
+        ("? [a]\n: 1\n", r"deploy.yaml:1: top level: a key must be a plain word"),
+        (
+            "stages:\n  talker: {}\n  thinker: {}\n  talker: {}\n",
+            r"deploy.yaml:4: stages.talker: given twice, first on line 2",
+        ),
+    ],
+)
+def test_mistake_in_a_file(model, deploy, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(model, deploy_config=deploy(text))
+
+
+def test_anchors_and_merge_keys_work(model, deploy):
+    text = "stages:\n  thinker: &common {max_num_seqs: 4, seed: 1}\n  talker: {<<: *common, seed: 2}\n"
+    omni = load_config(model, deploy_config=deploy(text))
+    assert omni.stage("talker").engine_args["max_num_seqs"] == 4
+    assert omni.stage("talker").engine_args["seed"] == 2
+
+
+def test_file_that_cannot_be_read_is_named(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.yaml' cannot be read"):
+        load_config(model, deploy_config=tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary.yaml"):
+        load_config(model, deploy_config=tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("thinker", r"must be NAME.KEY=VALUE, for example thinker.max_num_seqs=8"),
+        ("thinker=3", r"must be NAME.KEY=VALUE"),
+        ("thinkr.seed=3", r"no stage 'thinkr': did you mean 'thinker'\?"),
+        ("thinker.sede=3", r"--stage thinker.sede: unknown key 'sede' of stage 'thinker': did you mean 'seed'\?"),
+        ("thinker.seed=x", r"--stage thinker.seed = 'x': must be a whole number"),
+        ("thinker.seed=[", r"not valid YAML"),
+        ("thinker.seed.x=1", r"only engine_args, default_sampling_params have keys below them"),
+        ("thinker.name=x", r"unknown key 'name'"),
+    ],
+)
+def test_mistake_in_a_stage_flag(model, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(model, stage_overrides=[text])
+
+
+def test_unknown_keyword_names_the_nearest(model):
+    with pytest.raises(
+        ConfigError, match=r"'max_num_seq' = 8: vLLM has no such engine argument: did you mean 'max_num_seqs'"
+    ):
+        load_config(model, max_num_seq=8)
+
+
+def test_misspelt_environment_variable_is_refused_at_load(model, monkeypatch):
+    monkeypatch.setenv("VLLM_OMNI_STAGE_READY_TIMEOUT", "1")
+    with pytest.raises(ConfigError, match="VLLM_OMNI_STAGE_READY_TIMEOUT_S"):
+        load_config(model)
+
+
+# --- the checkpoint
+
+
+def test_unsupported_model_type_says_what_is_supported(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"config.json: model_type = 'llama' is not supported: valid: qwen2_5_omni"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"'])
+def test_broken_config_json_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config.json: not a JSON object"):
+        load_config(tmp_path)
+
+
+def test_directory_without_config_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config.json; .*supported model types: qwen2_5_omni"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"])
+def test_missing_checkpoint(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"no such directory, .*supported model types: qwen2_5_omni"):
+        load_config(name)
+
+
+def test_model_type_of_a_file_needs_no_config_json(tmp_path, deploy):
+    omni = load_config(tmp_path / "anywhere", deploy_config=deploy("model_type: qwen2_5_omni\n"))
+    assert omni.model_type == "qwen2_5_omni"
+
+
+# --- the schema itself
+
+
+def test_stage_config_is_frozen_and_takes_lists():
+    stage = StageConfig(stage_id=0, name="thinker", model="/m", input_modalities=["text"])
+    assert stage.input_modalities == ("text",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stage.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stage_id": -1}, r"stage 'thinker': stage_id = -1: must be a whole number, at least 0"),
+        ({"name": "a b"}, r"name = 'a b': must be letters"),
+        ({"engine_type": "AR"}, r"engine_type = 'AR'"),
+        ({"engine_args": {"max_num_seqs": True}}, r"engine_args.max_num_seqs = True: must be a whole number"),
+        ({"executor_class": 3}, r"executor_class = 3: must be 'package.module.Class'"),
+        ({"executor_class": "uni", "engine_args": {"distributed_executor_backend": "mp"}}, r"set the same thing"),
+        ({"vllm_config": object(), "engine_args": {"seed": 1}}, r"engine_args or a ready vllm_config, not both"),
+        ({"model": ""}, r"model: the path of a checkpoint is needed"),
+    ],
+)
+def test_stage_config_refuses(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        StageConfig(**{"stage_id": 0, "name": "thinker", "model": "/m", **fields})
+
+
+def test_ready_vllm_config_needs_no_model():
+    assert StageConfig(stage_id=0, name="thinker", vllm_config=object()).model == ""
+
+
+def test_omni_config_from_stage_configs():
+    stages = [StageConfig(stage_id=i, name=name, model="/m") for i, name in enumerate(("thinker", "talker"))]
+    omni = OmniConfig(model="/m", model_type="qwen2_5_omni", stages=stages)
+    assert omni.stage("talker") is stages[1]
+    assert omni.stage(0) is stages[0]
+    assert omni.transport("thinker", "talker") == "inline"
+    with pytest.raises(ConfigError, match=r"did you mean 'talker'"):
+        omni.stage("talke")
+
+
+@pytest.mark.parametrize(
+    ("names", "ids", "edges", "message"),
+    [
+        ([], [], [], r"at least one stage"),
+        (["a", "a"], [0, 1], [], r"the name 'a' is used 2 times"),
+        (["a", "b"], [0, 2], [], r"stage 'b': stage_id = 2: its place in the list is 1"),
+        (["a", "b"], [0, 1], [("a", "c")], r"edge a->c: no stage 'c'"),
+        (["a", "b"], [0, 1], [("a", "b"), ("a", "b")], r"edge a->b is given 2 times"),
+    ],
+)
+def test_omni_config_refuses(names, ids, edges, message):
+    stages = [StageConfig(stage_id=i, name=name, model="/m") for i, name in zip(ids, names, strict=True)]
+    with pytest.raises(ConfigError, match=message):
+        OmniConfig(model="/m", model_type="x", stages=stages, edges=[EdgeConfig(source=s, target=t) for s, t in edges])
+
+
+def test_edge_config_refuses_an_unknown_transport():
+    with pytest.raises(ConfigError, match=r"edge a->b: transport = 'rdma': valid: inline"):
+        EdgeConfig(source="a", target="b", transport="rdma")
+
+
+# --- against vLLM
+
+
+def test_defaults_of_vllm_pass_our_checks():
+    from vllm.engine import arg_utils
+
+    for arg in dataclasses.fields(arg_utils.EngineArgs):
+        if arg.default is not dataclasses.MISSING and not arg.name.startswith("_") and arg.name != "model":
+            assert config._engine_arg_problem(arg.name, arg.default) is None, arg.name
+
+
+def test_arguments_that_are_shared_between_stages_exist_in_vllm():
+    from vllm.engine import arg_utils
+
+    names = {arg.name for arg in dataclasses.fields(arg_utils.EngineArgs)}
+    assert names >= config.EVERY_STAGE_ARGS | config.AR_STAGE_ARGS | config.PER_STAGE_ARGS
+
+
+def test_every_bundled_file_loads(tmp_path):
+    for model_type in config.supported_model_types():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        assert load_config(tmp_path).model_type == model_type

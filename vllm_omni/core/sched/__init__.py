@@ -1,0 +1,1 @@
+"""vLLM schedulers for what is not a language model."""

@@ -1,0 +1,1 @@
+"""Graph nodes bound to vLLM engines, and the orchestrator that runs requests through them."""

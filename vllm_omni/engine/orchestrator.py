@@ -1,0 +1,260 @@
+"""``Orchestrator``: binds a planned graph to its stage engines and owns the life of every request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.config import get_config
+
+from vllm_omni import envs
+from vllm_omni.config import OmniConfig
+from vllm_omni.engine.run_directory import RunDirectory
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
+from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput
+
+logger = logging.getLogger(__name__)
+
+# How long a start that failed waits for the processes that it ended; they need no more than a moment.
+START_ABORTED_TIMEOUT_S = 10.0
+
+
+class Orchestrator:
+    """Starts the stages, runs requests through the graph, and takes everything down again.
+
+    ``start`` and ``shutdown`` block and belong to no event loop; ``generate`` belongs to one loop for its whole life.
+    """
+
+    def __init__(self, config: OmniConfig, *, log_stats: bool = False) -> None:
+        envs.refuse_unknown()
+        self.config = config
+        entry = config.stages[0]
+        revision = entry.engine_args.get("revision")
+        trust = bool(entry.engine_args.get("trust_remote_code", False))
+        try:
+            hf_config = get_config(config.model, trust, revision=revision)
+            self.pipeline: Pipeline = load_pipeline(config.model_type, config.model, hf_config, revision)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{config.model}: {exc}") from exc
+        self.plan = GraphParser(self.pipeline.graph).parse()
+        specs = {spec.name: spec for spec in self.pipeline.stages}
+        if set(specs) != set(config.stage_names):
+            raise ConfigError(
+                f"the graph of {config.model_type} has the stages {', '.join(specs)}, the deployment has "
+                f"{', '.join(config.stage_names)}"
+            )
+        edges = {
+            (self.plan.nodes[edge.source].role, self.plan.nodes[edge.target].role)
+            for edge in self.plan.edges
+            if ENTRY not in (edge.source, edge.target)
+        }
+        for edge in config.edges:
+            if (edge.source, edge.target) not in edges:
+                known = ", ".join(f"{source}->{target}" for source, target in sorted(edges))
+                raise ConfigError(f"edge {edge.source}->{edge.target}: the graph has no such edge; it has {known}")
+        self.engines: dict[str, StageEngine] = {}
+        self._specs = specs
+        # vLLM's metrics are global to a process: the stage built last would wipe the others', so one stage has them.
+        self._log_stats = log_stats
+        self._finalizer: Callable[[], object] | None = None
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all stages at once; on any failure, Ctrl-C included, take down what did start.
+
+        Raises:
+            StageFailed: a stage did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
+        """
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(self.config.stages))))
+        for stage in self.config.stages:
+            log_stats = self._log_stats and stage.stage_id == 0
+            self.engines[stage.name] = StageEngine(stage, self._specs[stage.name], log_stats=log_stats)
+        run_directory = RunDirectory()
+        starts: dict[str, Future[None]] = {}
+        try:
+            with run_directory.inherited():
+                for engine in self.engines.values():
+                    starts[engine.name] = _in_thread(engine.start, run_directory.lease(engine.name))
+                _await_starts(starts)
+        except BaseException:
+            _shutdown(self.engines.values(), run_directory)
+            # The directory's end was theirs, too: what was still starting does not outlive this call.
+            wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
+            raise
+        # Also when nobody holds this object any more, and at the interpreter's end. There the youngest comes first, so
+        # it is made after those of vLLM's clients, which would take the end of their engines for a death.
+        self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), run_directory)
+        self.runtime = GraphRuntime(self.plan, self.engines)
+
+    def shutdown(self) -> None:
+        """End every stage and remove what they left on disk; calling it twice does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    async def aclose(self) -> None:
+        """Abort what is running, await it, and stop listening to the engines; ``shutdown`` then ends them."""
+        await self.runtime.aclose()
+        for engine in self.engines.values():
+            await engine.aclose()
+
+    async def check_health(self) -> None:
+        """Raises:
+        StageFailed: a stage has died.
+        """
+        for engine in self.engines.values():
+            await engine.check_health()
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    def outputs_of(self, modalities: Sequence[str]) -> dict[str, str]:
+        """Graph outputs that answer the modalities: modality -> output.
+
+        Where the model replies in text, the text is always among them: whatever else it answers is made from it.
+
+        Raises:
+            InvalidRequest: an unknown modality, or none.
+        """
+        modalities = [modalities] if isinstance(modalities, str) else modalities
+        known = {**self.pipeline.modalities, **self.pipeline.extra_outputs}
+        for modality in modalities:
+            if modality not in known:
+                raise InvalidRequest(f"unknown modality {modality!r}: {suggest(str(modality), known)}")
+        if not modalities:
+            raise InvalidRequest(f"no modality asked for; valid: {', '.join(known)}")
+        always = {name for name in ("text",) if name in known}
+        return {modality: known[modality] for modality in always.union(modalities)}
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: Mapping[str, SamplingParams],
+        request_id: str,
+        *,
+        modalities: Sequence[str] = ("text",),
+        options: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """Run one request; yields deltas as they come, the last one with ``finished`` and the stages' durations.
+
+        Raises:
+            InvalidRequest: the request is malformed.
+            StageFailed: a stage failed it.
+            CallAborted, DeadlineExceeded: see ``GraphCall``.
+        """
+        outputs = self.outputs_of(modalities)
+        context = RequestContext(
+            request_id,
+            params,
+            self.pipeline.validate(options or {}),
+            lora_request,
+            priority,
+            trace_headers,
+            engine_kwargs or {},
+        )
+        inputs = {"prompt": StageRequest(prompt)}
+        call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
+        modality_of = {output: modality for modality, output in outputs.items()}
+        unfinished = set(outputs)
+        started = time.monotonic()
+        try:
+            async for frame in call:
+                modality = modality_of[frame.field]
+                if frame.last:
+                    unfinished.discard(modality)
+                output = self._to_user(modality, frame.payload, request_id)
+                output.finished = not unfinished
+                output.stage_durations = dict(context.stage_durations)
+                if output.finished:
+                    output.stage_durations["total"] = time.monotonic() - started
+                yield output
+        finally:
+            await call.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request and wait until every stage has let go of it; an unknown id is ignored."""
+        await self.runtime.abort(request_id, "by its owner")
+
+    def _to_user(self, modality: str, payload: OmniRequestOutput | None, request_id: str) -> OmniRequestOutput:
+        """A stage's output as the user sees it: the text as vLLM made it, other modalities without a text."""
+        if modality == "text" and payload is not None:
+            output = OmniRequestOutput.of(payload)
+            output.request_id = request_id
+            # The same object goes to the next stage; the user's copy is added to.
+            output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
+            return output
+        output = OmniRequestOutput.of(RequestOutput(request_id, None, [], None, outputs=[], finished=False))
+        if modality == "audio":
+            audio = {"audio": torch.zeros(0)} if payload is None else payload.multimodal_output
+            output.multimodal_output = {**audio, "sample_rate": self.pipeline.sample_rate}
+        elif modality != "text":
+            output.multimodal_output = {
+                modality: [] if payload is None else self.pipeline.extra_output(modality, payload)
+            }
+        return output
+
+
+def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
+    """As an executor's ``submit``, but the interpreter's end does not wait for the thread."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as exc:
+            future.set_exception(exc)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="stage-start", daemon=True).start()
+    return future
+
+
+def _await_starts(starts: Mapping[str, Future[None]]) -> None:
+    """Raise the error of the first stage that fails; all have started when this returns."""
+    timeout_s = envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S
+    done, pending = wait(starts.values(), timeout_s, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    for name, future in starts.items():
+        if future in pending:
+            raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
+
+
+def _shutdown(engines: Iterable[StageEngine], run_directory: RunDirectory) -> None:
+    if os.getpid() != run_directory.server_pid:  # a fork of the user's program, at its end
+        return
+    try:
+        with ThreadPoolExecutor(thread_name_prefix="stage-shutdown") as pool:
+            pool.map(_shutdown_engine, engines)
+    except RuntimeError:  # the interpreter is ending and gives no threads any more
+        for engine in engines:
+            _shutdown_engine(engine)
+    run_directory.remove()
+
+
+def _shutdown_engine(engine: StageEngine) -> None:
+    try:
+        engine.shutdown()
+    except Exception:  # the other stages, and the directory, are still to go
+        logger.exception("stage %s: shutdown failed", engine.name)

@@ -1,0 +1,97 @@
+"""``MultimodalOutputProcessor``: tokens and tensors of one engine step, in one output.
+
+From: vLLM-Omni design document, sections 12 and 13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+
+from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
+from vllm_omni.relay import InlineRelay, Payload, unpack
+
+Handler = Callable[[Payload, OmniRequestOutput], None]
+"""Puts one payload of the engine into the output that goes to the stage's caller."""
+
+_relay = InlineRelay()
+
+
+def forward_references(payload: Payload, output: OmniRequestOutput) -> None:
+    """Hidden states and latents: the front end passes references on and opens none."""
+    output.payloads.append(payload)
+
+
+def open_media(payload: Payload, output: OmniRequestOutput) -> None:
+    """Audio: the user gets tensors."""
+    tensors = {name: _relay.get(ref) for name, ref in payload.tensors.items()}
+    merge_multimodal(output.multimodal_output, {**tensors, **payload.values})
+
+
+HANDLERS: Mapping[str, Handler] = {"text": forward_references, "latents": forward_references, "audio": open_media}
+"""By a stage's output type; another type is added here."""
+
+
+class OmniRequestState(RequestState):
+    """Keeps the payloads that arrived since the last output, and attaches them to the next one."""
+
+    handler: Handler
+    new_payloads: list[Payload]
+
+    def _new_request_output(self, *args: Any, **kwargs: Any) -> RequestOutput | PoolingRequestOutput[Any]:
+        output = super()._new_request_output(*args, **kwargs)
+        assert isinstance(output, RequestOutput), "payloads are taken out before upstream makes a pooling output"
+        omni = OmniRequestOutput.of(output)
+        for payload in self.new_payloads:
+            if "error" in payload.values:
+                omni.multimodal_output.update(payload.values)
+            else:
+                self.handler(payload, omni)
+        self.new_payloads = []
+        return omni
+
+
+class MultimodalOutputProcessor(OutputProcessor):
+    """vLLM's output processor for stages whose steps yield tokens, tensors or both.
+
+    Upstream treats a step with a tensor as the end of a pooling request and drops its tokens; here the tensor is taken
+    out first, and what upstream makes of the tokens carries it. A reader slower than the engine gets merged outputs
+    (``OmniRequestOutput.add``), so no chunk is lost.
+    """
+
+    def __init__(self, upstream: OutputProcessor, output_type: str) -> None:
+        super().__init__(
+            upstream.tokenizer,
+            log_stats=upstream.log_stats,
+            stream_interval=upstream.stream_interval,
+            tracing_enabled=upstream.tracing_enabled,
+            admission_stats=upstream.admission_stats,
+        )
+        self.handler = HANDLERS[output_type]
+
+    def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, prompt, *args, **kwargs)
+        # Upstream names RequestState itself; its state, just made, becomes ours. Breaks if RequestState gets __slots__.
+        state = self.request_states[request.request_id]
+        if not isinstance(state, OmniRequestState):
+            state.__class__ = OmniRequestState
+            assert isinstance(state, OmniRequestState)
+            state.handler, state.new_payloads = self.handler, []
+
+    def process_outputs(
+        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
+    ) -> OutputProcessorOutput:
+        for output in engine_core_outputs:
+            if output.pooling_output is None:
+                continue
+            state = self.request_states.get(output.request_id)
+            if isinstance(state, OmniRequestState):  # otherwise the request was aborted meanwhile
+                assert isinstance(output.pooling_output, torch.Tensor)
+                state.new_payloads.append(unpack(output.pooling_output))
+            output.pooling_output = None
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)

@@ -1,0 +1,181 @@
+"""The one private directory of a server, gone when the server is gone, and what ends the server's processes with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_omni import envs
+
+PREFIX = "vllm-omni-"
+OWNER = "owner"  # the file that the server keeps locked while it lives
+SHM = Path("/dev/shm")
+# vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
+_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
+_environment_lock = threading.Lock()
+
+
+class RunDirectory:
+    """Owns the directory; ``inherited`` makes the stages started inside the block put their files there.
+
+    The server holds a lock on a file of the directory, and each process of a stage waits for that lock (``Lease``). It
+    is free when the server is gone, however it went, or has removed the directory. It is a POSIX lock: ``flock``, or a
+    pipe held open, would live on in whatever children the user's program forks.
+    """
+
+    def __init__(self) -> None:
+        tempfile.gettempdir()  # settled now: first asked in ``inherited``, it would be this directory for good
+        self.server_pid = os.getpid()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=envs.VLLM_OMNI_RUNTIME_DIR))
+        self._lock: int | None = os.open(self.path / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+
+    @contextlib.contextmanager
+    def inherited(self) -> Iterator[None]:
+        """Point the environment at the directory; another server of this process waits its turn."""
+        with _environment_lock:
+            saved = {name: os.environ.get(name) for name in _VARIABLES}
+            os.environ.update(dict.fromkeys(_VARIABLES, str(self.path)))
+            try:
+                yield
+            finally:
+                for name, value in saved.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
+
+    def lease(self, stage: str) -> Lease:
+        return Lease(self.path, stage)
+
+    def remove(self) -> None:
+        """Remove the directory and all in it; processes of stages that still run end. Twice does nothing."""
+        _remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class Lease(dict[str, Any]):
+    """Travels with a stage's ``VllmConfig`` and binds each process that unpickles it to the server's life.
+
+    It takes the place of ``additional_config``, where a plugin may put what it likes, and holds what was there.
+
+    vLLM's children outlive a parent that was killed. A plugin is loaded too late to prevent it: the engine core first
+    waits, for up to five minutes, to hear from its parent. PR_SET_PDEATHSIG follows the thread that made the child, and
+    stages are started from threads.
+    """
+
+    def __init__(self, directory: Path, stage: str) -> None:
+        super().__init__()
+        self.directory = directory
+        self.stage = stage
+        self.server_pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if os.getpid() != self.server_pid:  # in the server itself, configurations are copied
+            _bind(self)
+
+    def remove_if_orphaned(self) -> None:
+        """Remove the directory if the server is gone already: one signal may have ended it and its stages."""
+        with contextlib.suppress(OSError):  # the directory is gone, or its owner lives
+            owner = os.open(self.directory / OWNER, os.O_RDWR)
+            fcntl.lockf(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def failure(self) -> str | None:
+        """The exception that ended one of the stage's processes, if it was reported: "ValueError: ..."."""
+        try:
+            return self._failure_file.read_text(encoding="utf-8") or None
+        except OSError:
+            return None
+
+    @property
+    def _failure_file(self) -> Path:
+        return self.directory / f"{self.stage}.failure"
+
+    def _end_with_server(self) -> None:
+        with contextlib.suppress(OSError):  # the file is gone: so is the server
+            owner = os.open(self.directory / OWNER, os.O_RDWR)
+            fcntl.lockf(owner, fcntl.LOCK_SH)
+        _remove(self.directory)
+        os._exit(1)
+
+
+def _remove(directory: Path) -> None:
+    # Workers on the CPU share blocks of memory named after the file by which they met. Python's resource tracker, which
+    # removes what killed processes leave in /dev/shm, knows nothing of these.
+    for rendezvous in directory.glob("vllm_dist_*"):
+        for block in SHM.glob(f"{rendezvous.name}-*"):
+            block.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+_lease: Lease | None = None  # of this process, when it belongs to a stage
+
+
+def _bind(lease: Lease) -> None:
+    global _lease
+    if _lease is None:
+        _lease = lease
+        threading.Thread(target=lease._end_with_server, name="end-with-server", daemon=True).start()
+
+
+def enter_stage_process() -> None:
+    """In a process of a stage, once vLLM has set it up: end with the parent, and report what it dies of.
+
+    A worker's parent is its engine core, which can die alone. Does nothing in a process that belongs to no stage.
+    """
+    parent = multiprocessing.parent_process()
+    if _lease is None or parent is None:
+        return
+
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+    atexit.register(_leave_at_once)
+    for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
+        logging.getLogger(name).addHandler(_FailureReport(_lease._failure_file))
+
+
+def _leave_at_once() -> None:
+    """The interpreter of an engine takes seconds to take itself apart; multiprocessing has cleaned up before that."""
+    if _lease is not None:
+        _lease.remove_if_orphaned()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if _FailureReport.has_failed else 0)
+
+
+class _FailureReport(logging.Handler):
+    """vLLM tells its parent that a process failed, and tells only its log why; this keeps the first reason told."""
+
+    has_failed = False  # in this process
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None or record.exc_info[1] is None:
+            return
+        _FailureReport.has_failed = True
+        error = record.exc_info[1]
+        with contextlib.suppress(OSError), self._path.open("x", encoding="utf-8") as file:
+            file.write(f"{type(error).__name__}: {error}")

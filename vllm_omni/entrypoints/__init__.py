@@ -1,0 +1,1 @@
+"""What users touch: ``OmniLLM``, ``AsyncOmni``, the command line, the HTTP server."""

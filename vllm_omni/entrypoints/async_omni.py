@@ -1,0 +1,438 @@
+"""``AsyncOmni``: a graph of stages behind vLLM's ``EngineClient``."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import PoolingRequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tasks import SupportedTask
+
+from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput
+
+logger = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 10.0  # how long a shutdown waits for the stages to let go of their requests
+
+StageParams: TypeAlias = SamplingParams | Mapping[str, Any] | None
+"""Parameters of one stage: vLLM's object, or its fields by name."""
+
+ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
+"""Parameters of one request: of the first stage; of the stages by position; or by name."""
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """What a request asks for where it does not say."""
+
+    modalities: tuple[str, ...] | None = None  # None: everything that the model answers in
+    speaker: str | None = None
+    stage_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields over those of each stage
+
+
+@dataclass
+class _Life:
+    """Shared by the views of one engine (``with_defaults``)."""
+
+    stopped: bool = False
+    loop: asyncio.AbstractEventLoop | None = None  # that of the requests, once there was one
+
+
+class AsyncOmni(EngineClient):
+    """Starts every stage of a model and serves requests through its graph.
+
+    Args:
+        model: directory or hub name of the checkpoint.
+        config: the whole deployment, as ``load_config`` makes it; instead of a model.
+        stage_configs: the stages themselves, instead of what the deployment files say.
+        deploy_config, overrides, stage_overrides, engine_args: see ``vllm_omni.config.load_config``.
+        log_stats: collect vLLM's metrics (of the first stage: they are global to a process).
+
+    Raises:
+        ConfigError: the deployment is wrong.
+        StageFailed: a stage did not start; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        config: OmniConfig | None = None,
+        stage_configs: Sequence[StageConfig] | None = None,
+        deploy_config: str | PathLike[str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        stage_overrides: Sequence[str] = (),
+        log_stats: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        if config is not None:
+            if model or stage_configs is not None or deploy_config or overrides or stage_overrides or engine_args:
+                raise ConfigError("a config is whole: give it alone")
+        elif stage_configs is not None:
+            if deploy_config is not None or overrides or stage_overrides or engine_args:
+                raise ConfigError("stage_configs are whole: give them alone, or a model with what to change")
+            if not stage_configs:
+                raise ConfigError("stage_configs: at least one stage is needed")
+            first = stage_configs[0]
+            model = model or first.model or (first.vllm_config.model_config.model if first.vllm_config else "")
+            config = OmniConfig(model=str(model), model_type=read_model_type(model), stages=tuple(stage_configs))
+        elif model is None:
+            raise ConfigError("give a model: the directory or hub name of a checkpoint")
+        else:
+            config = load_config(
+                model,
+                deploy_config=deploy_config,
+                overrides=overrides,
+                stage_overrides=stage_overrides,
+                **engine_args,
+            )
+        self.config = config
+        self.orchestrator = Orchestrator(config, log_stats=log_stats)
+        self.orchestrator.start()
+        self.defaults = RequestDefaults()
+        self._life = _Life()
+        # What vLLM's server asks of an engine, the first stage answers: it is the one that reads the user's prompt.
+        entry = self.orchestrator.engines[config.stages[0].name].llm
+        self.entry = entry
+        self.vllm_config = entry.vllm_config
+        self.model_config = entry.model_config
+        self.renderer = entry.renderer
+        self.input_processor = entry.input_processor
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: ParamsList = None,
+        request_id: str | None = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        speaker: str | None = None,
+        deadline_s: float | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """Stream one request: deltas of every modality as they come; the last output has ``finished``.
+
+        Args:
+            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``.
+            sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
+            modalities: what to answer in: "text", "audio"; and "codec_ids" for the codes. Everything by default.
+            speaker: a voice of the checkpoint.
+            deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
+            others: those of ``EngineClient.generate``, for the first stage.
+
+        Raises:
+            InvalidRequest: the request is malformed.
+            StageFailed: a stage failed it.
+        """
+        self._life.loop = asyncio.get_running_loop()
+        if type(priority) is not int:
+            raise InvalidRequest(f"priority = {priority!r}: must be an int")
+        if modalities is not None and not (
+            isinstance(modalities, Sequence) and all(isinstance(one, str) for one in modalities)
+        ):
+            raise InvalidRequest(f"modalities = {modalities!r}: must be a list of names")
+        params = self.stage_params(sampling_params)
+        speaker = self.defaults.speaker if speaker is None else speaker
+        if modalities is None:
+            modalities = self.defaults.modalities
+        outputs = self.orchestrator.generate(
+            prompt,
+            params,
+            request_id or uuid4().hex,
+            modalities=tuple(self.orchestrator.pipeline.modalities) if modalities is None else modalities,
+            options={} if speaker is None else {"speaker": speaker},
+            lora_request=lora_request,
+            priority=priority,
+            trace_headers=trace_headers,
+            engine_kwargs={
+                "prompt_text": prompt_text,
+                "tokenization_kwargs": tokenization_kwargs,
+                "data_parallel_rank": data_parallel_rank,
+                "session_id": session_id,
+                "kv_hints": kv_hints,
+                "reasoning_ended": reasoning_ended,
+                "reasoning_parser_kwargs": reasoning_parser_kwargs,
+            },
+            deadline_s=deadline_s,
+        )
+        is_final_only = params[self.config.stages[0].name].output_kind is RequestOutputKind.FINAL_ONLY
+        return _merge(outputs) if is_final_only else outputs
+
+    def with_defaults(
+        self, *, modalities: Sequence[str] | None = None, speaker: str | None = None, stage_params: ParamsList = None
+    ) -> AsyncOmni:
+        """The same engines, asked for this by requests that do not say; for callers that know ``EngineClient`` alone.
+
+        Args:
+            stage_params: fields over those that a request has, of the stages by position or by name.
+
+        Raises:
+            InvalidRequest: a modality, speaker, stage or parameter that there is not.
+        """
+        if modalities is not None:
+            self.orchestrator.outputs_of(modalities)
+        self.orchestrator.pipeline.validate({} if speaker is None else {"speaker": speaker})
+        over: dict[str, Mapping[str, Any]] = {}
+        for name, params in self._by_stage(stage_params).items():
+            if isinstance(params, SamplingParams):
+                raise InvalidRequest(f"sampling parameters of stage {name!r}: give the fields to change, by name")
+            if params:
+                validated = _validate(name, params)
+                if name != self.config.stages[0].name:
+                    _check_single(name, validated)
+                over[name] = {key: getattr(validated, key) for key in params}
+        view = copy.copy(self)
+        view.defaults = RequestDefaults(None if modalities is None else tuple(modalities), speaker, over)
+        return view
+
+    def stage_params(self, given: ParamsList) -> dict[str, SamplingParams]:
+        """Sampling parameters of every stage, defaults filled in.
+
+        Raises:
+            InvalidRequest: an unknown stage or parameter, with the nearest valid name.
+        """
+        by_name = self._by_stage(given)
+        params = {name: self._one_stage_params(name, by_name.get(name)) for name in self.config.stage_names}
+        for name in self.config.stage_names[1:]:
+            _check_single(name, params[name])
+        return params
+
+    def _by_stage(self, given: ParamsList) -> dict[str, StageParams]:
+        names = self.config.stage_names
+        if isinstance(given, Mapping) and (set(given) & set(names) or not set(given) <= _SAMPLING_FIELDS):
+            for name in given:
+                if name not in names:
+                    raise InvalidRequest(f"sampling parameters for unknown stage {name!r}: {suggest(str(name), names)}")
+            by_name = dict(given)
+        elif isinstance(given, Sequence) and not isinstance(given, str):
+            if len(given) > len(names):
+                raise InvalidRequest(f"{len(given)} sets of sampling parameters for the stages {', '.join(names)}")
+            by_name = dict(zip(names, given, strict=False))
+        else:
+            by_name = {names[0]: given}
+        for name, params in by_name.items():
+            if not isinstance(params, SamplingParams | Mapping | None):
+                raise InvalidRequest(f"sampling parameters of stage {name!r} = {params!r}: must be fields by name")
+        return by_name
+
+    def _one_stage_params(self, stage: str, given: StageParams) -> SamplingParams:
+        over = self.defaults.stage_params.get(stage, {})
+        if isinstance(given, SamplingParams):
+            _check_seed(stage, given.seed)
+            try:  # as the engine will: a field of a wrong type would end the thread by which it hears of requests
+                msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams)
+            except (msgspec.ValidationError, TypeError) as exc:
+                raise InvalidRequest(f"sampling parameters of stage {stage!r}: {exc}") from exc
+            return msgspec.structs.replace(given, **over) if over else given
+        values = dict(self.config.stage(stage).default_sampling_params)
+        if stage == self.config.stages[0].name:
+            values = {**self.model_config.get_diff_sampling_param(), **values}
+        return _validate(stage, {**values, **(given or {}), **over})
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort requests; returns when every stage has let go of them. Unknown ids are ignored.
+
+        An engine has then been told; it drops the request before its next step.
+        """
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            await self.orchestrator.abort(one)
+
+    def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        raise InvalidRequest("this model generates; it has no embeddings to give")
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        await self.entry.notify_kv_transfer_request_rejected(*args, **kwargs)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return not self._life.stopped and not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._life.stopped
+
+    @property
+    def errored(self) -> bool:
+        return any(engine.llm.errored for engine in self.orchestrator.engines.values())
+
+    @property
+    def dead_error(self) -> BaseException:
+        dead = [name for name, engine in self.orchestrator.engines.items() if engine.llm.errored]
+        return StageFailed(", ".join(dead) or "none", "its engine has died")
+
+    async def check_health(self) -> None:
+        """Raises:
+        StageFailed: a stage has died.
+        """
+        await self.orchestrator.check_health()
+
+    async def aclose(self) -> None:
+        """Abort what runs, wait until every stage has let go of it, and end the stages."""
+        await self.orchestrator.aclose()
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End every stage; calling it twice does nothing.
+
+        Called in another thread than that of the requests, as vLLM's server does, it aborts them first; in their own
+        thread, await ``aclose`` instead.
+        """
+        loop, was_stopped = self._life.loop, self._life.stopped
+        self._life.stopped = True
+        if not was_stopped and loop is not None and loop.is_running() and loop is not _running_loop():
+            aborted = asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop)
+            try:
+                aborted.result(ABORT_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("requests not aborted within %g s; the stages are ended all the same", ABORT_TIMEOUT_S)
+        self.orchestrator.shutdown()
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return await self.entry.get_supported_tasks()
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        self.entry.check_admission(n, request_id)
+
+    async def is_tracing_enabled(self) -> bool:
+        return await self.entry.is_tracing_enabled()
+
+    async def do_log_stats(self) -> None:
+        await self.entry.do_log_stats()
+
+    # -- what concerns every stage, or the first ----------------------------------------------------------------------
+
+    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
+        await self.entry.start_profile(*args, **kwargs)
+
+    async def stop_profile(self) -> None:
+        await self.entry.stop_profile()
+
+    async def reset_mm_cache(self) -> None:
+        for engine in self.orchestrator.engines.values():
+            await engine.llm.reset_mm_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        await self.entry.reset_encoder_cache()
+
+    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        results = [await engine.llm.reset_prefix_cache(*args, **kwargs) for engine in self._ar_engines()]
+        return all(results)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        for engine in self._ar_engines():
+            await engine.llm.sleep(*args, **kwargs)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        results = [await engine.llm.wake_up(tags) for engine in self._ar_engines()]
+        return all(results)
+
+    async def is_sleeping(self) -> bool:
+        return await self.entry.is_sleeping()
+
+    async def release_kv_cache_memory(self) -> None:
+        for engine in self._ar_engines():
+            await engine.llm.release_kv_cache_memory()
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        return await self.entry.add_lora(lora_request)
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        await self.entry.pause_generation(**kwargs)
+
+    async def resume_generation(self) -> None:
+        await self.entry.resume_generation()
+
+    async def is_paused(self) -> bool:
+        return await self.entry.is_paused()
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        return await self.entry.collective_rpc(*args, **kwargs)
+
+    def _ar_engines(self) -> Iterable[Any]:
+        return [engine for engine in self.orchestrator.engines.values() if engine.config.engine_type == "ar"]
+
+
+async def _merge(outputs: AsyncGenerator[OmniRequestOutput, None]) -> AsyncGenerator[OmniRequestOutput, None]:
+    """One output with everything, as ``RequestOutputKind.FINAL_ONLY`` wants it."""
+    merged: OmniRequestOutput | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if merged is None:
+                merged = output
+            else:
+                merged.add(output, aggregate=True)
+    assert merged is not None, "a request ends with an output or an error"
+    merged.outputs.sort(key=lambda completion: completion.index)
+    yield merged
+
+
+def _validate(stage: str, values: Mapping[str, Any]) -> SamplingParams:
+    for name in values:
+        if name not in _SAMPLING_FIELDS:
+            raise InvalidRequest(
+                f"unknown sampling parameter {name!r} of stage {stage!r}: {suggest(str(name), _SAMPLING_FIELDS)}"
+            )
+    try:
+        params = _SAMPLING_PARAMS.validate_python(dict(values))
+    except ValidationError as exc:
+        # Pydantic tells of both that it might have been: an object, which it is not, and fields.
+        wrong = [error for error in exc.errors(include_url=False) if error["type"] != "is_instance_of"]
+        said = "; ".join(f"{'.'.join(map(str, error['loc'][1:]))}: {error['msg']}" for error in wrong)
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}") from exc
+    except (VLLMClientError, TypeError) as exc:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {exc}") from exc
+    _check_seed(stage, params.seed)
+    return params
+
+
+def _check_single(stage: str, params: SamplingParams) -> None:
+    if params.n > 1:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: n = {params.n}: it answers once; give n = 1")
+
+
+def _check_seed(stage: str, seed: int | None) -> None:
+    """A seed travels as a 64-bit integer; one that does not fit would fail after the engine's client has noted it."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: seed = {seed}: valid: -2**63 to 2**64 - 1")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+_SAMPLING_PARAMS = TypeAdapter(SamplingParams)
+_SAMPLING_FIELDS = dict.fromkeys(  # in order, for messages
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name != "output_kind"
+).keys()

@@ -1,0 +1,1 @@
+"""The command line: ``vllm-omni``, and ``vllm serve MODEL --omni``."""

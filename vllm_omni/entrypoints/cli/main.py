@@ -1,0 +1,77 @@
+"""``vllm-omni COMMAND ...``; vLLM's own ``vllm serve MODEL --omni ...`` calls ``main`` with the same arguments.
+
+Each command imports what it needs when it is called: help, mistakes and ``tiny`` need no vLLM.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from vllm_omni import __version__
+from vllm_omni.errors import ConfigError, MissingDependency, OmniError
+from vllm_omni.names import suggest
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, with OpenAI's API",
+    "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
+}
+
+HELP = f"""usage: vllm-omni COMMAND ...
+
+A server for any-to-any models, as a plugin of vLLM.
+
+commands:
+{"".join(f"  {name:<8}{text}" + chr(10) for name, text in COMMANDS.items())}
+options:
+  -h, --help     this text; vllm-omni COMMAND --help for a command's own
+  -v, --version  the version
+
+`vllm serve MODEL --omni ...` is `vllm-omni serve MODEL ...`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Args:
+        argv: the arguments without the program's name; those of the process by default.
+
+    Raises:
+        SystemExit: 2 for wrong arguments or configuration, 1 for what failed later; one line on stderr says why.
+    """
+    args = [arg for arg in (sys.argv[1:] if argv is None else argv) if arg != "--omni"]
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("-h", "--help"):
+        print(HELP, end="")
+        return
+    if command in ("-v", "--version"):
+        print(__version__)
+        return
+    if command not in COMMANDS:
+        _fail(f"unknown command {command!r}: {suggest(command, COMMANDS)}", code=2)
+    try:
+        _run(command, rest)
+    except (ConfigError, MissingDependency) as exc:
+        _fail(str(exc), code=2)
+    except OmniError as exc:
+        _fail(str(exc), code=1)
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+
+
+def _run(command: str, args: list[str]) -> None:
+    if command == "serve":
+        from vllm_omni.compat import require_vllm
+
+        require_vllm("vllm-omni serve")
+        from vllm_omni.entrypoints.cli.serve import serve
+
+        serve(args)
+    else:
+        from vllm_omni.entrypoints.cli.tiny import tiny
+
+        tiny(args)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"vllm-omni: error: {message}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,32 @@
+"""``vllm-omni tiny MODEL_TYPE DIR``."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from vllm_omni.config import supported_model_types
+from vllm_omni.entrypoints.cli.parser import RefusingParser
+from vllm_omni.errors import ConfigError
+
+
+def tiny(args: Sequence[str]) -> None:
+    """Write a tiny checkpoint with random weights, in the layout of a real one; no network is used."""
+    parser = RefusingParser(
+        prog="vllm-omni tiny",
+        description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
+        "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
+    )
+    parser.add_argument("model_type", metavar="MODEL_TYPE", choices=supported_model_types(), help="%(choices)s")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    parser.add_argument("--variant", default="base", help="one of the type's shapes (default: %(default)s)")
+    options = parser.parse_args(args)
+    directory: Path = options.directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already, and is not an empty directory: name another")
+    module = import_module(f"vllm_omni.model_executor.models.{options.model_type}.tiny")
+    try:
+        module.build(directory, seed=options.seed, variant=options.variant)
+    except (ValueError, OSError) as exc:
+        raise ConfigError(str(exc)) from exc
+    print(directory)

@@ -1,0 +1,256 @@
+"""``OmniLLM``: the synchronous face of ``AsyncOmni``, used as vLLM's ``LLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_omni.compat import require_vllm
+
+require_vllm("OmniLLM")
+
+from vllm.inputs import EngineInput  # noqa: E402  # behind the check that vLLM is there
+from vllm.renderers import ChatParams  # noqa: E402
+
+from vllm_omni.config import StageConfig  # noqa: E402
+from vllm_omni.engine.refusal import refusal  # noqa: E402
+from vllm_omni.entrypoints.async_omni import AsyncOmni, ParamsList  # noqa: E402
+from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
+from vllm_omni.outputs import OmniRequestOutput  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0  # how long ``close`` waits for the loop behind it
+
+
+class OmniLLM:
+    """Runs prompts through every stage of an any-to-any model.
+
+        omni = OmniLLM("Qwen/Qwen2.5-Omni-7B")
+        (output,) = omni.generate("Tell me a story.")
+        print(output.outputs[0].text)
+        output.save_audio("story.wav")
+
+    Use it as a context manager, or call ``close``, to end the stages' processes. Arguments and errors: ``AsyncOmni``.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        stage_configs: Sequence[StageConfig] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.engine = AsyncOmni(model, stage_configs=stage_configs, **kwargs)
+        # One loop for the object's life: the engines' clients belong to the loop that first used them.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="omni-llm", daemon=True)
+        self._thread.start()
+        # Also at the interpreter's end, and when nobody holds this object any more.
+        self._finalizer = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params_list: ParamsList = None,
+        modalities: Sequence[str] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | int | None = None,
+        *,
+        speaker: str | None = None,
+    ) -> list[OmniRequestOutput]:
+        """Answer prompts, all at once; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one prompt or a list of them, as vLLM's ``LLM`` takes them.
+            sampling_params_list: parameters of the stages, for all prompts: by position (one entry a stage) or by name
+                (``{"talker": {"temperature": 0}}``); or one set, for the first stage.
+            modalities: what to answer in: "text", "audio", "codec_ids"; text and audio by default.
+            use_tqdm: show a progress bar with the number of requests that each stage has finished.
+            lora_request: one for all prompts, or one for each.
+            priority: one for each prompt.
+            speaker: a voice of the checkpoint.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is wrong; other requests of the call are aborted.
+            StageFailed: a stage died.
+        """
+        if isinstance(prompts, Iterator):
+            prompts = list(prompts)
+        prompts = list(prompts) if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
+        loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(prompts)
+        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
+        for name, values in (("lora_request", loras), ("priority", priorities)):
+            if len(values) != len(prompts):
+                raise InvalidRequest(f"{len(values)} values of {name} for {len(prompts)} prompts")
+        with _Progress(self.engine.config.stage_names, len(prompts), use_tqdm) as progress:
+            return self._run(
+                self._generate_all(
+                    [
+                        {
+                            "prompt": prompt,
+                            "sampling_params": sampling_params_list,
+                            "modalities": modalities,
+                            "speaker": speaker,
+                            "lora_request": lora,
+                            "priority": one_priority,
+                        }
+                        for prompt, lora, one_priority in zip(prompts, loras, priorities, strict=True)
+                    ],
+                    progress,
+                )
+            )
+
+    def chat(
+        self,
+        messages: list[Any],
+        sampling_params_list: ParamsList = None,
+        modalities: Sequence[str] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        *,
+        speaker: str | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[OmniRequestOutput]:
+        """Answer one conversation or a list of them; messages as for OpenAI's API, media included.
+
+        Other arguments and errors: ``generate``, and ``LLM.chat`` of vLLM.
+        """
+        messages = [messages] if isinstance(messages, Mapping) else messages
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        params = ChatParams(
+            chat_template=chat_template,
+            chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})},
+            mm_processor_kwargs=dict(mm_processor_kwargs) if mm_processor_kwargs else None,
+        )
+        prompts: list[EngineInput] = self._run(self._render(conversations, params, mm_processor_kwargs))
+        return self.generate(
+            prompts, sampling_params_list, modalities, use_tqdm, lora_request, priority, speaker=speaker
+        )
+
+    async def _render(
+        self, conversations: list[Any], params: ChatParams, mm_processor_kwargs: Mapping[str, Any] | None
+    ) -> list[EngineInput]:
+        renderer = self.engine.renderer
+        try:
+            _, prompts = await renderer.render_chat_async(
+                conversations,
+                params,
+                # The template writes the special tokens itself.
+                renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
+                prompt_extras={"mm_processor_kwargs": dict(mm_processor_kwargs)} if mm_processor_kwargs else None,
+            )
+        except Exception as exc:
+            raise refusal(exc) from exc
+        return list(prompts)
+
+    async def _generate_all(self, requests: list[dict[str, Any]], progress: _Progress) -> list[OmniRequestOutput]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._generate_one(request, progress)) for request in requests]
+        return [task.result() for task in tasks]
+
+    async def _generate_one(self, request: dict[str, Any], progress: _Progress) -> OmniRequestOutput:
+        final: OmniRequestOutput | None = None
+        async for output in self.engine.generate(**request):
+            if final is None:
+                final = output
+            else:
+                final.add(output, aggregate=True)
+            progress.update(final)
+        assert final is not None, "a request ends with an output or an error"
+        return final
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abort what runs and end the stages' processes; calling it twice does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> OmniLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self, coroutine: Any) -> Any:
+        """Run a coroutine on the engines' loop; Ctrl-C cancels it."""
+        if not self._finalizer.alive:
+            coroutine.close()
+            raise OmniError("it was closed: make another OmniLLM")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+        except BaseExceptionGroup as group:
+            # One request of several failed, and with it the call: its own error says more than the group around it.
+            raise group.exceptions[0] from group
+
+
+def _close(engine: AsyncOmni, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not thread.is_alive():  # a fork of the user's program, at its end
+        return
+    if threading.current_thread() is thread:  # collected as garbage by whichever thread came across it
+        threading.Thread(target=_close, args=(engine, loop, thread)).start()
+        return
+    engine.shutdown()  # from another thread than the requests': it aborts them first
+    try:
+        asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(END_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("tasks of the engines' clients did not end within %g s", END_TIMEOUT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(END_TIMEOUT_S)
+    if not thread.is_alive():
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    """What the engines' clients left on the loop; ``shutdown`` has cancelled it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_token_ids(prompts: Sequence[Any]) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+class _Progress:
+    """A bar over requests, with the number of finished requests per stage."""
+
+    def __init__(self, stages: Sequence[str], total: int, enabled: bool) -> None:
+        self._counts = dict.fromkeys(stages, 0)
+        self._bar = tqdm(total=total, desc="requests", disable=not enabled, dynamic_ncols=True)
+        self._seen: dict[str, set[str]] = {}
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.close()
+
+    def update(self, output: OmniRequestOutput) -> None:
+        """Count what an output tells of its request's progress."""
+        seen = self._seen.setdefault(output.request_id, set())
+        for stage in output.stage_durations:
+            if stage in self._counts and stage not in seen:
+                seen.add(stage)
+                self._counts[stage] += 1
+        if output.finished:
+            self._bar.update()
+        self._bar.set_postfix(self._counts, refresh=False)

@@ -1,0 +1,174 @@
+"""The server: vLLM's application with an ``AsyncOmni`` for its engine, and our routes in the place of some of its."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from argparse import Namespace
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import uvloop
+import vllm.envs as envs
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from prometheus_client import Gauge
+from starlette.routing import BaseRoute
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.openai.chat_completion import api_router as upstream_chat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.errors import ConfigError, OmniError, StageFailed
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses={
+        HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
+        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
+        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
+    },
+    response_model=None,
+)
+async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Response | None:
+    """Upstream's route, with a larger body."""
+    response: Response | None = await upstream_chat.create_chat_completion(request, raw_request)
+    return response
+
+
+@router.get("/health", response_class=Response)
+async def health(raw_request: Request) -> Response:
+    """200 while every stage is alive, else 503 and which one is not."""
+    try:
+        await raw_request.app.state.engine_client.check_health()
+    except StageFailed as exc:
+        return _error(exc, HTTPStatus.SERVICE_UNAVAILABLE)
+    return Response(status_code=HTTPStatus.OK)
+
+
+def run_server(args: Namespace, config: OmniConfig) -> None:
+    """Start every stage, then serve until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: the port is taken, or a parser of that name is not there.
+        StageFailed: a stage did not start, or died.
+        KeyboardInterrupt: a signal came before the server was up.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    # The port first: if it is taken, no stage was started in vain.
+    try:
+        _, sock = setup_server(args, reuse_port=False)
+    except (OSError, OverflowError) as exc:  # the latter: a port beyond 65535
+        where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
+        said = exc.strerror or exc if isinstance(exc, OSError) else exc
+        raise ConfigError(f"cannot listen at {where}: {said}") from exc
+    except KeyError as exc:  # a name of a parser, with those that there are
+        raise ConfigError(exc.args[0]) from exc
+    # Once it is up, the server has a handler of its own.
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        # Behind vLLM's handlers of other routes, a request is for text; the chat handler says what it is for.
+        omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats).with_defaults(modalities=("text",))
+        try:
+            uvloop.run(_serve(omni, args, sock))
+        finally:
+            omni.shutdown()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        sock.close()
+
+
+async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
+    app = await build_omni_app(omni, args)
+    log_config = get_uvicorn_log_config(args)
+    more: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
+    stopped = await serve_http(
+        app,
+        sock=sock,
+        enable_ssl_refresh=args.enable_ssl_refresh,
+        host=args.host,
+        port=args.port,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        h11_max_header_count=args.h11_max_header_count,
+        **more,
+    )
+    # The server ends by itself when a stage has died; by a signal, it has ended the stages before it came here.
+    died = omni.dead_error if omni.errored and not omni.is_stopped else None
+    await omni.aclose()
+    await stopped
+    if died is not None:
+        raise died
+
+
+async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
+    """vLLM's application over these stages, ready to serve."""
+    tasks = await omni.get_supported_tasks()
+    app = build_app(args, tasks, omni.model_config)
+    _replace_routes(app, router)
+    app.exception_handler(OmniError)(_on_omni_error)
+    await init_app_state(omni, app.state, args, tasks)
+    app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni)
+    if app.state.log_stats:
+        _export_statistics(omni)
+    return app
+
+
+def _replace_routes(app: FastAPI, ours: APIRouter) -> None:
+    """Put our routes before all others, and take out those that they replace."""
+    replaced = {operation for route in ours.routes for operation in _operations(route)}
+    others = [route for route in app.router.routes if not _operations(route) or _operations(route) - replaced]
+    app.router.routes[:] = []
+    app.include_router(ours)
+    app.router.routes.extend(others)
+
+
+def _operations(route: BaseRoute) -> set[tuple[str, str]]:
+    return {(route.path, method) for method in route.methods} if isinstance(route, APIRoute) else set()
+
+
+async def _on_omni_error(raw_request: Request, exc: Exception) -> JSONResponse:
+    """Our errors in vLLM's shape: 400 where the request is at fault, else 500."""
+    is_fault_of_request = isinstance(exc, ValueError)
+    return _error(exc, HTTPStatus.BAD_REQUEST if is_fault_of_request else HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _error(exc: Exception, status: HTTPStatus) -> JSONResponse:
+    kind = f"{status.phrase.replace(' ', '')}{'' if status.phrase.endswith('Error') else 'Error'}"
+    content = create_error_response(str(exc), err_type=kind, status_code=status).model_dump()
+    return JSONResponse(content, status_code=status.value)
+
+
+def _export_statistics(omni: AsyncOmni) -> None:
+    """What the graph holds at the moment, on /metrics beside the first stage's own numbers."""
+    statistics = omni.orchestrator.runtime.statistics
+    calls = Gauge("vllm_omni:num_open_calls", "Requests that the graph is running.")
+    calls.set_function(lambda: statistics().num_open_calls)
+    activations = Gauge("vllm_omni:num_running_activations", "Stages at work on a request, over all requests.")
+    activations.set_function(lambda: statistics().num_running_activations)
+    frames = Gauge("vllm_omni:num_buffered_frames", "Chunks not yet read by their stage or user.")
+    frames.set_function(lambda: statistics().num_buffered_frames)

@@ -1,0 +1,289 @@
+"""``POST /v1/chat/completions``, answered in text and speech.
+
+The text is vLLM's own, from its prompt to its JSON: its generators get the text of an answer alone, and what they make
+of it is passed on, with the speech beside it in OpenAI's form (``message.audio``, ``delta.audio``). A request for text
+alone is vLLM's from end to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import torch
+from fastapi import Request
+from openai.types.chat.chat_completion_audio import ChatCompletionAudio
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMError
+from vllm.inputs import EngineInput
+from vllm.renderers.chat_utils import ConversationMessage
+
+from vllm_omni.engine.refusal import refusal
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.audio_format import encode_audio, find_audio_format
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
+
+logger = logging.getLogger(__name__)
+
+DONE = "data: [DONE]\n\n"
+
+
+class OmniServingChat(OpenAIServingChat):
+    """vLLM's chat handler, with speech."""
+
+    engine_client: AsyncOmni
+
+    @classmethod
+    def of(cls, upstream: OpenAIServingChat, engine_client: AsyncOmni) -> OmniServingChat:
+        """The same handler with speech, on the same settings; they are many, and vLLM has made one already."""
+        chat = cls.__new__(cls)
+        chat.__dict__.update(upstream.__dict__)
+        chat.engine_client = engine_client
+        # What the deployment says of the stage that writes the text holds here, too.
+        first = engine_client.config.stages[0]
+        chat.default_sampling_params = {**upstream.default_sampling_params, **first.default_sampling_params}
+        return chat
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        """As upstream. What is wrong with a request is found before an answer begins, streamed or not.
+
+        Raises:
+            InvalidRequest: an unknown modality, voice, format, stage or parameter.
+        """
+        assert isinstance(request, OmniChatCompletionRequest)
+        self._check(request)
+        # Upstream hands its engine the prompt and the text's parameters; the rest of the request goes with the engine.
+        view = copy.copy(self)
+        view.engine_client = self.engine_client.with_defaults(
+            modalities=["text"] if request.modalities is None else request.modalities,
+            speaker=request.audio.voice if request.audio else None,
+            stage_params=request.sampling_params_list,
+        )
+        return await super(OmniServingChat, view).create_chat_completion(request, raw_request)
+
+    def _check(self, request: OmniChatCompletionRequest) -> None:
+        known = self.engine_client.orchestrator.pipeline.modalities
+        for modality in request.modalities or ():
+            if modality not in known:
+                raise InvalidRequest(f"modalities: unknown modality {modality!r}: {suggest(modality, known)}")
+        find_audio_format(request.audio_format)
+        if request.wants_audio and (request.n or 1) > 1:
+            raise InvalidRequest(f"n = {request.n}: an answer with audio is one, as its one text is spoken; give n = 1")
+        if request.wants_audio and request.use_beam_search:
+            raise InvalidRequest("use_beam_search: not with audio, as the text that is spoken would be known too late")
+
+    async def render_chat_request(
+        self, request: ChatCompletionRequest
+    ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
+        """As upstream, which lets some errors of media through that vLLM's server takes for its own (500)."""
+        try:
+            return await super().render_chat_request(request)
+        except VLLMError:
+            raise
+        except Exception as exc:
+            raise refusal(exc) from exc
+
+    # -- one answer ---------------------------------------------------------------------------------------------------
+
+    async def chat_completion_full_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: AsyncIterator[OmniRequestOutput],
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> ErrorResponse | ChatCompletionResponse:
+        """As upstream, with ``message.audio``; without ``content`` where speech alone was asked for."""
+        assert isinstance(request, OmniChatCompletionRequest)
+        if not request.wants_audio:
+            return await super().chat_completion_full_generator(request, result_generator, request_id, *args, **kwargs)
+        speech = self._speech(request, request_id)
+
+        async def listen() -> AsyncIterator[OmniRequestOutput]:
+            async for output in result_generator:
+                speech.add(output)
+                yield output
+
+        response = await super().chat_completion_full_generator(request, listen(), request_id, *args, **kwargs)
+        if isinstance(response, ChatCompletionResponse):
+            message = response.choices[0].message
+            data = await asyncio.to_thread(speech.take_whole)  # a minute of mp3 takes half a second to encode
+            message.audio = ChatCompletionAudio(
+                id=speech.id, data=data, expires_at=response.created, transcript=message.content or ""
+            )
+            if not request.wants_text:
+                message.content = None
+        return response
+
+    # -- a stream -----------------------------------------------------------------------------------------------------
+
+    def chat_completion_stream_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: AsyncIterator[OmniRequestOutput],
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        """As upstream; speech comes in ``delta.audio``, before what ends the stream."""
+        assert isinstance(request, OmniChatCompletionRequest)
+        if not request.wants_audio:
+            return super().chat_completion_stream_generator(request, result_generator, request_id, *args, **kwargs)
+        assert isinstance(result_generator, AsyncGenerator)
+        return self._stream(request, result_generator, request_id, *args, **kwargs)
+
+    async def _stream(
+        self,
+        request: OmniChatCompletionRequest,
+        outputs: AsyncGenerator[OmniRequestOutput, None],
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        speech = self._speech(request, request_id)
+        text = _Text(outputs, speech)
+        writer = _Writer(speech, request.wants_text)
+        lines = super().chat_completion_stream_generator(request, text.read(), request_id, *args, **kwargs)
+        ending: list[str] = []  # upstream's last lines (finish_reason, usage, [DONE]) wait for the end of the speech
+        async with aclosing(outputs), aclosing(lines):
+            async for line in lines:
+                for rewritten in writer.rewrite(line):
+                    if text.has_ended and writer.is_ending(rewritten):
+                        ending.append(rewritten)
+                    else:
+                        yield rewritten
+                for chunk in writer.speak():
+                    yield chunk
+            if text.has_ended:
+                try:
+                    async for output in outputs:
+                        speech.add(output)
+                        for chunk in writer.speak():
+                            yield chunk
+                    for chunk in await asyncio.to_thread(lambda: list(writer.end_speech())):
+                        yield chunk
+                except Exception as exc:  # the answer has begun: it ends with the error, as upstream's do
+                    logger.exception("request %s: failed while its speech was streamed", request_id)
+                    ending = [f"data: {self.create_streaming_error_response(exc)}\n\n", DONE]
+            for line in ending:
+                yield line
+
+    def _speech(self, request: OmniChatCompletionRequest, request_id: str) -> _Speech:
+        sample_rate = self.engine_client.orchestrator.pipeline.sample_rate
+        return _Speech(request_id, request.audio_format, sample_rate)
+
+
+class _Speech:
+    """The speech of one answer: what has come and was not yet sent."""
+
+    def __init__(self, request_id: str, audio_format: str, sample_rate: int) -> None:
+        self.id = f"audio-{request_id}"
+        self.format = find_audio_format(audio_format)
+        self._media: dict[str, Any] = {"audio": torch.zeros(0), "sample_rate": sample_rate}
+
+    def add(self, output: OmniRequestOutput) -> None:
+        merge_multimodal(self._media, output.multimodal_output)
+
+    def take_whole(self) -> str:
+        """Everything since the last call, encoded and in base 64."""
+        samples, self._media["audio"] = self._media["audio"], torch.zeros(0)
+        return base64.b64encode(encode_audio(samples, self._media["sample_rate"], self.format)).decode()
+
+    def take_piece(self) -> str | None:
+        """The same, as far as the format allows to send it before the end; None if there is nothing to send."""
+        return self.take_whole() if self.format.can_be_cut and self._media["audio"].numel() else None
+
+
+class _Text:
+    """The outputs that upstream sees: those with text, up to its end. Others that come between go to the speech."""
+
+    def __init__(self, outputs: AsyncIterator[OmniRequestOutput], speech: _Speech) -> None:
+        self._outputs = outputs
+        self._speech = speech
+        self.has_ended = False
+
+    async def read(self) -> AsyncIterator[OmniRequestOutput]:
+        async for output in self._outputs:
+            self._speech.add(output)
+            if not output.outputs:
+                continue
+            self.has_ended = output.outputs[0].finish_reason not in (None, "error")
+            yield output
+            if self.has_ended:
+                return
+
+
+class _Writer:
+    """Lines of a stream: upstream's, rewritten where they must be, and those of the speech."""
+
+    def __init__(self, speech: _Speech, wants_text: bool) -> None:
+        self._speech = speech
+        self._wants_text = wants_text
+        self._head: dict[str, Any] = {}  # what every chunk begins with
+        self._transcript = ""
+
+    def rewrite(self, line: str) -> Iterator[str]:
+        """Upstream's line as one or more: finish_reason apart from text; text as transcript where none is wanted."""
+        chunk = None if line == DONE else json.loads(line.removeprefix("data: "))
+        if chunk is None or not chunk.get("choices"):
+            yield line
+            return
+        self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        content = delta.get("content")
+        self._transcript += content or ""
+        if not self._wants_text and content is not None:
+            delta["content"] = None
+            if content:
+                delta["audio"] = {"id": self._speech.id, "transcript": content}
+        if choice.get("finish_reason") is None:
+            yield line if self._wants_text else _line(chunk)
+            return
+        if any(value for value in delta.values()):
+            yield _line({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
+        ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
+        yield _line({**chunk, "choices": [{**ending, "delta": {}, "logprobs": None}]})
+
+    @staticmethod
+    def is_ending(line: str) -> bool:
+        """Whether a line belongs at the very end: what is no delta."""
+        if line == DONE:
+            return True
+        choices = json.loads(line.removeprefix("data: ")).get("choices")
+        return not choices or choices[0]["finish_reason"] is not None
+
+    def speak(self) -> Iterator[str]:
+        """What can be sent of the speech already."""
+        data = self._speech.take_piece()
+        if data is not None:
+            yield self._audio({"data": data})
+
+    def end_speech(self) -> Iterator[str]:
+        """The rest of the speech. Its transcript goes with it unless it went before it."""
+        rest = {} if self._speech.format.can_be_cut else {"data": self._speech.take_whole()}
+        transcript = {"transcript": self._transcript} if self._wants_text else {}
+        yield self._audio({**rest, **transcript, "expires_at": int(time.time())})
+
+    def _audio(self, audio: dict[str, Any]) -> str:
+        delta = {"audio": {"id": self._speech.id, **audio}}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return _line({**self._head, "choices": [choice]})
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

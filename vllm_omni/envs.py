@@ -1,0 +1,79 @@
+"""The environment variables of this project: each with its type, default and meaning.
+
+``envs.VLLM_OMNI_X`` reads the environment at each access, so a test or a launcher may set it late. A value that does
+not parse raises ``ConfigError``, and so does, through ``refuse_unknown``, a ``VLLM_OMNI_*`` that is not declared here:
+a misspelt variable would otherwise do nothing in silence.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_omni.errors import ConfigError
+from vllm_omni.names import suggest
+
+PREFIX = "VLLM_OMNI_"
+
+if TYPE_CHECKING:
+    VLLM_OMNI_STAGE_READY_TIMEOUT_S: float
+    VLLM_OMNI_RUNTIME_DIR: Path
+
+
+class Variable(NamedTuple):
+    parse: Callable[[str], object]  # raises ValueError, saying what is valid
+    default: Callable[[], object]
+    meaning: str
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("a number of seconds above 0")
+    return value
+
+
+def _existing_directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not text or not path.is_dir():
+        raise ValueError("the path of an existing directory")
+    return path
+
+
+VARIABLES: Mapping[str, Variable] = {
+    "VLLM_OMNI_STAGE_READY_TIMEOUT_S": Variable(
+        _positive_seconds,
+        lambda: 600.0,
+        "how long a stage may take to load and answer, seconds; then the start fails and names the stage",
+    ),
+    "VLLM_OMNI_RUNTIME_DIR": Variable(
+        _existing_directory,
+        lambda: Path(tempfile.gettempdir()),
+        "where a server makes its private directory of sockets; a short path: a socket's name has at most 107 bytes",
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    variable = VARIABLES.get(name)
+    if variable is None:
+        raise AttributeError(f"module {__name__!r} declares no variable {name!r}: {suggest(name, VARIABLES)}")
+    text = os.environ.get(name)
+    if text is None:
+        return variable.default()
+    try:
+        return variable.parse(text)
+    except ValueError as exc:
+        raise ConfigError(f"environment variable {name}={text!r}: must be {exc} ({variable.meaning})") from None
+
+
+def refuse_unknown(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ``ConfigError`` for a ``VLLM_OMNI_*`` of ``environ`` (default: this process's) not declared here."""
+    for name in sorted(os.environ if environ is None else environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise ConfigError(f"environment variable {name} is not one of this project's: {suggest(name, VARIABLES)}")

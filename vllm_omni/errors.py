@@ -1,0 +1,59 @@
+"""Every error this project raises, told apart by whose fault it is and what a caller can do next.
+
+Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError``: the caller can mend them). What
+breaks behind the caller's back raises a plain ``OmniError``: the request can be tried again, or the stage must be
+restarted.
+"""
+
+
+class OmniError(Exception):
+    """Base of all errors of this project."""
+
+
+class ConfigError(OmniError, ValueError):
+    """A deployment file, flag or keyword is wrong; the message names the source, the key and the valid range."""
+
+
+class InvalidRequest(OmniError, ValueError):
+    """A request is malformed; the message says what, why and the nearest right thing. HTTP 400."""
+
+
+class GraphError(OmniError, ValueError):
+    """A graph declaration is wrong; the message names the node and the field."""
+
+
+class PlanError(GraphError):
+    """A well-formed graph that cannot be planned (or not yet): the message names the construct and the node."""
+
+
+class CallAborted(OmniError):
+    """The request was aborted by its owner."""
+
+
+class DeadlineExceeded(OmniError, TimeoutError):
+    """A wait passed its deadline; the message names what was awaited."""
+
+
+class RelayError(OmniError):
+    """A tensor could not travel between two stages."""
+
+
+class RelayClosed(RelayError):
+    """You closed it: the relay was closed before the call."""
+
+
+class RelayBroken(RelayError):
+    """The other side broke: the payload is missing, or does not match its reference."""
+
+
+class StageFailed(OmniError):
+    """A stage's engine died or failed a request; ``stage`` names it."""
+
+    def __init__(self, stage: str, reason: str):
+        super().__init__(f"stage {stage!r}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+
+class MissingDependency(OmniError, ImportError):
+    """An optional package is absent or its version unsupported; the message says which extra installs it."""

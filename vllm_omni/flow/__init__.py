@@ -1,0 +1,42 @@
+"""Control flow: a pipeline is declared as a graph, compiled to a plan, and run by one controller per node.
+
+From: Omni-Flow section 3. Depends on the standard library and msgspec only.
+"""
+
+from vllm_omni.flow.call import FlowStatistics, GraphCall, GraphRuntime
+from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
+from vllm_omni.flow.controller import Activation, Node, NodeController
+from vllm_omni.flow.dsl import Field, Graph, Placeholder, Role, interface
+from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Emission, EndReason, Frame, OutputFrame, TransferFunction
+from vllm_omni.flow.link import InProcessLink, Link
+from vllm_omni.flow.parser import GraphParser
+from vllm_omni.flow.plan import StaticPlan
+
+__all__ = [
+    "ENTRY",
+    "Activation",
+    "CallInfo",
+    "Chunk",
+    "Clock",
+    "Emission",
+    "EndReason",
+    "Field",
+    "FlowStatistics",
+    "Frame",
+    "Graph",
+    "GraphCall",
+    "GraphParser",
+    "GraphRuntime",
+    "InProcessLink",
+    "Link",
+    "LoopClock",
+    "Node",
+    "NodeController",
+    "OutputFrame",
+    "Placeholder",
+    "Role",
+    "StaticPlan",
+    "TimerHandle",
+    "TransferFunction",
+    "interface",
+]

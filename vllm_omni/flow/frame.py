@@ -1,0 +1,80 @@
+"""What moves through a graph: nodes emit, frames travel, nodes read chunks, users read output frames."""
+
+import enum
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+ENTRY = "entry"  # the pseudo-node that injects placeholders and receives graph outputs; real names have a dot in them
+
+
+class EndReason(enum.Enum):
+    """Why a frame ends its field, where the payload does not say it.
+
+    From: Omni-Flow section 3.5, the signal UNREACHABLE (distinguishing empty, error and cancel).
+    """
+
+    NONE = "none"  # the frame carries a payload
+    EMPTY = "empty"  # the producer finished without marking a last frame
+    ERROR = "error"  # the producer raised; the payload is the exception
+    CANCEL = "cancel"  # the producer was cancelled
+    UNREACHABLE = "unreachable"  # the producer was never activated: all of its inputs ended without a payload
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """The only message between controllers: one piece of one field on one edge. From: Omni-Flow sections 3.2.2, 3.4."""
+
+    call_id: str  # the graph call it belongs to
+    source: str  # producing node, or ENTRY
+    target: str  # consuming node, or ENTRY
+    field: str  # input field of `target`; for ENTRY the graph output, or "" where a node reports failure
+    activation_id: int  # the activation of `target` that it feeds
+    seq: int  # 0, 1, 2, ... per field and activation: the receiver restores this order
+    last: bool  # nothing follows on this field
+    payload: Any  # opaque to flow: in process by reference, otherwise what the link can encode
+    reason: EndReason = EndReason.NONE  # anything else: there is no payload to deliver and `last` is true
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of an input as a node or transfer function reads it; a full result is one chunk with ``last=True``.
+
+    A producer that stops without marking its last frame just ends the iterator: flush after the loop, not on ``last``.
+    A transfer function leaves ``seq`` alone: the controller numbers what it yields.
+    """
+
+    payload: Any
+    seq: int = 0
+    last: bool = False
+
+
+class Emission(msgspec.Struct, frozen=True):
+    """What ``Node.forward`` yields: a piece of a declared output field. What is not streamed is always last."""
+
+    field: str
+    payload: Any
+    last: bool = False
+
+
+class OutputFrame(msgspec.Struct, frozen=True):
+    """A piece of a graph output. ``reason`` other than NONE: the output ended here and ``payload`` is None."""
+
+    field: str
+    payload: Any
+    seq: int
+    last: bool
+    reason: EndReason = EndReason.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class CallInfo:
+    """What a transfer function may know about the call that it serves."""
+
+    call_id: str
+    context: Any  # as passed to GraphRuntime.open
+    source: str  # producing node, or ENTRY
+    target: str  # consuming node, in whose activation the transfer function runs
+
+
+TransferFunction: TypeAlias = Callable[[AsyncIterator[Chunk], CallInfo], AsyncIterator[Chunk]]

@@ -1,0 +1,109 @@
+"""Order: a link may deliver late, twice or shuffled; readers see each field in the order it was produced."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, TypeAlias, TypeVar
+
+from vllm_omni.flow.frame import Frame
+
+T = TypeVar("T")
+SeqId: TypeAlias = int  # 0, 1, 2, ... per field and activation, written by the producer
+
+
+class SequenceQueue:
+    """Puts the frames of one field back in order.
+
+    Frames ahead of their turn wait in a dict keyed by seq: arrival in order, the usual case, touches neither dict nor
+    heap, and a gap costs one look-up per frame released.
+
+    From: Omni-Flow section 3.2.2, Algorithm 1, invariant (i): only the expected sequence number passes.
+    """
+
+    __slots__ = ("_early", "_expected", "ended")
+
+    def __init__(self) -> None:
+        self._expected: SeqId = 0
+        self._early: dict[SeqId, Frame] = {}
+        self.ended = False  # the frame with last=True has been released
+
+    def __len__(self) -> int:
+        """Frames that arrived ahead of their turn."""
+        return len(self._early)
+
+    def push(self, frame: Frame) -> Iterable[Frame]:
+        """Take a frame in; returns those that are due now, in order. Duplicates and frames behind the last vanish."""
+        if self.ended or frame.seq < self._expected:
+            return ()
+        if frame.seq > self._expected:
+            self._early.setdefault(frame.seq, frame)
+            return ()
+        self._expected += 1
+        if not self._early and not frame.last:
+            return (frame,)
+        due = [frame]
+        while not due[-1].last and self._expected in self._early:
+            due.append(self._early.pop(self._expected))
+            self._expected += 1
+        if due[-1].last:
+            self.ended = True
+            self._early.clear()
+        return due
+
+
+class Stream(Generic[T]):
+    """An unbounded queue with an end, for one reader: what a SequenceQueue releases waits here to be read.
+
+    A deque and at most one future. asyncio.Queue would do, but it keeps a list of waiting readers and cannot end.
+    Cancelling the reader loses nothing.
+    """
+
+    __slots__ = ("_error", "_finished", "_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._finished = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put_nowait(self, item: T) -> None:
+        self._items.append(item)
+        if self._waiter is not None:
+            self._wake(self._waiter)
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Nothing follows; the reader then stops, or meets ``error`` each time it asks."""
+        self._finished = True
+        self._error = error
+        if self._waiter is not None:
+            self._wake(self._waiter)
+
+    def clear(self) -> None:
+        """Drop what nobody has read."""
+        self._items.clear()
+
+    def __aiter__(self) -> "Stream[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self._finished:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("a stream has one reader, and it is waiting already")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
+
+    @staticmethod
+    def _wake(waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,1 @@
+"""Model code that runs inside engines."""

@@ -1,0 +1,61 @@
+"""A model that answers a request in one call: vocoders, and whatever else has no token steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from vllm_omni.relay import Payload, Relay
+
+
+class GenerationConfig(PreTrainedConfig):
+    """The numbers that vLLM's configuration asks of any model, for one that has no layers of vLLM's."""
+
+    model_type = "vllm_omni_generation"
+    # Shape fields of a language model, read by vLLM's ModelConfig; nothing is allocated from them.
+    hidden_size: int = 1
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 1
+    vocab_size: int = 2
+    max_position_embeddings: int = 1 << 20
+    model_config: dict[str, Any] | None = None  # the checkpoint's own section of this model
+
+
+class GenerationModel(nn.Module):
+    """Base of the models that ``OneShotExecutor`` runs.
+
+    vLLM inspects a model class for the three methods of a language model before it lets an engine start; an executor
+    without workers never calls them.
+    """
+
+    is_attention_free = True  # read by vLLM's model registry: no KV cache is planned
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the checkpoint's tensors, given by their real names; returns the names taken."""
+
+    @abstractmethod
+    def generate(self, args: Mapping[str, Any], relay: Relay, request_id: str) -> Payload:
+        """Answer one request.
+
+        Args:
+            args: the request's stage arguments (``stage_model.STAGE_ARGS``).
+            relay: where the result is published.
+
+        Raises:
+            ValueError: the arguments are wrong; the request fails with this text, the engine lives on.
+        """
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a generation stage has no token steps")
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a generation stage has no token steps")
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("a generation stage has no token steps")

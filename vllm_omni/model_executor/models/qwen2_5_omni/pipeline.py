@@ -1,0 +1,185 @@
+"""Qwen2.5-Omni: thinker -> talker -> token2wav."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, interface
+from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
+from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
+from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_config
+from vllm_omni.model_executor.pipeline import Pipeline, StageRequest, StageSpec
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay.codec import encode
+
+# Rows are published for tokens that stay, in the step that computes them, and their embeddings are of ids.
+PUBLISHER_ARGS = {"speculative_config": None, "async_scheduling": False, "enable_prompt_embeds": False}
+
+
+class Thinker(Role):
+    generate = interface(
+        inputs_or=[["prompt"]],
+        outputs={"text": Field("text", streamed=True), "rows": Field("hidden_states", streamed=True)},
+    )
+
+
+class Talker(Role):
+    generate = interface(inputs_or=[["rows"]], outputs={"codes": Field("codec", streamed=True)})
+
+
+class Token2Wav(Role):
+    decode = interface(inputs_or=[["codes"]], outputs={"audio": Field("audio", streamed=True)})
+
+
+class Qwen2_5OmniPipeline(Pipeline):
+    """Text, images, audio and video in; text and speech out."""
+
+    modalities = {"text": "text", "audio": "audio"}
+    extra_outputs = {"codec_ids": "codec_ids"}
+    sample_rate = 24000
+
+    def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
+        speakers = load_speakers(model, revision)
+        self.speakers = list(speakers)
+        self.thinker_config = hf_config.thinker_config
+        self.talker_config = talker = hf_config.talker_config
+        self.graph = self._build_graph()
+        end_codes = [talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id]
+        self.stages = (
+            StageSpec(
+                "thinker",
+                architecture="Qwen2_5OmniThinker",
+                output_type="latents",
+                publishing_fields=frozenset({"rows"}),
+                engine_args=PUBLISHER_ARGS,
+                check_prompt=self.check_prompt,
+            ),
+            StageSpec(
+                "talker",
+                architecture="Qwen2_5OmniTalker",
+                output_type="text",
+                hf_overrides=partial(
+                    talker_hf_config, speaker_bos_ids=tuple(speaker.bos_token for speaker in speakers.values())
+                ),
+                engine_args={
+                    # The model always reads embeddings; positions and rows are not a function of the prompt's ids, so
+                    # neither a shared prefix nor the text model's generation defaults hold here.
+                    "enable_prompt_embeds": True,
+                    "enable_prefix_caching": False,
+                    "generation_config": "vllm",
+                    "skip_tokenizer_init": True,
+                    "speculative_config": None,
+                    "async_scheduling": False,
+                },
+                sampling_params={"stop_token_ids": end_codes, "detokenize": False},
+            ),
+            StageSpec(
+                "token2wav",
+                architecture="Qwen2_5OmniToken2Wav",
+                output_type="audio",
+                hf_overrides=token2wav_hf_config,
+                sampling_params={"max_tokens": 1, "detokenize": False},
+            ),
+        )
+        self.end_codes = frozenset(end_codes)
+
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        for name in options:
+            if name != "speaker":
+                raise InvalidRequest(f"unknown option {name!r}: {suggest(name, ['speaker'])}")
+        speaker = options.get("speaker") or self.speakers[0]
+        if speaker not in self.speakers:
+            raise InvalidRequest(f"unknown speaker {speaker!r}: {suggest(str(speaker), self.speakers)}")
+        return {"speaker": speaker}
+
+    def _build_graph(self) -> Graph:
+        graph = Graph("qwen2_5_omni")
+        prompt = graph.placeholder("prompt")
+        thinker, talker = graph.role(Thinker, "thinker"), graph.role(Talker, "talker")
+        token2wav = graph.role(Token2Wav, "token2wav")
+        reply = thinker.generate(prompt=prompt)
+        speech = talker.generate(rows=reply.rows.via(self.thinker_to_talker))
+        sound = token2wav.decode(codes=speech.codes.via(self.talker_to_token2wav))
+        graph.output(text=reply.text, audio=sound.audio, codec_ids=speech.codes)
+        return graph
+
+    async def thinker_to_talker(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        """All rows of the thinker, by reference, once its reply is complete.
+
+        A reply of fewer than two tokens yields nothing: its only token was never processed, so there is no row that the
+        talker could speak, and the answer has audio of no samples.
+        """
+        payloads, num_rows, prompt_token_ids = [], 0, None
+        async for chunk in chunks:
+            if chunk.payload is None:
+                continue
+            output: OmniRequestOutput = chunk.payload
+            prompt_token_ids = output.prompt_token_ids
+            for payload in output.payloads:
+                payloads.append(encode(payload))
+                num_rows += payload.tensors["rows"].num_rows
+        if prompt_token_ids is None or num_rows <= len(prompt_token_ids):
+            return
+        talker, speaker = self.talker_config, call.context.options["speaker"]
+        ids = [talker.tts_codec_mask_token_id] * len(prompt_token_ids)
+        ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
+        args = {"payloads": payloads, "speaker_index": self.speakers.index(speaker)}
+        yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)
+
+    async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        """The whole utterance's codes, without the token that ended them."""
+        codec_ids: list[int] = []
+        async for chunk in chunks:
+            if chunk.payload is not None:
+                codec_ids += self.codec_ids(chunk.payload)
+        args = {
+            "codec_ids": codec_ids,
+            "speaker": call.context.options["speaker"],
+            "seed": call.context.params["token2wav"].seed,
+        }
+        yield Chunk(StageRequest({"prompt_token_ids": [0]}, args), seq=0, last=True)
+
+    def check_prompt(self, prompt: Any) -> None:
+        """Refuse sound that is not finite, and a video whose timing the model has no positions for.
+
+        Raises:
+            InvalidRequest: a sample that is NaN or infinite; frames per second that are not a positive number, or so
+                few that the video lasts for hours.
+        """
+        for item in prompt.get("mm_kwargs", {}).get("audio", ()):
+            if item is not None and not item.get_data()["input_audio_features"].isfinite().all():
+                raise InvalidRequest("the audio has samples that are NaN, infinite or far beyond [-1, 1]")
+        tokens_per_second = self.thinker_config.position_id_per_seconds
+        num_positions = 0.0
+        for item in prompt.get("mm_kwargs", {}).get("video", ()):
+            if item is None:  # vLLM's processor cache has sent it before, and so it was checked then
+                continue
+            data = item.get_data()
+            seconds = float(data["second_per_grid_ts"])
+            reach = int(data["video_grid_thw"][0]) * seconds * tokens_per_second
+            if not 0 < reach < math.inf:
+                raise InvalidRequest(
+                    f"mm_processor_kwargs: the video has {seconds} seconds per pair of frames: give an fps above 0"
+                )
+            num_positions += reach
+        most = max_video_positions(self.thinker_config.text_config)
+        if num_positions > most:
+            raise InvalidRequest(
+                f"mm_processor_kwargs: at this fps the videos last {num_positions / tokens_per_second:.0f} s, and the "
+                f"model has positions for {most / tokens_per_second:.0f} s: give a higher fps"
+            )
+
+    def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
+        return self.codec_ids(output)
+
+    def codec_ids(self, output: OmniRequestOutput) -> list[int]:
+        """The codes of a talker's output; vLLM includes the token that stopped it."""
+        return [token for token in output.outputs[0].token_ids if token not in self.end_codes]

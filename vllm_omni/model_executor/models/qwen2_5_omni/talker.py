@@ -1,0 +1,188 @@
+"""The talker: codec tokens from the thinker's rows, on vLLM's layers with paged attention.
+
+Dataflow (P prompt tokens, N reply tokens; row = hidden + E(token), see ``Qwen2_5OmniThinker.finished_rows``):
+
+    prompt ids     [mask] * P,    pad,              bos
+    embeddings     rows[0:P],     E(speaker bos),   rows[P]
+                                  + codec(pad)      + codec(bos)
+    decode step t  codec(code_t) + tail[min(t, len(tail) - 1)],   tail = [rows[P+1:], E(text end), E(text pad)]
+
+The ids of the prompt are real, so penalties count them as the reference does; what the model reads are the embeddings.
+
+From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate`` with the talker's prefill as it was meant (codec
+embeddings added and M-RoPE positions used at any batch size; docs/parity.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.qwen2 import Qwen2Model
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.stage_model import RequestInfo, StepRequest
+from vllm_omni.relay import Payload, Relay
+
+THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
+
+
+def talker_hf_config(config: PreTrainedConfig, speaker_bos_ids: Sequence[int]) -> PreTrainedConfig:
+    """``hf_overrides`` of the talker stage: the checkpoint's talker section, in the terms that vLLM's layers read.
+
+    Args:
+        speaker_bos_ids: the voices' begin tokens, in the order by which requests name a voice (``speaker_index``).
+    """
+    if config.model_type != "qwen2_5_omni":  # vLLM also passes a dummy, to ask whether the model type changes
+        return config
+    talker = config.talker_config
+    talker.architectures = ["Qwen2_5OmniTalker"]
+    talker.qkv_bias = True  # LlamaDecoderLayer: bias on q, k, v and none on o, as in Qwen2
+    talker.speaker_bos_ids = list(speaker_bos_ids)
+    talker.projection_size = talker.embedding_size  # width of the runner's inputs_embeds buffer (ModelConfig)
+    return talker
+
+
+class TalkerDecoderLayer(LlamaDecoderLayer):
+    """vLLM's layer that takes ``head_dim`` from the config: hidden_size is not heads * head_dim (896, 12 * 128)."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(get_current_vllm_config(), prefix=prefix, config=config)
+
+
+class TalkerModel(Qwen2Model):
+    """Qwen2's decoder whose token embedding is as wide as the thinker's."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=TalkerDecoderLayer)
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.embedding_size, prefix=maybe_prefix(prefix, "embed_tokens")
+        )
+
+
+class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
+    """Codec language model fed by the thinker; see the module's docstring for what each position reads."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None})
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.config = config
+        self.model = TalkerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.thinker_to_talker_proj = ReplicatedLinear(
+            config.embedding_size, config.hidden_size, prefix=maybe_prefix(prefix, "thinker_to_talker_proj")
+        )
+        self.codec_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        # Rows of the thinker's embedding that the talker reads: text end, text pad, then the speakers' begin tokens.
+        self.text_ids = [config.tts_text_end_token_id, config.tts_text_pad_token_id, *config.speaker_bos_ids]
+        self.register_buffer("text_rows", torch.zeros(len(self.text_ids), config.embedding_size), persistent=False)
+        self.has_text_rows = False
+
+    # -- vLLM's model interface ---------------------------------------------------------------------------------------
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Codec embeddings, [num_tokens, embedding_size] (the thinker's width, not this model's hidden_size)."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        hidden_states, _ = self.thinker_to_talker_proj(inputs_embeds)
+        return self.model(None, positions, intermediate_tensors, inputs_embeds=hidden_states)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.logits_processor(self.codec_head, hidden_states)
+        if logits is not None:
+            # The begin token starts the prompt and is never an answer (transformers: suppress_tokens).
+            logits[:, self.config.tts_codec_start_token_id] = float("-inf")
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = AutoWeightsLoader(self).load_weights(self._take_text_rows(weights), mapper=self.hf_to_vllm_mapper)
+        if not self.has_text_rows:
+            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING}, of which the talker reads some rows")
+        return loaded
+
+    def _take_text_rows(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name == THINKER_EMBEDDING:
+                self.text_rows.copy_(tensor[self.text_ids])
+                self.has_text_rows = True
+            else:
+                yield name, tensor
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: object) -> tuple[torch.Tensor, int]:
+        # Only vLLM's own warm-up asks; requests take theirs from the thinker (init_mrope_positions).
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+    # -- hooks of a stage model ---------------------------------------------------------------------------------------
+
+    def load_request(self, info: RequestInfo, payloads: Sequence[Payload], relay: Relay) -> None:
+        """Pull the thinker's rows; keep the prompt's inputs and the tail. Rows are [n, embedding_size], model dtype."""
+        device, dtype = self.text_rows.device, self.text_rows.dtype
+        rows = torch.cat([relay.get(payload.tensors["rows"]) for payload in payloads]).to(device, dtype)
+        num_thinker_tokens = info.num_prompt_tokens - 2
+        speaker_row = self.text_rows[2 + info.args["speaker_index"]].unsqueeze(0)
+        info.state["prompt"] = torch.cat([rows[:num_thinker_tokens], speaker_row, rows[num_thinker_tokens:][:1]])
+        info.state["tail"] = torch.cat([rows[num_thinker_tokens + 1 :], self.text_rows[:2]])
+        if payloads[0].values["first_row"] != 0:
+            raise ValueError(f"rows begin at {payloads[0].values['first_row']}: the thinker did not compute its prompt")
+        info.state["positions"] = relay.get(payloads[0].tensors["positions"]).to(torch.int64)
+
+    def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
+        """The thinker's positions for its prompt; the two tokens after it go on from there as text does."""
+        positions = info.state.pop("positions")
+        following = positions[:, -1].max() + 1 + torch.arange(2)
+        positions = torch.cat([positions, following.expand(3, -1)], dim=1)
+        return positions, int(positions.max()) + 1 - info.num_prompt_tokens
+
+    def preprocess(self, step: Sequence[StepRequest], input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
+        """Prompt positions read the thinker's rows (the last two add a codec embedding); decode steps add the tail."""
+        rows, indices = [], []
+        for info, start, num_tokens, offset in step:
+            tail_start = start + num_tokens - info.num_prompt_tokens
+            if start < info.num_prompt_tokens:
+                prompt = info.state["prompt"][start : start + num_tokens]
+                num_thinker = min(max(info.num_prompt_tokens - 2 - start, 0), len(prompt))
+                # Rows of the thinker's prompt replace the embedding of the mask token; the rest is added to it.
+                inputs_embeds[offset : offset + num_thinker] = 0
+                inputs_embeds[offset : offset + len(prompt)] += prompt
+                num_decode, first = max(tail_start, 0), offset + len(prompt)
+            else:
+                num_decode, first = num_tokens, offset
+            # More than one decode position in a step: a preempted request computes its codes again.
+            for k in range(num_decode):
+                tail = info.state["tail"]
+                t = first + k - offset + start - info.num_prompt_tokens
+                rows.append(tail[min(t, len(tail) - 1)])
+                indices.append(first + k)
+        if rows:
+            inputs_embeds[indices] += torch.stack(rows)

@@ -1,0 +1,118 @@
+"""The thinker is vLLM's model; two things are added: positions of a video with its audio, and rows for the talker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.qwen2_5_omni_thinker import (
+    Qwen2_5OmniThinkerDummyInputsBuilder,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    Qwen2_5OmniThinkerProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.audio import AudioResampler
+
+
+def max_video_positions(text_config: PreTrainedConfig) -> int:
+    """How far a prompt's videos may reach in time, in positions.
+
+    vLLM's rotary table has four times ``max_position_embeddings`` rows; one part is for the rest of the sequence.
+    """
+    return 3 * int(text_config.max_position_embeddings)
+
+
+class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
+    """Upstream's, but for audio of another rate than the model's."""
+
+    def get_data_parser(self) -> Any:
+        parser = super().get_data_parser()
+        # Upstream resamples with torchaudio, which has no build for torch's CPU wheel.
+        parser.audio_resampler = AudioResampler(parser.audio_resampler.target_sr, method="soxr")
+        return parser
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    info=ThinkerProcessingInfo,
+    dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
+)
+class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    """vLLM's thinker which publishes what the talker consumes."""
+
+    def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden state + token embedding per token, none at media positions. [num_tokens, hidden_size].
+
+        From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate``, step 2, where the embeddings of audio,
+        image and video positions are set to zero before they are added to the last hidden state.
+        """
+        config = self.config
+        is_media = (
+            (input_ids == config.audio_token_index)
+            | (input_ids == config.image_token_index)
+            | (input_ids == config.video_token_index)
+        )
+        embeddings = self.language_model.embed_input_ids(input_ids)
+        return hidden_states + embeddings.masked_fill(is_media.unsqueeze(-1), 0)
+
+    def iter_mm_features(self, mm_features: list[Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        # Upstream's, with a bound: positions beyond the rotary table would end the engine. The pipeline refuses such a
+        # video with a reason (``check_prompt``); this is for one that came another way.
+        most = max_video_positions(self.config.text_config)
+        for offset, modality, data in super().iter_mm_features(mm_features):
+            if modality == "video" and not 0 < data["t_factor"] * data["grid_t"] <= most:
+                data["t_factor"] = 1.0
+            yield offset, modality, data
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
+        # Upstream starts a video with its audio at the placeholder's first token, which is the audio's begin marker:
+        # all that follows is one position early, and the pairs of begin and end markers do not share positions as they
+        # do in the model that was trained (transformers' get_rope_index). Everything else is upstream's.
+        if not any(data.get("use_audio_in_video") for _, _, data in self.iter_mm_features(mm_features)):
+            return super().get_mrope_input_positions(input_tokens, mm_features)
+        return self._positions_with_audio_in_video(input_tokens, mm_features)
+
+    def _positions_with_audio_in_video(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
+        """transformers' ``get_rope_index`` for prompts in which a video carries its audio."""
+        parts: list[np.ndarray] = []  # each int64 [3, n]
+
+        def next_position() -> int:
+            # After the last token, not after the largest position: a video may reach further than the audio it is
+            # interleaved with, and the reference goes on from whichever of the two came last.
+            return int(parts[-1][:, -1].max()) + 1 if parts else 0
+
+        def text(num_tokens: int) -> None:
+            if num_tokens > 0:
+                parts.append(np.broadcast_to(np.arange(num_tokens), (3, num_tokens)) + next_position())
+
+        cursor = 0  # tokens placed so far
+        for offset, modality, data in self.iter_mm_features(mm_features):
+            if data.get("use_audio_in_video"):
+                # <|vision_bos|> (before the placeholder) and <|audio_bos|> (its first token) share one position; so do
+                # the two end markers.
+                text(offset - 1 - cursor)
+                parts.append(np.full((3, 2), next_position()))
+                positions, num_tokens = self._compute_interleaved_positions(next_position(), data)
+                parts.append(positions)
+                parts.append(np.full((3, 2), next_position()))
+                cursor = offset + 1 + num_tokens + 2
+                continue
+            text(offset - cursor)
+            if modality == "audio":
+                num_tokens = self._compute_audio_token_count(data["audio_feature_length"])
+                text(num_tokens)
+            else:
+                grid = np.indices((data["grid_t"], data["grid_h"], data["grid_w"]))
+                grid[0] = (grid[0] * data["t_factor"]).astype(np.int64)
+                parts.append(grid.reshape(3, -1) + next_position())
+                num_tokens = parts[-1].shape[1]
+            cursor = offset + num_tokens
+        text(len(input_tokens) - cursor)
+        positions = np.concatenate(parts, axis=1)
+        return torch.from_numpy(positions), int(positions.max()) + 1 - len(input_tokens)

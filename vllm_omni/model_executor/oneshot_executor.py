@@ -1,0 +1,120 @@
+"""An executor without workers: the model runs in the engine core's own process, one request after the other.
+
+From: vLLM-Omni design document, section 9 (``DiffusersPipelineExecutor``), of which this is the part that generation
+stages share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.tasks import SupportedTask
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_omni.model_executor.generation_model import GenerationModel
+from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.relay import InlineRelay, Payload, pack
+
+logger = logging.getLogger(__name__)
+
+
+class OneShotExecutor(Executor):
+    """Runs a ``GenerationModel``: each scheduled request is answered whole, in the step that schedules it.
+
+    A request that fails is answered with its error; only the loss of the process itself fails the engine.
+    """
+
+    supports_pp = False
+
+    def _init_executor(self) -> None:
+        self.relay = InlineRelay()
+        self.model = self._load_model()
+
+    def _load_model(self) -> GenerationModel:
+        model_config = self.model_config
+        model_cls, _ = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)
+        model = model_cls(vllm_config=self.vllm_config)
+        assert isinstance(model, GenerationModel), f"{model_cls.__name__} is not a GenerationModel"
+        model.load_weights(DefaultModelLoader(self.load_config).get_all_weights(model_config, model))
+        return model.to(self.vllm_config.device_config.device).eval()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        requests = scheduler_output.scheduled_new_reqs
+        output = EMPTY_MODEL_RUNNER_OUTPUT
+        if requests:
+            request_ids = [request.req_id for request in requests]
+            output = ModelRunnerOutput(
+                req_ids=request_ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+                sampled_token_ids=[[0] for _ in requests],  # the one token (max_tokens=1) that ends the request
+                pooler_output=[pack(self._answer(request)) for request in requests],
+            )
+        if not non_block:
+            return output
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output)
+        return future
+
+    @torch.inference_mode()
+    def _answer(self, request: NewRequestData) -> Payload:
+        params = request.sampling_params
+        args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+        try:
+            return self.model.generate(args, self.relay, request.req_id)
+        except Exception as exc:  # the request fails, the engine core must live
+            if not isinstance(exc, ValueError):
+                logger.exception("request %s failed", request.req_id)
+            return Payload(values={"error": f"{type(exc).__name__}: {exc}", "invalid": isinstance(exc, ValueError)})
+
+    # -- what an engine core asks of any executor ---------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """There are no workers: telling them to drop state they do not have is answered, other calls are refused."""
+        if method not in ("reset_mm_cache", "reset_encoder_cache", "shutdown", "update_max_model_len"):
+            raise ValueError(f"a generation stage has no workers to call {method!r} on")
+        future: Future[list[Any]] = Future()
+        future.set_result([None])
+        return future if non_block else [None]
+
+    def check_health(self) -> None:
+        """Healthy as long as the process answers."""
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        return [{}]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [["NHD"]]  # vLLM asserts that every worker names one, also where there is no cache to lay out
+
+    def set_kv_cache_layout(self, layout_name: str) -> None:
+        pass
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.relay.close()
+
+    @cached_property
+    def supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)

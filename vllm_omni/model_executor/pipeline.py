@@ -1,0 +1,95 @@
+"""What a model family contributes to serving: its graph and, per stage, what the deployment cannot know."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from transformers import PreTrainedConfig
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.errors import ConfigError
+from vllm_omni.flow import Graph
+from vllm_omni.outputs import OmniRequestOutput
+
+ENTRY_POINT_GROUP = "vllm_omni.pipelines"
+PIPELINES = {"qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline"}
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What the code of a family says about one stage; the deployment (``StageConfig``) says the rest."""
+
+    name: str  # the node's name in the graph
+    architecture: str  # class registered with vLLM (plugin.py)
+    output_type: str  # "text", "latents" or "audio": which handler opens the stage's payloads
+    hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
+    publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
+    check_prompt: Callable[[Any], None] | None = None  # of the first stage: refuses a rendered prompt (InvalidRequest)
+
+
+@dataclass
+class StageRequest:
+    """What a transfer function hands to a stage."""
+
+    prompt: Any  # a vLLM prompt
+    args: dict[str, Any] = field(default_factory=dict)  # stage arguments (stage_model.STAGE_ARGS), msgpack types
+
+
+@dataclass
+class RequestContext:
+    """One request as every stage sees it."""
+
+    request_id: str
+    params: Mapping[str, SamplingParams]  # by stage
+    options: Mapping[str, Any]  # validated by the pipeline: speaker, ...
+    lora_request: Any = None
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # more for ``AsyncLLM.generate`` of the first stage
+    stage_durations: dict[str, float] = field(default_factory=dict)  # seconds, filled in as the stages end
+
+
+class Pipeline(ABC):
+    """One model family on one checkpoint."""
+
+    graph: Graph
+    stages: Sequence[StageSpec]
+    modalities: Mapping[str, str]  # what a user may ask for -> output of the graph
+    extra_outputs: Mapping[str, str] = {}  # likewise, but only by name: intermediate results such as codec ids
+    sample_rate: int  # of the audio output, Hz
+
+    @abstractmethod
+    def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None: ...
+
+    @abstractmethod
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of one request with defaults filled in.
+
+        Raises:
+            InvalidRequest: an unknown option or value, with the nearest valid one.
+        """
+
+    def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
+        """The value of one of ``extra_outputs`` in a stage's output; lists of several outputs are joined."""
+        raise KeyError(name)
+
+
+def load_pipeline(model_type: str, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> Pipeline:
+    """The family's pipeline; another package adds one by an entry point in the group ``vllm_omni.pipelines``.
+
+    Raises:
+        ConfigError: no pipeline for this model type.
+    """
+    known = PIPELINES | {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if model_type not in known:
+        raise ConfigError(f"no pipeline for model type {model_type!r}; known: {', '.join(sorted(known))}")
+    module, _, name = known[model_type].partition(":")
+    pipeline: Pipeline = getattr(import_module(module), name)(model, hf_config, revision)
+    return pipeline

@@ -1,0 +1,95 @@
+"""What a model may define, beyond vLLM's own interface, to take part in a stage graph.
+
+``ARModelRunner`` looks the hooks up once, when the model is loaded; a model without them is served as vLLM serves it.
+Each hook is called once per engine step for the whole batch, because a Python loop over rows would cost more than the
+decode step of a small model.
+
+From: vLLM-Omni (paper), section 3.3: a preprocess function called at every iteration and a predefined dictionary of
+per-request data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from vllm_omni.relay import Payload, Relay
+
+STAGE_ARGS = "omni"
+"""Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
+
+``publish`` (bool)            publish the stage's rows for the next stage
+``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order
+anything else                 arguments of the model (speaker, seed, codec_ids, ...)
+"""
+
+
+@dataclass
+class RequestInfo:
+    """Everything the runner keeps for one request beside vLLM's own state; dropped when the request ends."""
+
+    request_id: str
+    num_prompt_tokens: int
+    args: dict[str, Any]  # the stage arguments, see STAGE_ARGS
+    state: dict[str, Any] = field(default_factory=dict)  # the model's own: hooks read and write it
+    publish: bool = False
+    error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
+    next_row: int = 0  # rows before it were published; a preempted request computes them a second time
+    pending_rows: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, until the first token
+
+
+class StepRequest(NamedTuple):
+    """The part of one engine step that belongs to one request."""
+
+    info: RequestInfo
+    start: int  # position of its first token of this step in the request's sequence
+    num_tokens: int
+    offset: int  # of its first token in the batch's flat token dimension
+
+
+@runtime_checkable
+class ConsumesPayload(Protocol):
+    """A model that is fed by an earlier stage."""
+
+    def load_request(self, info: RequestInfo, payloads: Sequence[Payload], relay: Relay) -> None:
+        """Pull what the previous stage published into ``info.state``. Called once, before the first step.
+
+        Returning normally promises that ``preprocess`` cannot fail for this request.
+        """
+        ...
+
+    def preprocess(self, step: Sequence[StepRequest], input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
+        """Combine the previous stage's rows with this step's embeddings, in place.
+
+        Args:
+            step: the requests of this step.
+            input_ids: [num_tokens], device.
+            inputs_embeds: [num_tokens, embedding_size], device; ``embed_input_ids(input_ids)`` on entry.
+        """
+        ...
+
+
+@runtime_checkable
+class PublishesRows(Protocol):
+    """A model whose hidden states feed a later stage."""
+
+    def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """One row per processed token as the next stage wants it: a new tensor, [num_tokens, size], same device.
+
+        Args:
+            input_ids: [num_tokens], device.
+            hidden_states: [num_tokens, hidden_size], what ``forward`` returned.
+        """
+        ...
+
+
+@runtime_checkable
+class HasOwnPositions(Protocol):
+    """A model whose M-RoPE positions come from the previous stage rather than from its own prompt."""
+
+    def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
+        """Positions of the prompt, int64 [3, num_prompt_tokens], and the delta of those that follow."""
+        ...

@@ -1,0 +1,1 @@
+"""The Python face of the kernels: one function per kernel, its plain-torch twin beside it."""

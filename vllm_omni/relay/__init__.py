@@ -1,0 +1,7 @@
+"""Tensors between stages: a producer puts and announces a ``TensorRef``, the consumer pulls it when it is scheduled."""
+
+from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef
+from vllm_omni.relay.codec import Payload, pack, unpack
+from vllm_omni.relay.inline import InlineRelay
+
+__all__ = ["InlineRelay", "Payload", "Relay", "RelayStatistics", "TensorRef", "pack", "unpack"]

@@ -1,0 +1,1 @@
+"""vLLM workers and runners that let a stage publish what it computed and consume what an earlier stage published."""

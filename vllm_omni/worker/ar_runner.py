@@ -1,0 +1,160 @@
+"""The runner of an autoregressive stage: vLLM's V1 runner plus the hooks of ``model_executor.stage_model``.
+
+One class serves CPU and GPU: it is mixed over whichever V1 runner the platform has (see ``worker.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_omni.model_executor.stage_model import (
+    STAGE_ARGS,
+    ConsumesPayload,
+    HasOwnPositions,
+    PublishesRows,
+    RequestInfo,
+    StepRequest,
+)
+from vllm_omni.relay import InlineRelay, Payload, pack
+from vllm_omni.relay.codec import decode
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+
+class ARModelRunner(GPUModelRunner):
+    """Publishes hidden states with the tokens and feeds a model what the previous stage published.
+
+    Publishing is opt-in per request (``extra_args["omni"]["publish"]``): a text-only answer pays nothing. Rows of
+    prompt chunks are kept and leave with the first token, because an output without a token would end vLLM's prefill
+    statistics.
+
+    From: vLLM-Omni design document, section 11; paper, section 3.3.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.relay = InlineRelay()
+        self.request_infos: dict[str, RequestInfo] = {}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        # Looked up once: isinstance() of a protocol costs microseconds, and each step asks.
+        model = self.get_model()
+        self.consumer = model if isinstance(model, ConsumesPayload) else None
+        self.publisher = model if isinstance(model, PublishesRows) else None
+        self.own_positions = model if isinstance(model, HasOwnPositions) else None
+
+    # -- a request begins and ends ------------------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        # Upstream caches new requests here and drops finished ones; ours are kept beside them. Finished first: an id
+        # may be aborted and submitted again within one step.
+        for request_id in scheduler_output.finished_req_ids:
+            self.request_infos.pop(request_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.req_id not in self.request_infos:
+                self._open_request(request)
+        return super()._update_states(scheduler_output)
+
+    def _open_request(self, request: NewRequestData) -> None:
+        params = request.sampling_params
+        args = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
+        if args is None:
+            return
+        assert request.prompt_token_ids is not None, "a stage request always has prompt ids"
+        info = RequestInfo(request.req_id, len(request.prompt_token_ids), args, publish=bool(args.get("publish")))
+        self.request_infos[request.req_id] = info
+        if "payloads" in args and self.consumer is not None:
+            try:
+                self.consumer.load_request(info, [decode(data) for data in args["payloads"]], self.relay)
+            except Exception as exc:  # an exception here would end the engine; the request alone must fail
+                logger.exception("request %s: the payload of the previous stage cannot be used", request.req_id)
+                info.error = f"{type(exc).__name__}: {exc}"
+            args["payloads"] = ()  # the state holds the rows now; the bytes would stay until the request ends
+
+    def _init_mrope_positions(self, req_state: Any) -> None:
+        # Upstream derives positions from the prompt's own ids and media; a talker takes those of the thinker's prompt.
+        info = self.request_infos.get(req_state.req_id)
+        if info is None or info.error or self.own_positions is None:
+            super()._init_mrope_positions(req_state)
+            return
+        req_state.mrope_positions, req_state.mrope_position_delta = self.own_positions.init_mrope_positions(info)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _step_requests(self, scheduler_output: SchedulerOutput) -> list[StepRequest]:
+        """The stage requests of this step, in the order of the batch's flat token dimension."""
+        step, offset = [], 0
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            num_tokens = scheduler_output.num_scheduled_tokens[request_id]
+            info = self.request_infos.get(request_id)
+            if info is not None and not info.error:
+                start = int(self.input_batch.num_computed_tokens_cpu[index])
+                step.append(StepRequest(info, start, num_tokens, offset))
+            offset += num_tokens
+        return step
+
+    def _preprocess(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        # Upstream builds the step's embeddings in a buffer that it rewrites each step, so changing it in place is safe.
+        inputs = super()._preprocess(scheduler_output, *args, **kwargs)
+        if self.consumer is not None and (step := self._step_requests(scheduler_output)):
+            num_tokens = scheduler_output.total_num_scheduled_tokens
+            assert inputs[1] is not None, "a stage that consumes payloads runs with enable_prompt_embeds"
+            self.consumer.preprocess(step, self.input_ids.gpu[:num_tokens], inputs[1][:num_tokens])
+        return inputs
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        # Upstream consumes execute_model_state, and the next step overwrites the hidden states: read them first.
+        payloads = self._publish_rows() | {
+            info.request_id: pack(Payload(values={"error": info.error}))
+            for info in self.request_infos.values()
+            if info.error
+        }
+        output = super().sample_tokens(grammar_output)
+        if payloads:
+            assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
+            output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
+        return output
+
+    def _publish_rows(self) -> dict[str, torch.Tensor]:
+        """Publish the rows which this step finished: request id -> packed payload."""
+        state = self.execute_model_state
+        if state is None or self.publisher is None:
+            return {}
+        step = [request for request in self._step_requests(state.scheduler_output) if request.info.publish]
+        if not step:
+            return {}
+        num_tokens = state.scheduler_output.total_num_scheduled_tokens
+        # Every rank computes (the embedding is vocabulary-parallel), rank 0 alone publishes.
+        rows = self.publisher.finished_rows(self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens])
+        if get_tensor_model_parallel_rank() != 0:
+            return {}
+        payloads = {}
+        for info, start, num_new, offset in step:
+            end = start + num_new
+            num_known = max(0, info.next_row - start)
+            if num_known < num_new:
+                info.pending_rows.append(rows[offset + num_known : offset + num_new])
+                info.next_row = end
+            if end >= info.num_prompt_tokens and info.pending_rows:
+                payloads[info.request_id] = pack(self._payload(info))
+                info.pending_rows = []
+        return payloads
+
+    def _payload(self, info: RequestInfo) -> Payload:
+        new_rows = torch.cat(info.pending_rows)
+        tensors = {"rows": self.relay.put(info.request_id, new_rows)}
+        first_row = info.next_row - len(new_rows)
+        if first_row == 0 and self.uses_mrope:
+            positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
+            tensors["positions"] = self.relay.put(info.request_id, positions.to(torch.int32))
+        return Payload(tensors, {"first_row": first_row})
