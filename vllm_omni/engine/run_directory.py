@@ -10,9 +10,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from vllm_omni import envs
 PREFIX = "vllm-omni-"
 OWNER = "owner"  # the file that the server keeps locked while it lives
 SHM = Path("/dev/shm")
+PF_EXITING = 0x4  # of the kernel's include/linux/sched.h: the process is in exit(), but may still hold its files
+DYING_TIMEOUT_S = 10.0
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
@@ -89,12 +93,14 @@ class Lease(dict[str, Any]):
         if os.getpid() != self.server_pid:  # in the server itself, configurations are copied
             _bind(self)
 
-    def remove_if_orphaned(self) -> None:
-        """Remove the directory if the server is gone already: one signal may have ended it and its stages."""
-        with contextlib.suppress(OSError):  # the directory is gone, or its owner lives
-            owner = os.open(self.directory / OWNER, os.O_RDWR)
-            fcntl.lockf(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            shutil.rmtree(self.directory, ignore_errors=True)
+    def wait_if_orphaned(self) -> None:
+        """While the server is dying, wait for its lock, which is free once its memory is: ``_end_with_server`` follows.
+
+        One signal may end a server and its stages, and they are often gone first.
+        """
+        deadline = time.monotonic() + DYING_TIMEOUT_S
+        while _is_dying(self.server_pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def failure(self) -> str | None:
         """The exception that ended one of the stage's processes, if it was reported: "ValueError: ..."."""
@@ -124,6 +130,18 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def _is_dying(pid: int) -> bool:
+    """Whether a process has begun to end, or a signal that ends it is on its way (proc(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True  # gone: the lock is free
+    flags = int(stat.rpartition(")")[2].split()[6])
+    pending = int(status.partition("SigPnd:")[2].split(maxsplit=1)[0], 16)
+    return bool(flags & PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
+
+
 _lease: Lease | None = None  # of this process, when it belongs to a stage
 
 
@@ -137,7 +155,7 @@ def _bind(lease: Lease) -> None:
 def enter_stage_process() -> None:
     """In a process of a stage, once vLLM has set it up: end with the parent, and report what it dies of.
 
-    A worker's parent is its engine core, which can die alone. Does nothing in a process that belongs to no stage.
+    Does nothing in a process that belongs to no stage.
     """
     parent = multiprocessing.parent_process()
     if _lease is None or parent is None:
@@ -147,7 +165,8 @@ def enter_stage_process() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+    if parent.pid != _lease.server_pid:  # a worker's parent is its engine core, which can die alone
+        threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
     atexit.register(_leave_at_once)
     for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
         logging.getLogger(name).addHandler(_FailureReport(_lease._failure_file))
@@ -156,7 +175,7 @@ def enter_stage_process() -> None:
 def _leave_at_once() -> None:
     """The interpreter of an engine takes seconds to take itself apart; multiprocessing has cleaned up before that."""
     if _lease is not None:
-        _lease.remove_if_orphaned()
+        _lease.wait_if_orphaned()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
