@@ -44,6 +44,7 @@ EngineType = Literal["ar", "generation", "diffusion"]
 Transport = Literal["inline"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 TRANSPORTS: tuple[str, ...] = typing.get_args(Transport)
+CHUNK_KEYS = ("first", "size", "past", "future")  # see WindowSizes of the family
 MODALITIES = ("text", "image", "video", "audio")
 
 EVERY_STAGE_ARGS = frozenset(
@@ -107,6 +108,9 @@ class EdgeConfig:
     source: str
     target: str
     transport: Transport = "inline"
+    # How a streamed field is cut, where the target reads chunks: one of CHUNK_KEYS -> number of the field's items. The
+    # family's pipeline has a default for each.
+    chunks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -266,7 +270,7 @@ class _Draft:
     def __init__(self, bundled: _Document):
         self.names = tuple(bundled.mapping("stages"))
         self.stages: dict[str, dict[str, Any]] = {name: {key: {} for key in _MAPPING_FIELDS} for name in self.names}
-        self.transports: dict[tuple[str, str], Transport] = {}
+        self.edges: dict[tuple[str, str], dict[str, Any]] = {}
         self.overlay(bundled)
 
     def overlay(self, layer: _Document) -> None:
@@ -301,7 +305,7 @@ class _Draft:
         stages = []
         for stage_id, (name, values) in enumerate(self.stages.items()):
             stages.append(StageConfig(stage_id=stage_id, name=name, **{"model": model, **values}))
-        edges = [EdgeConfig(source=s, target=t, transport=how) for (s, t), how in self.transports.items()]
+        edges = [EdgeConfig(source=s, target=t, **values) for (s, t), values in self.edges.items()]
         return OmniConfig(model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges))
 
     def _set(self, name: str, key: str, value: object, at: Callable[..., str]) -> None:
@@ -341,11 +345,18 @@ class _Draft:
         for end in (source, target):
             if end not in self.names:
                 raise ConfigError(f"{where}: no stage {end!r}: {suggest(end, self.names)}")
-        layer.refuse_unknown_keys(("edges", edge), ["transport"])
-        how = layer.mapping("edges", edge).get("transport", "inline")
+        layer.refuse_unknown_keys(("edges", edge), ["transport", "chunks"])
+        layer.refuse_unknown_keys(("edges", edge, "chunks"), CHUNK_KEYS)
+        values = self.edges.setdefault((source, target), {"transport": "inline", "chunks": {}})
+        how = layer.mapping("edges", edge).get("transport", values["transport"])
         if how not in TRANSPORTS:
             raise ConfigError(f"{layer.at(('edges', edge, 'transport'))} = {how!r}: {suggest(str(how), TRANSPORTS)}")
-        self.transports[source, target] = how
+        values["transport"] = how
+        for key, number in layer.mapping("edges", edge, "chunks").items():
+            if type(number) is not int or number < 0:
+                where = layer.at(("edges", edge, "chunks", key))
+                raise ConfigError(f"{where} = {number!r}: must be a number of items, 0 or more")
+            values["chunks"][key] = number
 
 
 def _stage_index(ref: str, names: Sequence[str], where: str) -> int:

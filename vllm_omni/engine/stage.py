@@ -27,7 +27,7 @@ from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.engine.run_directory import Lease
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
-from vllm_omni.flow import Activation, Emission
+from vllm_omni.flow import Activation, Chunk, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput
@@ -119,7 +119,7 @@ class StageEngine:
     # -- node of the graph --------------------------------------------------------------------------------------------
 
     async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
-        """Run one activation: the first chunk of its input is the request; each output goes to every wanted field.
+        """Run one activation: each chunk of its input is a request, in order; outputs go to every wanted field.
 
         An input without a chunk (a branch that has nothing to say) yields nothing. Cancelling aborts the request.
 
@@ -129,22 +129,25 @@ class StageEngine:
         """
         context: RequestContext = activation.context
         (chunks,) = activation.inputs.values()
+        duration_s = 0.0  # without the time in which it waited for the next chunk
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
-            async for output in self.generate(chunk.payload, context, activation.wanted):
+            async for output in self.generate(chunk, context, activation.wanted):
                 self._raise_error(output)
-                if output.finished:
-                    context.stage_durations[self.name] = time.monotonic() - started
+                is_last = output.finished and chunk.last
+                if is_last:
+                    context.stage_durations[self.name] = duration_s + time.monotonic() - started
                 for field in activation.wanted:
-                    yield Emission(field, output, last=output.finished)
-            break
+                    yield Emission(field, output, last=is_last)
+            duration_s += time.monotonic() - started
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str]
+        self, chunk: Chunk, context: RequestContext, wanted: frozenset[str]
     ) -> AsyncIterator[OmniRequestOutput]:
-        """Stream one request through the engine, as deltas."""
+        """Stream one request (the chunk's payload) through the engine, as deltas."""
+        request: StageRequest = chunk.payload
         params = self._sampling_params(request, context, wanted)
         is_first = self.config.stage_id == 0
         prompt = await self._render(request.prompt) if is_first else request.prompt
@@ -152,7 +155,7 @@ class StageEngine:
             async for output in self.llm.generate(
                 prompt,
                 params,
-                f"{context.request_id}-{self.name}",
+                f"{context.request_id}-{self.name}" + (f"-{chunk.seq}" if chunk.seq else ""),
                 lora_request=context.lora_request if is_first else None,
                 priority=context.priority,
                 trace_headers=context.trace_headers,
@@ -255,7 +258,7 @@ class StageEngine:
                 "skip_tokenizer_init": True,
                 "enable_prefix_caching": False,
                 "enforce_eager": True,
-                "max_num_seqs": 1,
+                "max_num_seqs": 8,
                 "max_model_len": 16,  # one prompt token and one output token
             }
         defaults: dict[str, Any] = {"async_scheduling": False, "worker_cls": ar_worker_cls(device)}

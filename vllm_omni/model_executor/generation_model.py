@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-
-from vllm_omni.relay import Payload, Relay
 
 
 class GenerationConfig(PreTrainedConfig):
@@ -40,15 +38,21 @@ class GenerationModel(nn.Module):
         """Load the checkpoint's tensors, given by their real names; returns the names taken."""
 
     @abstractmethod
-    def generate(self, args: Mapping[str, Any], relay: Relay, request_id: str) -> Payload:
-        """Answer one request.
+    def read(self, args: Mapping[str, Any]) -> Any:
+        """One request as ``generate`` takes it.
 
         Args:
             args: the request's stage arguments (``stage_model.STAGE_ARGS``).
-            relay: where the result is published.
 
         Raises:
             ValueError: the arguments are wrong; the request fails with this text, the engine lives on.
+        """
+
+    @abstractmethod
+    def generate(self, batch: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+        """Answer requests that ``read`` has made; for each its tensors by name, on any device.
+
+        If it raises with several, each is tried alone, and the one that raises again fails.
         """
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

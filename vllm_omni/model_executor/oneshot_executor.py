@@ -1,4 +1,4 @@
-"""An executor without workers: the model runs in the engine core's own process, one request after the other.
+"""An executor without workers: the model runs in the engine core's own process, a batch at a time.
 
 From: vLLM-Omni design document, section 9 (``DiffusersPipelineExecutor``), of which this is the part that generation
 stages share.
@@ -7,7 +7,7 @@ stages share.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneShotExecutor(Executor):
-    """Runs a ``GenerationModel``: each scheduled request is answered whole, in the step that schedules it.
+    """Runs a ``GenerationModel``: the requests of a step are answered whole, in that step.
 
     A request that fails is answered with its error; only the loss of the process itself fails the engine.
     """
@@ -54,11 +54,12 @@ class OneShotExecutor(Executor):
         output = EMPTY_MODEL_RUNNER_OUTPUT
         if requests:
             request_ids = [request.req_id for request in requests]
+            answers = self._answer(requests)
             output = ModelRunnerOutput(
                 req_ids=request_ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
                 sampled_token_ids=[[0] for _ in requests],  # the one token (max_tokens=1) that ends the request
-                pooler_output=[pack(self._answer(request)) for request in requests],
+                pooler_output=[pack(answers[request_id]) for request_id in request_ids],
             )
         if not non_block:
             return output
@@ -67,15 +68,31 @@ class OneShotExecutor(Executor):
         return future
 
     @torch.inference_mode()
-    def _answer(self, request: NewRequestData) -> Payload:
-        params = request.sampling_params
-        args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+    def _answer(self, requests: Sequence[NewRequestData]) -> dict[str, Payload]:
+        answers: dict[str, Payload] = {}
+        batch: dict[str, Any] = {}
+        for request in requests:
+            params = request.sampling_params
+            args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+            try:
+                batch[request.req_id] = self.model.read(args)
+            except Exception as exc:  # the request fails, the engine core must live
+                answers[request.req_id] = _failure(request.req_id, exc)
+        return answers | self._generate(batch)
+
+    def _generate(self, batch: Mapping[str, Any]) -> dict[str, Payload]:
+        if not batch:
+            return {}
         try:
-            return self.model.generate(args, self.relay, request.req_id)
-        except Exception as exc:  # the request fails, the engine core must live
-            if not isinstance(exc, ValueError):
-                logger.exception("request %s failed", request.req_id)
-            return Payload(values={"error": f"{type(exc).__name__}: {exc}", "invalid": isinstance(exc, ValueError)})
+            outputs = self.model.generate(list(batch.values()))
+        except Exception as exc:  # as above, and it costs the others of the batch no more than time
+            if len(batch) == 1:
+                return {request_id: _failure(request_id, exc) for request_id in batch}
+            return {key: answer for one in batch.items() for key, answer in self._generate(dict([one])).items()}
+        return {
+            request_id: Payload({name: self.relay.put(request_id, tensor) for name, tensor in tensors.items()})
+            for request_id, tensors in zip(batch, outputs, strict=True)
+        }
 
     # -- what an engine core asks of any executor ---------------------------------------------------------------------
 
@@ -118,3 +135,9 @@ class OneShotExecutor(Executor):
     @cached_property
     def supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
+
+
+def _failure(request_id: str, exc: Exception) -> Payload:
+    if not isinstance(exc, ValueError):
+        logger.error("request %s failed", request_id, exc_info=exc)
+    return Payload(values={"error": f"{type(exc).__name__}: {exc}", "invalid": isinstance(exc, ValueError)})

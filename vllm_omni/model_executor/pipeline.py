@@ -76,6 +76,14 @@ class Pipeline(ABC):
             InvalidRequest: an unknown option or value, with the nearest valid one.
         """
 
+    def set_chunks(self, source: str, target: str, chunks: Mapping[str, int]) -> None:
+        """Cut the field of an edge otherwise than by default (``EdgeConfig.chunks``).
+
+        Raises:
+            ConfigError: this edge's field is not cut, or not so.
+        """
+        raise ConfigError(f"edge {source}->{target}: chunks: what goes over this edge is not cut into chunks")
+
     def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
         """The value of one of ``extra_outputs`` in a stage's output; lists of several outputs are joined."""
         raise KeyError(name)

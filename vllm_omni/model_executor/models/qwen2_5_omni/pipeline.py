@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, interface
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_config
+from vllm_omni.model_executor.models.qwen2_5_omni.windows import Window, WindowCutter, WindowSizes
 from vllm_omni.model_executor.pipeline import Pipeline, StageRequest, StageSpec
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
@@ -51,6 +54,9 @@ class Qwen2_5OmniPipeline(Pipeline):
         self.speakers = list(speakers)
         self.thinker_config = hf_config.thinker_config
         self.talker_config = talker = hf_config.talker_config
+        dit = hf_config.token2wav_config.dit_config
+        self.codes_per_block = dit.block_size // dit.repeats
+        self.window_sizes = WindowSizes()
         self.graph = self._build_graph()
         end_codes = [talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id]
         self.stages = (
@@ -135,17 +141,29 @@ class Qwen2_5OmniPipeline(Pipeline):
         yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)
 
     async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        """The whole utterance's codes, without the token that ended them."""
-        codec_ids: list[int] = []
-        async for chunk in chunks:
-            if chunk.payload is not None:
-                codec_ids += self.codec_ids(chunk.payload)
+        """Windows of the codes, each as soon as the talker has said enough; the last one ends the utterance."""
+        seed = call.context.params["token2wav"].seed
         args = {
-            "codec_ids": codec_ids,
             "speaker": call.context.options["speaker"],
-            "seed": call.context.params["token2wav"].seed,
+            "seed": random.getrandbits(63) if seed is None else seed,  # one noise for all windows of an utterance
         }
-        yield Chunk(StageRequest({"prompt_token_ids": [0]}, args), seq=0, last=True)
+        cutter = WindowCutter(self.window_sizes, self.codes_per_block)
+        seq = 0
+        async for chunk in chunks:
+            if chunk.payload is None:
+                continue
+            for window in cutter.push(self.codec_ids(chunk.payload)):
+                yield Chunk(_vocoder_request(window, args), seq, last=False)
+                seq += 1
+        yield Chunk(_vocoder_request(cutter.finish(), args), seq, last=True)
+
+    def set_chunks(self, source: str, target: str, chunks: Mapping[str, int]) -> None:
+        if (source, target) != ("talker", "token2wav"):
+            super().set_chunks(source, target, chunks)
+        try:
+            self.window_sizes = replace(self.window_sizes, **chunks)
+        except ConfigError as exc:
+            raise ConfigError(f"edge {source}->{target}: {exc}") from None
 
     def check_prompt(self, prompt: Any) -> None:
         """Refuse sound that is not finite, and a video whose timing the model has no positions for.
@@ -183,3 +201,7 @@ class Qwen2_5OmniPipeline(Pipeline):
     def codec_ids(self, output: OmniRequestOutput) -> list[int]:
         """The codes of a talker's output; vLLM includes the token that stopped it."""
         return [token for token in output.outputs[0].token_ids if token not in self.end_codes]
+
+
+def _vocoder_request(window: Window, args: Mapping[str, Any]) -> StageRequest:
+    return StageRequest({"prompt_token_ids": [0]}, {**window._asdict(), **args})
