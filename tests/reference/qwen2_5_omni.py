@@ -21,6 +21,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +187,39 @@ class Reference:
             torch.tensor([codes]), conditioning=voice["cond"].float(), reference_mel=voice["ref_mel"].float()
         )
         return waveform.reshape(-1).float()
+
+    @torch.no_grad()
+    def vocode_windows(
+        self,
+        codes: list[int],
+        speaker: str = "Chelsie",
+        seed: int = 0,
+        *,
+        first: int = 12,
+        size: int = 96,
+        past: int = 36,
+        future: int = 24,
+    ) -> Tensor:
+        """The same over windows: chunks of ``first`` codes, twice as many each time up to ``size``, with context.
+
+        The library decodes each window as if it were an utterance, but from its part of the utterance's noise.
+        """
+        voice = self.model.speaker_map[speaker]
+        dit, bigvgan = self.model.token2wav.code2wav_dit_model, self.model.token2wav.code2wav_bigvgan_model
+        torch.manual_seed(seed)
+        noise = torch.randn(1, 2 * len(codes), dit.mel_dim)
+        pieces, begin, length = [], 0, first
+        while begin < len(codes):
+            is_last = begin + length + future > len(codes)
+            end = len(codes) if is_last else begin + length
+            start, stop = max(begin - past, 0) // 12 * 12, min(end + future, len(codes))
+            with mock.patch.object(torch, "randn", lambda *_, a=2 * start, b=2 * stop, **__: noise[:, a:b]):
+                mel = dit.sample(voice["cond"].float(), voice["ref_mel"].float(), torch.tensor([codes[start:stop]]))
+            low, high = max(2 * begin - 28, 2 * start), min(2 * end + 28, 2 * stop)  # what BigVGAN hears
+            wave = bigvgan(mel[:, :, low - 2 * start : high - 2 * start]).reshape(-1)
+            pieces.append(wave[(2 * begin - low) * 240 :][: (end - begin) * 480])
+            begin, length = end, min(2 * length, size)
+        return torch.cat(pieces)
 
     @torch.no_grad()
     def make_talker_inputs(self, reply: Reply, speaker: str) -> tuple[Tensor, Tensor]:

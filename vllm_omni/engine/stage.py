@@ -27,7 +27,7 @@ from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.engine.run_directory import Lease
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
-from vllm_omni.flow import Activation, Chunk, Emission
+from vllm_omni.flow import Activation, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput
@@ -134,7 +134,7 @@ class StageEngine:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
-            async for output in self.generate(chunk, context, activation.wanted):
+            async for output in self.generate(chunk.payload, context, activation.wanted, chunk.seq):
                 self._raise_error(output)
                 is_last = output.finished and chunk.last
                 if is_last:
@@ -144,10 +144,9 @@ class StageEngine:
             duration_s += time.monotonic() - started
 
     async def generate(
-        self, chunk: Chunk, context: RequestContext, wanted: frozenset[str]
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
     ) -> AsyncIterator[OmniRequestOutput]:
-        """Stream one request (the chunk's payload) through the engine, as deltas."""
-        request: StageRequest = chunk.payload
+        """Stream one request through the engine, as deltas; ``seq`` tells it from the others of its activation."""
         params = self._sampling_params(request, context, wanted)
         is_first = self.config.stage_id == 0
         prompt = await self._render(request.prompt) if is_first else request.prompt
@@ -155,7 +154,7 @@ class StageEngine:
             async for output in self.llm.generate(
                 prompt,
                 params,
-                f"{context.request_id}-{self.name}" + (f"-{chunk.seq}" if chunk.seq else ""),
+                f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else ""),
                 lora_request=context.lora_request if is_first else None,
                 priority=context.priority,
                 trace_headers=context.trace_headers,

@@ -1,0 +1,95 @@
+"""The vocoder against transformers' modules on the same weights. Tolerance, in float32: 1e-5, of samples in [-1, 1]."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import Qwen2_5OmniConfig
+
+from tests.reference.qwen2_5_omni import Reference
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import Decode, Qwen2_5OmniToken2Wav, token2wav_hf_config
+from vllm_omni.model_executor.models.qwen2_5_omni.windows import WindowCutter, WindowSizes
+
+TOLERANCE = 1e-5
+
+
+class Pair(NamedTuple):
+    vocoder: Qwen2_5OmniToken2Wav
+    reference: Reference
+
+    def read(self, codes: list[int], sizes: WindowSizes, seed: int, speaker: str) -> list[Decode]:
+        cutter = WindowCutter(sizes, block=12)
+        windows = [*cutter.push(codes), cutter.finish()]
+        return [self.vocoder.read({**window._asdict(), "seed": seed, "speaker": speaker}) for window in windows]
+
+    def say(self, *batch: Decode) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [output["audio"] for output in self.vocoder.generate(batch)]
+
+
+@pytest.fixture(scope="module", params=["base", "deep"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    path: Path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param)
+    config = token2wav_hf_config(Qwen2_5OmniConfig.from_pretrained(path))
+    model_config = SimpleNamespace(hf_config=config, model=str(path), revision=None)
+    vocoder = Qwen2_5OmniToken2Wav(vllm_config=SimpleNamespace(model_config=model_config)).eval()
+    reference = Reference(path)
+    weights = reference.model.token2wav.state_dict()
+    vocoder.load_weights((f"token2wav.{name}", tensor) for name, tensor in weights.items())
+    return Pair(vocoder, reference)
+
+
+def make_codes(num_codes: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 200, (num_codes,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("num_codes", [1, 5, 36, 150, 301])
+def test_windows_equal_transformers_over_the_same_windows(pair: Pair, num_codes: int) -> None:
+    codes = make_codes(num_codes)
+    audio = torch.cat([wave for one in pair.read(codes, WindowSizes(), 3, "Ethan") for wave in pair.say(one)])
+    expected = pair.reference.vocode_windows(codes, "Ethan", seed=3)
+    assert audio.shape == expected.shape == (480 * num_codes,)
+    assert (audio - expected).abs().max() < TOLERANCE
+
+
+def test_a_whole_utterance_equals_transformers(pair: Pair) -> None:
+    codes = make_codes(100)
+    (audio,) = pair.say(*pair.read(codes, WindowSizes(size=0), 3, "Chelsie"))
+    assert (audio - pair.reference.vocode(codes, "Chelsie", seed=3)).abs().max() < TOLERANCE
+
+
+def test_a_batch_of_any_windows_says_what_each_says_alone(pair: Pair) -> None:
+    """Other lengths, also within a block, other voices and noise, and nothing to say at all."""
+    batch = [
+        one
+        for index, num_codes in enumerate([1, 7, 12, 13, 24, 100, 180, 0])
+        for one in pair.read(
+            make_codes(num_codes, index), WindowSizes(future=index), index, ("Ethan", "Chelsie")[index % 2]
+        )
+    ]
+    for together, one in zip(pair.say(*batch), batch, strict=True):
+        (alone,) = pair.say(one)
+        assert together.shape == alone.shape == (240 * len(one.keep),)
+        assert len(alone) == 0 or (together - alone).abs().max() < TOLERANCE
+
+
+def test_default_windows_are_closer_to_the_whole_than_16_bits_can_say(pair: Pair) -> None:
+    """docs/vocoder.md: the reason for the defaults. Rounding to 16 bits has an error of 2**-15 / sqrt(12)."""
+    codes = make_codes(400)
+    audio = torch.cat([wave for one in pair.read(codes, WindowSizes(), 3, "Ethan") for wave in pair.say(one)])
+    whole = pair.reference.vocode(codes, "Ethan", seed=3)
+    assert (audio - whole).pow(2).mean().sqrt() < 2**-15 / 12**0.5
+
+
+@pytest.mark.parametrize(
+    ("codec_ids", "message"),
+    [([0, 10_000], r"got 0\.\.10000"), ([-1, 2], r"got -1\.\.2"), ([0] * 20_000, "20000 codes in one window")],
+)
+def test_codes_that_cannot_be_said_are_refused(pair: Pair, codec_ids: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pair.vocoder.read(
+            {"codec_ids": codec_ids, "start": 0, "keep": (0, len(codec_ids)), "speaker": "Ethan", "seed": 0}
+        )
