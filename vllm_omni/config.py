@@ -22,12 +22,14 @@ Nodes and edges themselves are code (each family's ``Graph``); a deployment only
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 EngineType = Literal["ar", "generation", "diffusion"]
 Transport = Literal["inline"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
+PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
 TRANSPORTS: tuple[str, ...] = typing.get_args(Transport)
 CHUNK_KEYS = ("first", "size", "past", "future")  # see WindowSizes of the family
 MODALITIES = ("text", "image", "video", "audio")
@@ -166,7 +169,16 @@ class OmniConfig:
 
 
 def supported_model_types() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in _bundled_dir().glob("*.yaml")))
+    """Those of this package, and those that other packages add."""
+    return tuple(sorted({path.stem for path in _bundled_dir().glob("*.yaml")} | added_pipelines().keys()))
+
+
+def added_pipelines() -> dict[str, EntryPoint]:
+    """Model type -> the class that another package adds by an entry point in the group ``vllm_omni.pipelines``.
+
+    Beside the module of the class lies ``<model_type>.yaml``, which says how the model is deployed.
+    """
+    return {entry.name: entry for entry in entry_points(group=PIPELINE_GROUP)}
 
 
 def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
@@ -220,7 +232,7 @@ def load_config(
         layer.refuse_unknown_keys((), _TOP_LEVEL_KEYS)
 
     model_type = _choose_model_type(model, layers, engine_args.get("revision"))
-    draft = _Draft(_read_yaml_file(_bundled_dir() / f"{model_type}.yaml"))
+    draft = _Draft(_read_yaml_file(_default_deployment(model_type)))
     for layer in layers:
         draft.overlay(layer)
     for text in stage_overrides:
@@ -405,6 +417,19 @@ def _supported(name: str = "") -> str:
         if not name
         else suggest(name, supported_model_types())
     )
+
+
+def _default_deployment(model_type: str) -> Path:
+    entry = added_pipelines().get(model_type)
+    if entry is None:
+        return _bundled_dir() / f"{model_type}.yaml"
+    try:
+        spec = importlib.util.find_spec(entry.module)
+    except ImportError as exc:
+        raise ConfigError(f"model type {model_type!r}: its package cannot be imported: {exc}") from exc
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"model type {model_type!r}: there is no module {entry.module}, which is to bring it")
+    return Path(spec.origin).with_name(f"{model_type}.yaml")
 
 
 def _bundled_dir() -> Path:

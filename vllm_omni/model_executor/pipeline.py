@@ -6,17 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.config import added_pipelines
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.outputs import OmniRequestOutput
 
-ENTRY_POINT_GROUP = "vllm_omni.pipelines"
 PIPELINES = {"qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline"}
 
 
@@ -90,14 +89,18 @@ class Pipeline(ABC):
 
 
 def load_pipeline(model_type: str, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> Pipeline:
-    """The family's pipeline; another package adds one by an entry point in the group ``vllm_omni.pipelines``.
+    """The family's pipeline, of this package or of another (``config.added_pipelines``).
 
     Raises:
         ConfigError: no pipeline for this model type.
     """
-    known = PIPELINES | {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if model_type not in known:
-        raise ConfigError(f"no pipeline for model type {model_type!r}; known: {', '.join(sorted(known))}")
-    module, _, name = known[model_type].partition(":")
-    pipeline: Pipeline = getattr(import_module(module), name)(model, hf_config, revision)
+    if (added := added_pipelines().get(model_type)) is not None:
+        pipeline_cls = added.load()
+    elif model_type in PIPELINES:
+        module, _, name = PIPELINES[model_type].partition(":")
+        pipeline_cls = getattr(import_module(module), name)
+    else:
+        known = sorted(PIPELINES.keys() | added_pipelines().keys())
+        raise ConfigError(f"no pipeline for model type {model_type!r}; known: {', '.join(known)}")
+    pipeline: Pipeline = pipeline_cls(model, hf_config, revision)
     return pipeline
