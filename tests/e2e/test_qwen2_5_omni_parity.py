@@ -7,11 +7,14 @@ reference's two best logits closer than 1e-4), after which a greedy sequence may
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from prometheus_client import REGISTRY
+from vllm import envs
+from vllm.config import CompilationMode
 from vllm.sampling_params import SamplingParams
 
 from tests.reference.media import CASES, Case
@@ -31,11 +34,19 @@ GREEDY = {"temperature": 0.0}
 BLOCK_SIZE = 32
 
 # The deployments differ, too, so that each path of the runner is proved: one that holds all requests at once, one that
-# cuts prompts into chunks, one with room for a few requests only, which must preempt, without prefix caching, and with
-# a vocoder that decodes whole utterances. The second dictionary is of the vocoder's chunks.
+# cuts prompts into chunks and compiles its talker, one with room for a few requests only, which must preempt, without
+# prefix caching, and with a vocoder that decodes whole utterances. The second dictionary is of the vocoder's chunks.
 DEPLOYMENTS = {
     "base": ((), {}, 0),
-    "wide": (("thinker.max_num_batched_tokens=1024", "talker.max_num_batched_tokens=96"), {"first": 10, "past": 7}, 1),
+    "wide": (
+        (
+            "thinker.max_num_batched_tokens=1024",
+            "talker.max_num_batched_tokens=96",
+            "talker.enforce_eager=false",
+        ),
+        {"first": 10, "past": 7},
+        1,
+    ),
     "deep": (
         (
             "thinker.num_gpu_blocks_override=70",
@@ -198,6 +209,16 @@ async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, re
         worst = max(worst, difference)
         assert difference < WAVEFORM_TOLERANCE, f"{case.name}: waveforms differ by {difference:.1e}"
     print(f"talker: {num_codes} codes, {num_ties} ties; waveforms within {worst:.1e}")
+
+
+async def test_the_talker_is_compiled_where_the_deployment_lets_it(pair: Pair) -> None:
+    """By torch.compile in vLLM's own way; the other tests hold it to transformers as they do the eager one."""
+    config = pair.omni.orchestrator.engines["talker"].vllm_config
+    if config.model_config.enforce_eager:
+        assert config.compilation_config.mode is CompilationMode.NONE
+    else:
+        assert config.compilation_config.mode is not CompilationMode.NONE
+        assert list(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache").rglob("*")), "nothing was compiled"
 
 
 async def test_rows_of_preempted_requests_are_published_once(pair: Pair) -> None:
