@@ -211,7 +211,7 @@ async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, re
     print(f"talker: {num_codes} codes, {num_ties} ties; waveforms within {worst:.1e}")
 
 
-async def test_the_talker_is_compiled_where_the_deployment_lets_it(pair: Pair) -> None:
+def test_the_talker_is_compiled_where_the_deployment_lets_it(pair: Pair) -> None:
     """By torch.compile in vLLM's own way; the other tests hold it to transformers as they do the eager one."""
     config = pair.omni.orchestrator.engines["talker"].vllm_config
     if config.model_config.enforce_eager:
