@@ -3,6 +3,7 @@
 Each command imports what it needs when it is called: help, mistakes and ``tiny`` need no vLLM.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,19 @@ from vllm_omni.names import suggest
 
 COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
+    "generate": "answer one prompt, media included, without a server",
+    "config": "show a model's deployment, and where each value comes from",
+    "doctor": "say whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
+}
+
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "OPENCV_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
 }
 
 HELP = f"""usage: vllm-omni COMMAND ...
@@ -20,7 +33,7 @@ HELP = f"""usage: vllm-omni COMMAND ...
 A server for any-to-any models, as a plugin of vLLM.
 
 commands:
-{"".join(f"  {name:<8}{text}" + chr(10) for name, text in COMMANDS.items())}
+{"".join(f"  {name:<10}{text}" + chr(10) for name, text in COMMANDS.items())}
 options:
   -h, --help     this text; vllm-omni COMMAND --help for a command's own
   -v, --version  the version
@@ -59,17 +72,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(command: str, args: list[str]) -> None:
-    if command == "serve":
-        from vllm_omni.compat import require_vllm
+    from vllm_omni.compat import require_vllm
 
+    if command == "serve":
         require_vllm("vllm-omni serve")
         from vllm_omni.entrypoints.cli.serve import serve
 
         serve(args)
+    elif command == "generate":
+        _hush()
+        require_vllm("vllm-omni generate")
+        from vllm_omni.entrypoints.cli.generate import generate
+
+        generate(args)
+    elif command == "config":
+        _hush()
+        require_vllm("vllm-omni config")
+        from vllm_omni.entrypoints.cli.config import config
+
+        config(args)
+    elif command == "doctor":
+        _hush()
+        from vllm_omni.entrypoints.cli.doctor import doctor
+
+        doctor(args)
     else:
         from vllm_omni.entrypoints.cli.tiny import tiny
 
         tiny(args)
+
+
+def _hush() -> None:
+    """What libraries say while they load drowns an answer of a few lines; who wants it sets these variables."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
 
 
 def _fail(message: str, code: int) -> None:
