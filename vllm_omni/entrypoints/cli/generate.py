@@ -2,13 +2,12 @@
 
 import argparse
 import base64
-import contextlib
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -20,6 +19,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
+from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
 from vllm_omni.names import suggest
@@ -57,7 +57,7 @@ def generate(args: Sequence[str]) -> None:
         StageFailed: a stage did not start, or failed.
     """
     parsed = parse_deployment("generate", args, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
-    with _only_the_answer_on_stdout() as stdout:
+    with only_the_answer_on_stdout() as stdout:
         configure_logging_from_args(parsed.args)
         _generate(parsed, stdout)
 
@@ -285,21 +285,6 @@ def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, 
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _only_the_answer_on_stdout() -> Iterator[TextIO]:
-    """Yield the real stdout; what vLLM, its processes and their libraries write to theirs goes to stderr."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with open(saved, "w", encoding="utf-8", closefd=False) as stdout:
-            yield stdout
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def _save_audio(output: OmniRequestOutput, path: Path) -> Path:

@@ -3,11 +3,11 @@
 Each command imports what it needs when it is called: help, mistakes and ``tiny`` need no vLLM.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 
 from vllm_omni import __version__
+from vllm_omni.entrypoints.cli.quiet import hush
 from vllm_omni.errors import ConfigError, MissingDependency, OmniError
 from vllm_omni.names import suggest
 
@@ -17,15 +17,6 @@ COMMANDS = {
     "config": "show a model's deployment, and where each value comes from",
     "doctor": "say whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
-}
-
-QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",
-    "OPENCV_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
 }
 
 HELP = f"""usage: vllm-omni COMMAND ...
@@ -80,19 +71,18 @@ def _run(command: str, args: list[str]) -> None:
 
         serve(args)
     elif command == "generate":
-        _hush()
+        hush()
         require_vllm("vllm-omni generate")
         from vllm_omni.entrypoints.cli.generate import generate
 
         generate(args)
     elif command == "config":
-        _hush()
+        hush()
         require_vllm("vllm-omni config")
         from vllm_omni.entrypoints.cli.config import config
 
         config(args)
     elif command == "doctor":
-        _hush()
         from vllm_omni.entrypoints.cli.doctor import doctor
 
         doctor(args)
@@ -100,12 +90,6 @@ def _run(command: str, args: list[str]) -> None:
         from vllm_omni.entrypoints.cli.tiny import tiny
 
         tiny(args)
-
-
-def _hush() -> None:
-    """What libraries say while they load drowns an answer of a few lines; who wants it sets these variables."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 def _fail(message: str, code: int) -> None:
