@@ -191,6 +191,8 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from None
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     if model_type not in supported_model_types():
         raise ConfigError(f"{path}: model_type = {model_type!r} is not supported: {_supported(str(model_type))}")
     return str(model_type)
@@ -336,9 +338,7 @@ class _Draft:
             model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges), origins=self.origins
         )
 
-    def _set(
-        self, name: str, key: str, value: object, at: Callable[..., str], origin: Callable[..., Origin]
-    ) -> None:
+    def _set(self, name: str, key: str, value: object, at: Callable[..., str], origin: Callable[..., Origin]) -> None:
         """Set one key of a stage: a field of StageConfig, or an engine argument without saying ``engine_args``.
 
         ``at`` and ``origin`` tell where keys below the stage stand, for a message and as data.
@@ -414,6 +414,8 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
         if (directory / name).is_file():
             return directory / name
         raise ConfigError(f"model {model!r}: the directory has no {name}; a checkpoint is needed, {_supported()}")
+    if directory.exists():
+        raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {_supported()}")
     nowhere = f"model {model!r}: no such directory, and no {name} of that name on the Hugging Face Hub"
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
@@ -449,7 +451,8 @@ def _read_yaml_file(path: Path) -> _Document:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {exc}") from exc
+        reason = (isinstance(exc, OSError) and exc.strerror) or exc
+        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {reason}") from exc
     document = _parse_yaml(text, str(path))
     value = document.values["value"]
     if value is not None and not isinstance(value, dict):

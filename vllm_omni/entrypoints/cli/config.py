@@ -104,6 +104,8 @@ def resolve(deployment: OmniConfig) -> list[Value]:
 
 def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) -> Value:
     origin = deployment.origins.get(path)
+    if origin is None and path[-1] == "model":
+        return Value(path, value, "argument", "the model that was asked for", is_set=False)
     if origin is None:
         return Value(path, _plain(value), "default", "default", is_set=False)
     if path[-1] == "hf_token" and isinstance(value, str):  # a secret
@@ -111,9 +113,7 @@ def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) ->
     return Value(path, _plain(value), origin.kind, _told(origin))
 
 
-def _of_stage(
-    deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig
-) -> Iterator[Value]:
+def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig) -> Iterator[Value]:
     at = ("stages", stage.name)
     for key in ("engine_type", "model", "input_modalities", "output_modalities", "executor_class"):
         yield _of_deployment(deployment, (*at, key), getattr(stage, key))
@@ -142,7 +142,9 @@ def _of_stage(
     if stage.stage_id == 0:
         for key, value in vllm_config.model_config.get_diff_sampling_param().items():
             if key not in stage.default_sampling_params and key not in spec.sampling_params:
-                yield Value((*params, key), value, "generation_config", "the checkpoint's generation_config.json", False)
+                yield Value(
+                    (*params, key), value, "generation_config", "the checkpoint's generation_config.json", False
+                )
     for key, value in spec.sampling_params.items():
         yield pinned((*params, key), value)
 
@@ -185,7 +187,7 @@ def _plain(value: Any) -> Any:
         return _plain(value.value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         default = type(value)()
         changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return {key: _plain(item) for key, item in changed.items() if item != getattr(default, key)}
@@ -209,7 +211,7 @@ def _print_json(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO)
 
 def _print_yaml(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO) -> None:
     print(f"# What vllm-omni {__version__} runs for {deployment.model}; a file for --deploy-config.", file=stdout)
-    print("# A value behind # is shown alone: it is what is taken where nothing is said, or cannot be set.", file=stdout)
+    print("# What stands behind a # cannot be set, or is what is taken where nothing is said.", file=stdout)
     above: tuple[str, ...] = ()
     for one in values:
         parents = one.path[:-1]

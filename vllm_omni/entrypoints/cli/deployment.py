@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatter, summary_line
+from yaml import YAMLError
 
 from vllm_omni.config import OmniConfig, load_config
 from vllm_omni.entrypoints.cli.parser import RefusingParser
@@ -31,11 +32,20 @@ class DeploymentParser(RefusingParser, FlexibleArgumentParser):
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         logger = logging.getLogger(FlexibleArgumentParser.__module__)
-        logger.addFilter(_is_no_talk_of_duplicates)
+        logger.addFilter(_is_news)
         try:
             return super().parse_args(*args, **kwargs)
         finally:
-            logger.removeFilter(_is_no_talk_of_duplicates)
+            logger.removeFilter(_is_news)
+
+    def load_config_file(self, file_path: str) -> list[str]:
+        """As upstream, which takes the file to be a mapping in YAML."""
+        try:
+            flags: list[str] = super().load_config_file(file_path)
+        except (YAMLError, AttributeError) as exc:
+            said = " ".join(str(exc).split()) if isinstance(exc, YAMLError) else "must be a mapping of flags to values"
+            raise ValueError(f"--config {file_path}: {said}") from exc
+        return flags
 
     def format_help(self) -> str:
         """As upstream, which tells the names of the groups alone, but ours in full."""
@@ -60,9 +70,9 @@ class DeploymentParser(RefusingParser, FlexibleArgumentParser):
         return formatter.format_help()
 
 
-def _is_no_talk_of_duplicates(record: logging.LogRecord) -> bool:
-    """Upstream warns of every flag that is given twice, and does not know that some may be."""
-    return not record.getMessage().startswith("Found duplicate keys")
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a flag is given twice, as some may be; nor that the file of flags is wrong, which the error tells."""
+    return not record.getMessage().startswith(("Found duplicate keys", "Unable to read the config file"))
 
 
 class Deployment(NamedTuple):
@@ -120,8 +130,12 @@ def parse_deployment(
         for action in parser._actions:
             action.default = argparse.SUPPRESS
         given = vars(root.parse_args(command_line))
-    except (ValueError, TypeError, OSError, VLLMClientError) as exc:  # vLLM's checks, and its reading of --config
+    except OSError as exc:
+        parser.error(f"{exc.filename}: {exc.strerror}" if exc.strerror else str(exc))
+    except (ValueError, TypeError, VLLMClientError) as exc:  # vLLM's checks
         parser.error(str(exc))
+    if "model" in given:
+        parser.error(f"--model: give it without the flag, {parser.prog} MODEL")
     names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
     return Deployment(parsed, {name: value for name, value in given.items() if name in names})
 

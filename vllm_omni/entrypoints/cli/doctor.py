@@ -68,8 +68,8 @@ def doctor(args: Sequence[str]) -> None:
     """
     parser = RefusingParser(
         prog="vllm-omni doctor",
-        description="Say whether this machine can serve: versions, devices, memory, packages, environment; each problem "
-        "with its remedy. Exit code 0 if a server could run, 1 if not.",
+        description="Say whether this machine can serve: versions, devices, memory, packages, environment; each "
+        "problem with its remedy. Exit code 0 if a server could run, 1 if not.",
     )
     parser.add_argument("--clean", action="store_true", help="remove what servers that were killed have left")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -105,7 +105,7 @@ def examine(environ: Mapping[str, str]) -> Findings:
 
 def examine_package(findings: Findings, path: Sequence[str], here: Path) -> None:
     """Tell this project from the one on PyPI that is distributed, and imported, under the same names."""
-    installed = []
+    installed: list[dict[str, Any]] = []
     for found in metadata.distributions(name=DISTRIBUTION, path=list(path)):
         place = str(found.locate_file(""))
         if any(one["place"] == place for one in installed):  # twice on sys.path
@@ -122,14 +122,14 @@ def examine_package(findings: Findings, path: Sequence[str], here: Path) -> None
         findings.problem(
             f"no distribution {DISTRIBUTION} is installed, so that vLLM's processes do not find the plugin", INSTALL
         )
-    copies = []
+    copies: list[Path] = []
     for entry in dict.fromkeys(path):
         package = Path(entry or ".").resolve() / "vllm_omni"
         if not (package / "__init__.py").is_file() or package in (here.resolve(), *copies):
             continue
         copies.append(package)
         is_ours = (package / "plugin.py").is_file() and (package / "flow").is_dir()
-        known = any(not one["is_ours"] and Path(str(one["place"])).resolve() == package.parent for one in installed)
+        known = any(not one["is_ours"] and Path(one["place"]).resolve() == package.parent for one in installed)
         if not is_ours and not known:
             findings.problem(
                 f"{package} is another project's package of the same name, and is on sys.path",
@@ -212,8 +212,8 @@ def _is_installed(name: str, specifier: str) -> bool:
 def examine_vllm(findings: Findings) -> None:
     """vLLM, torch and transformers, the platform that vLLM detects, and its devices; imports them."""
     providers = sorted(set(metadata.packages_distributions().get("vllm", ())))
-    names = {name: _version(name) for name in ("torch", "transformers")}
-    versions: dict[str, Any] = {"python": sys.version.split()[0], "vllm": None, "supported_vllm": SUPPORTED_VLLM, **names}
+    versions: dict[str, Any] = {"python": sys.version.split()[0], "vllm": None, "supported_vllm": SUPPORTED_VLLM}
+    versions |= {name: _version(name) for name in ("torch", "transformers")}
     findings.sections["versions"] = versions
     versions["vllm_from"] = [f"{name} {_version(name)}" for name in providers]
     try:
@@ -359,8 +359,10 @@ def examine_environment(findings: Findings, environ: Mapping[str, str]) -> None:
                 "set VLLM_OMNI_RUNTIME_DIR to a directory with a short path",
             )
         elif not os.access(parent, os.W_OK | os.X_OK):
-            findings.problem(f"{parent} cannot be written to, and servers put their sockets there", f"chmod it, or set "
-                             "VLLM_OMNI_RUNTIME_DIR to another directory")
+            findings.problem(
+                f"{parent} cannot be written to, and servers put their sockets there",
+                "set VLLM_OMNI_RUNTIME_DIR to a directory that can be",
+            )
         break  # the first is the one in use
 
 
@@ -422,8 +424,10 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str
     yield "package", f"vllm_omni {package['version']} from {package['imported_from']}"
     yield "plugin", ", ".join(sections["plugin"]["found"]) or "not found"
     yield "python", versions["python"]
-    yield "vllm", f"{versions['vllm'] or 'none'} ({', '.join(versions['vllm_from']) or 'no distribution'}), " + (
-        f"supported {versions['supported_vllm']}"
+    yield (
+        "vllm",
+        f"{versions['vllm'] or 'none'} ({', '.join(versions['vllm_from']) or 'no distribution'}), "
+        + (f"supported {versions['supported_vllm']}"),
     )
     for name in ("torch", "transformers"):
         yield name, versions[name] or "none"

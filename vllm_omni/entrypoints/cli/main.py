@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     if command not in COMMANDS:
-        _fail(f"unknown command {command!r}: {suggest(command, COMMANDS)}", code=2)
+        _fail(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}", code=2)
     try:
         _run(command, rest)
     except (ConfigError, MissingDependency) as exc:
