@@ -526,8 +526,9 @@ def dump_value(value: Any) -> str:
     """One value on one line, as ``load_config`` reads it back."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
     text = text.removesuffix("...\n").strip()
-    # PyYAML leaves the text "1e3" without quotes, which is a number here.
-    return text if _parse_yaml(text, "").values["value"] == value else json.dumps(value, ensure_ascii=False)
+    # PyYAML leaves the text "1e3" without quotes, which is a number here; and a line break makes several lines.
+    is_read = "\n" not in text and _parse_yaml(text, "").values["value"] == value
+    return text if is_read else json.dumps(value, ensure_ascii=False)
 
 
 def _with_string_keys(value: Any) -> Any:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -219,11 +220,12 @@ time.sleep(200)
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where servers put their directories; the machine's own place is left alone."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers put their directories, with a short path; the machine's own place is left alone."""
+    with tempfile.TemporaryDirectory(prefix="d-") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", directory)
+        yield Path(directory)
 
 
 class Server:

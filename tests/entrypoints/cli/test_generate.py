@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.cli.main import main
 
 QUESTION = "What is this, and what did you hear?\n"
 NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and where it begins and ends
-NUM_AUDIO_TOKENS = 0 + 2
+NUM_AUDIO_TOKENS = 12 + 2  # 25 a second, and likewise
 VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 
 
