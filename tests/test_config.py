@@ -4,7 +4,7 @@ import json
 import pytest
 
 from vllm_omni import config
-from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig, load_config
+from vllm_omni.config import EdgeConfig, OmniConfig, Origin, StageConfig, load_config
 from vllm_omni.errors import ConfigError
 
 
@@ -133,6 +133,40 @@ def test_stage_may_have_its_own_model(model, deploy):
 def test_empty_file_and_empty_keys_change_nothing(model, deploy):
     assert load_config(model, deploy_config=deploy("")) == load_config(model)
     assert load_config(model, deploy_config=deploy("stages:\n  thinker:\nedges:\n")) == load_config(model)
+
+
+def test_each_value_has_an_origin(model, deploy):
+    path = deploy("engine_args: {seed: 1}\nstages:\n  1:\n    max_num_seqs: 2\n")
+    omni = load_config(
+        model,
+        deploy_config=path,
+        overrides={"talker": {"default_sampling_params": {"top_k": 3}}},
+        max_model_len=512,
+        stage_overrides=["0.seed=5"],
+    )
+    at = omni.origins
+    assert at["model_type",] == Origin("checkpoint", model)
+    assert at["stages", "thinker", "engine_args", "seed"] == Origin("stage", "0.seed=5")
+    assert at["stages", "talker", "engine_args", "seed"] == Origin("file", str(path), 1)
+    assert at["stages", "talker", "engine_args", "max_num_seqs"] == Origin("file", str(path), 4)
+    assert at["stages", "talker", "engine_args", "max_model_len"] == Origin("argument", "max_model_len")
+    assert at["stages", "talker", "default_sampling_params", "top_k"] == Origin("overrides", "overrides")
+    assert at["stages", "talker", "default_sampling_params", "top_p"].kind == "bundled"
+    assert at["stages", "talker", "engine_type"].kind == "bundled"
+    assert at["edges", "talker->token2wav", "transport"].kind == "bundled"
+    assert ("stages", "talker", "executor_class") not in at
+    assert load_config(model) == dataclasses.replace(load_config(model), origins={})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 1e-5, "text", "1e3", "yes", "a: b", "ü\n", [1, "x"], {"a": {"b": [True]}}, {"a": "1e3"}, {}],
+)
+def test_dumped_value_is_read_as_it_was(model, value):
+    text = config.dump_value(value)
+    assert "\n" not in text
+    stage = load_config(model, stage_overrides=[f"thinker.hf_overrides={text}"]).stage("thinker")
+    assert stage.engine_args["hf_overrides"] == value
 
 
 # --- mistakes in a file name the file, the line, the key and the nearest name

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import types
 import typing
@@ -121,14 +122,28 @@ class EdgeConfig:
             raise ConfigError(f"{where}: {suggest(str(self.transport), TRANSPORTS)}")
 
 
+class Origin(NamedTuple):
+    """Where one value of a deployment comes from."""
+
+    kind: Literal["checkpoint", "bundled", "file", "overrides", "argument", "stage"]
+    source: str  # the checkpoint, the file, "overrides", the argument's name, or the ``NAME.KEY=VALUE`` itself
+    line: int | None = None  # of the file, from 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class OmniConfig:
-    """A whole deployment: the stages in order (``stage_id`` is the place), and the edges whose transport is set."""
+    """A whole deployment: the stages in order (``stage_id`` is the place), and the edges whose transport is set.
+
+    ``origins`` says where each value that was set comes from, by its path in a deployment file:
+    ``("stages", "talker", "engine_args", "max_num_seqs")``, ``("edges", "thinker->talker", "transport")``,
+    ``("model_type",)``. What is not in it is this schema's default.
+    """
 
     model: str
     model_type: str
     stages: tuple[StageConfig, ...]
     edges: tuple[EdgeConfig, ...] = ()
+    origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -192,6 +207,8 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from None
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     if model_type not in supported_model_types():
         raise ConfigError(f"{path}: model_type = {model_type!r} is not supported: {_supported(str(model_type))}")
     return str(model_type)
@@ -225,14 +242,16 @@ def load_config(
         layers.append(_read_yaml_file(Path(deploy_config)))
     if overrides:
         keys = dict(overrides) if set(overrides) & set(_TOP_LEVEL_KEYS) else {"stages": dict(overrides)}
-        layers.append(_Document("overrides", _with_string_keys(keys), {}))
+        layers.append(_Document("overrides", _with_string_keys(keys), {}, "overrides"))
     if engine_args:
-        layers.append(_Document("", {"engine_args": engine_args}, {}))
+        layers.append(_Document("", {"engine_args": engine_args}, {}, "argument"))
     for layer in layers:
         layer.refuse_unknown_keys((), _TOP_LEVEL_KEYS)
 
-    model_type = _choose_model_type(model, layers, engine_args.get("revision"))
-    draft = _Draft(_read_yaml_file(_default_deployment(model_type)))
+    model_type, origin = _choose_model_type(model, layers, engine_args.get("revision"))
+    default = _read_yaml_file(_default_deployment(model_type))
+    draft = _Draft(default._replace(kind="bundled"))
+    draft.origins[("model_type",)] = origin
     for layer in layers:
         draft.overlay(layer)
     for text in stage_overrides:
@@ -251,6 +270,10 @@ class _Document(NamedTuple):
     source: str  # a file's name, or "overrides"; empty for keywords and flags
     values: dict[str, Any]
     lines: dict[_Path, int]  # of each key, from 1; empty unless it came from a file
+    kind: Literal["bundled", "file", "overrides", "argument"] = "file"
+
+    def origin(self, path: _Path) -> Origin:
+        return Origin(self.kind, self.source or path[-1], self.lines.get(path))
 
     def at(self, path: _Path) -> str:
         """Where a key stands, for a message: ``deploy.yaml:12: stages.thinker.dtype``."""
@@ -283,6 +306,7 @@ class _Draft:
         self.names = tuple(bundled.mapping("stages"))
         self.stages: dict[str, dict[str, Any]] = {name: {key: {} for key in _MAPPING_FIELDS} for name in self.names}
         self.edges: dict[tuple[str, str], dict[str, Any]] = {}
+        self.origins: dict[_Path, Origin] = {}
         self.overlay(bundled)
 
     def overlay(self, layer: _Document) -> None:
@@ -291,10 +315,17 @@ class _Draft:
             _check_engine_arg(key, value, where)
             for name in self._stages_of_engine_arg(key, where):
                 self.stages[name]["engine_args"][key] = value
+                self.origins["stages", name, "engine_args", key] = layer.origin(("engine_args", key))
         for ref in layer.mapping("stages"):
             name = self.names[_stage_index(ref, self.names, layer.at(("stages", ref)))]
             for key, value in layer.mapping("stages", ref).items():
-                self._set(name, key, value, lambda *more, at=("stages", ref): layer.at((*at, *more)))
+                self._set(
+                    name,
+                    key,
+                    value,
+                    lambda *more, at=("stages", ref): layer.at((*at, *more)),
+                    lambda *more, at=("stages", ref): layer.origin((*at, *more)),
+                )
         for edge in layer.mapping("edges"):
             self._set_edge(layer, edge)
 
@@ -311,30 +342,39 @@ class _Draft:
             value = {rest: value}
         elif dot:
             raise ConfigError(f"--stage {text!r}: only {', '.join(_MAPPING_FIELDS)} have keys below them")
-        self._set(name, head, value, lambda *more: f"--stage {'.'.join((ref, *more))}")
+        origin = Origin("stage", text)
+        self._set(name, head, value, lambda *more: f"--stage {'.'.join((ref, *more))}", lambda *more: origin)
 
     def build(self, model: str, model_type: str) -> OmniConfig:
         stages = []
         for stage_id, (name, values) in enumerate(self.stages.items()):
             stages.append(StageConfig(stage_id=stage_id, name=name, **{"model": model, **values}))
         edges = [EdgeConfig(source=s, target=t, **values) for (s, t), values in self.edges.items()]
-        return OmniConfig(model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges))
+        return OmniConfig(
+            model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges), origins=self.origins
+        )
 
-    def _set(self, name: str, key: str, value: object, at: Callable[..., str]) -> None:
-        """Set one key of a stage: a field of StageConfig, or an engine argument without saying ``engine_args``."""
+    def _set(self, name: str, key: str, value: object, at: Callable[..., str], origin: Callable[..., Origin]) -> None:
+        """Set one key of a stage: a field of StageConfig, or an engine argument without saying ``engine_args``.
+
+        ``at`` and ``origin`` tell where keys below the stage stand, for a message and as data.
+        """
         if key not in _YAML_STAGE_KEYS:
             valid = (*_YAML_STAGE_KEYS, *_known_engine_args())
             if key not in _known_engine_args():
                 raise ConfigError(f"{at(key)}: unknown key {key!r} of stage {name!r}: {suggest(key, valid)}")
             key, value, at = "engine_args", {key: value}, lambda _, *more, plain=at: plain(*more)
+            origin = lambda _, *more, plain=origin: plain(*more)  # noqa: E731  # as ``at``
         try:
             checked = _STAGE_CHECKS[key](value)
         except _Invalid as exc:
             raise ConfigError(f"{at(key, *exc.path)} = {exc.value(value)!r}: {exc}") from None
         if isinstance(checked, dict):
             self.stages[name][key].update(checked)
+            self.origins.update({("stages", name, key, one): origin(key, one) for one in checked})
         else:
             self.stages[name][key] = checked
+            self.origins["stages", name, key] = origin(key)
 
     def _stages_of_engine_arg(self, key: str, where: str) -> Sequence[str]:
         if key in EVERY_STAGE_ARGS:
@@ -364,11 +404,13 @@ class _Draft:
         if how not in TRANSPORTS:
             raise ConfigError(f"{layer.at(('edges', edge, 'transport'))} = {how!r}: {suggest(str(how), TRANSPORTS)}")
         values["transport"] = how
+        self.origins["edges", f"{source}->{target}", "transport"] = layer.origin(("edges", edge, "transport"))
         for key, number in layer.mapping("edges", edge, "chunks").items():
+            path = ("edges", edge, "chunks", key)
             if type(number) is not int or number < 0:
-                where = layer.at(("edges", edge, "chunks", key))
-                raise ConfigError(f"{where} = {number!r}: must be a number of items, 0 or more")
+                raise ConfigError(f"{layer.at(path)} = {number!r}: must be a number of items, 0 or more")
             values["chunks"][key] = number
+            self.origins["edges", f"{source}->{target}", "chunks", key] = layer.origin(path)
 
 
 def _stage_index(ref: str, names: Sequence[str], where: str) -> int:
@@ -379,14 +421,15 @@ def _stage_index(ref: str, names: Sequence[str], where: str) -> int:
     raise ConfigError(f"{where}: no stage {ref!r}: {suggest(ref, names)} (or an id from 0 to {len(names) - 1})")
 
 
-def _choose_model_type(model: str, layers: Sequence[_Document], revision: object) -> str:
+def _choose_model_type(model: str, layers: Sequence[_Document], revision: object) -> tuple[str, Origin]:
     for layer in reversed(layers):
         chosen = layer.values.get("model_type")
         if chosen is not None:
             if chosen not in supported_model_types():
                 raise ConfigError(f"{layer.at(('model_type',))} = {chosen!r}: {_supported(str(chosen))}")
-            return str(chosen)
-    return read_model_type(model, revision=None if revision is None else str(revision))
+            return str(chosen), layer.origin(("model_type",))
+    chosen = read_model_type(model, revision=None if revision is None else str(revision))
+    return chosen, Origin("checkpoint", model)
 
 
 def _find_model_file(model: str, name: str, revision: str | None) -> Path:
@@ -395,6 +438,8 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
         if (directory / name).is_file():
             return directory / name
         raise ConfigError(f"model {model!r}: the directory has no {name}; a checkpoint is needed, {_supported()}")
+    if directory.exists():
+        raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {_supported()}")
     nowhere = f"model {model!r}: no such directory, and no {name} of that name on the Hugging Face Hub"
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
@@ -443,7 +488,8 @@ def _read_yaml_file(path: Path) -> _Document:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {exc}") from exc
+        reason = (isinstance(exc, OSError) and exc.strerror) or exc
+        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {reason}") from exc
     document = _parse_yaml(text, str(path))
     value = document.values["value"]
     if value is not None and not isinstance(value, dict):
@@ -511,6 +557,15 @@ def _yaml_1_2_float(text: str) -> str | float:
         except ValueError:
             return text
     return text
+
+
+def dump_value(value: Any) -> str:
+    """One value on one line, as ``load_config`` reads it back."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("...\n").strip()
+    # PyYAML leaves the text "1e3" without quotes, which is a number here; and a line break makes several lines.
+    is_read = "\n" not in text and _parse_yaml(text, "").values["value"] == value
+    return text if is_read else json.dumps(value, ensure_ascii=False)
 
 
 def _with_string_keys(value: Any) -> Any:

@@ -1,7 +1,9 @@
 """The command line, up to where stages would be started."""
 
+import contextlib
 import gc
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -35,8 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     main(args)
     out = capsys.readouterr().out
-    assert "serve" in out
-    assert "tiny" in out
+    assert [name for name in ("serve", "generate", "config", "doctor", "tiny") if f"  {name} " not in out] == []
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,8 +45,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean 'serve'?" in refused(capsys, "server", "model")
+@pytest.mark.parametrize(("word", "meant"), [("server", "serve"), ("generat", "generate"), ("--hlep", "--help")])
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+    assert f"did you mean {meant!r}?" in refused(capsys, word, "model")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (["generate"], ["--prompt TEXT", "--image FILE", "--speaker NAME", "--stage NAME.KEY=VALUE"]),
+        (["config", "show"], ["--deploy-config FILE", "--json"]),
+        (["config"], ["config show MODEL"]),
+        (["doctor"], ["--clean", "--json"]),
+    ],
+)
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str], command: list[str], flags: list[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert [flag for flag in flags if flag not in out] == []
+    assert "(default: None)" not in out
 
 
 def test_help_and_refusals_need_no_vllm() -> None:
@@ -111,6 +130,15 @@ def test_flags_come_from_a_file_too(tmp_path: Path) -> None:
     parsed = parse_serve_args(["m", "--config", str(path), "--dtype", "bfloat16"])
     assert parsed.engine_args == {"max_num_seqs": 8, "dtype": "bfloat16"}
     assert parsed.args.port == 9000
+
+
+def test_flag_that_may_be_repeated_is_no_matter_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    logging.getLogger("vllm.utils.argparse_utils").addHandler(caplog.handler)
+    parsed = parse_serve_args(["m", "--stage", "a.seed=1", "--stage", "b.seed=2"])
+    logging.getLogger("vllm.utils.argparse_utils").removeHandler(caplog.handler)
+    assert parsed.args.stage == ["a.seed=1", "b.seed=2"]
+    assert caplog.messages == []
 
 
 def test_flags_of_one_stage(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -201,7 +229,7 @@ def test_serve_help_tells_ours_beside_vllms(capsys: pytest.CaptureFixture[str]) 
         main(["serve", "--help"])
     out = capsys.readouterr().out
     assert "vllm-omni serve MODEL" in out
-    assert "Omni " in out
+    assert "--stage NAME.KEY=VALUE" in out
     assert "SchedulerConfig" in out
 
 

@@ -68,8 +68,7 @@ class Orchestrator:
             if (edge.source, edge.target) not in edges:
                 known = ", ".join(f"{source}->{target}" for source, target in sorted(edges))
                 raise ConfigError(f"edge {edge.source}->{edge.target}: the graph has no such edge; it has {known}")
-            if edge.chunks:
-                self.pipeline.set_chunks(edge.source, edge.target, edge.chunks)
+        self.pipeline.set_chunks(config.edges)
         self.engines: dict[str, StageEngine] = {}
         self._specs = specs
         # vLLM's metrics are global to a process: the stage built last would wipe the others', so one stage has them.

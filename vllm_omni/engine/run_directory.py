@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni import envs
 
@@ -198,3 +198,66 @@ class _FailureReport(logging.Handler):
         error = record.exc_info[1]
         with contextlib.suppress(OSError), self._path.open("x", encoding="utf-8") as file:
             file.write(f"{type(error).__name__}: {error}")
+
+
+# --- What killed servers left ----------------------------------------------------------------------------------------
+
+STARTING_S = 5.0  # a directory this young may belong to a server that has not locked it yet
+
+
+class Leftover(NamedTuple):
+    """A private directory without a server, and the blocks of shared memory that belong to it."""
+
+    path: Path
+    blocks: tuple[Path, ...]
+    num_bytes: int
+
+
+def find_leftovers(parent: Path, now_s: float) -> tuple[list[Leftover], list[Path]]:
+    """What servers of this user that are gone left in ``parent``, and the directories of those that live.
+
+    A directory without an owner's file, of another user, or made within ``STARTING_S`` of ``now_s`` (seconds since the
+    epoch) is in neither list. For a process that owns no ``RunDirectory``: a POSIX lock does not keep its own process
+    out, and looking would give it up.
+    """
+    leftovers, live = [], []
+    for path in sorted(parent.glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError), _claim(path, now_s) as is_free:
+            if is_free:
+                leftovers.append(_measure(path))
+            else:
+                live.append(path)
+    return leftovers, live
+
+
+def remove_leftover(leftover: Leftover, now_s: float) -> bool:
+    """Remove it, unless it is somebody's by now; says whether it is gone."""
+    with contextlib.suppress(OSError), _claim(leftover.path, now_s) as is_free:
+        if is_free:
+            _remove(leftover.path)
+    return not leftover.path.exists()
+
+
+@contextlib.contextmanager
+def _claim(path: Path, now_s: float) -> Iterator[bool]:
+    """Hold the owner's lock inside the block, if it is free; ``OSError`` for what is no directory of this user's."""
+    if path.is_symlink() or not path.is_dir() or path.lstat().st_uid != os.geteuid():
+        raise PermissionError(f"{path} is not this user's directory")
+    owner = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if now_s - os.fstat(owner).st_mtime < STARTING_S:
+            raise BlockingIOError(f"{path} is too young to tell")
+        try:
+            fcntl.lockf(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(owner)
+
+
+def _measure(path: Path) -> Leftover:
+    blocks = tuple(block for file in path.glob("vllm_dist_*") for block in SHM.glob(f"{file.name}-*"))
+    files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+    return Leftover(path, blocks, sum(file.lstat().st_size for file in (*files, *blocks)))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.config import added_pipelines
+from vllm_omni.config import EdgeConfig, added_pipelines
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.outputs import OmniRequestOutput
@@ -63,6 +63,8 @@ class Pipeline(ABC):
     modalities: Mapping[str, str]  # what a user may ask for -> output of the graph
     extra_outputs: Mapping[str, str] = {}  # likewise, but only by name: intermediate results such as codec ids
     sample_rate: int  # of the audio output, Hz
+    # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
+    chunks: Mapping[tuple[str, str], Any] = {}
 
     @abstractmethod
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None: ...
@@ -75,13 +77,22 @@ class Pipeline(ABC):
             InvalidRequest: an unknown option or value, with the nearest valid one.
         """
 
-    def set_chunks(self, source: str, target: str, chunks: Mapping[str, int]) -> None:
-        """Cut the field of an edge otherwise than by default (``EdgeConfig.chunks``).
+    def set_chunks(self, edges: Iterable[EdgeConfig]) -> None:
+        """Cut fields as the deployment says.
 
         Raises:
-            ConfigError: this edge's field is not cut, or not so.
+            ConfigError: a field that is not cut, or not so.
         """
-        raise ConfigError(f"edge {source}->{target}: chunks: what goes over this edge is not cut into chunks")
+        for edge in edges:
+            if not edge.chunks:
+                continue
+            key = (edge.source, edge.target)
+            if key not in self.chunks:
+                raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: what goes over this edge is not cut")
+            try:
+                self.chunks = {**self.chunks, key: replace(self.chunks[key], **edge.chunks)}
+            except ConfigError as exc:
+                raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: {exc}") from None
 
     def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
         """The value of one of ``extra_outputs`` in a stage's output; lists of several outputs are joined."""

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from vllm_omni import __version__
+from vllm_omni.entrypoints.cli.quiet import hush
 from vllm_omni.errors import ConfigError, MissingDependency, OmniError
 from vllm_omni.names import suggest
 
 COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
+    "generate": "answer one prompt, media included, without a server",
+    "config": "show a model's deployment, and where each value comes from",
+    "doctor": "say whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
 
@@ -20,7 +24,7 @@ HELP = f"""usage: vllm-omni COMMAND ...
 A server for any-to-any models, as a plugin of vLLM.
 
 commands:
-{"".join(f"  {name:<8}{text}" + chr(10) for name, text in COMMANDS.items())}
+{"".join(f"  {name:<10}{text}" + chr(10) for name, text in COMMANDS.items())}
 options:
   -h, --help     this text; vllm-omni COMMAND --help for a command's own
   -v, --version  the version
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     if command not in COMMANDS:
-        _fail(f"unknown command {command!r}: {suggest(command, COMMANDS)}", code=2)
+        _fail(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}", code=2)
     try:
         _run(command, rest)
     except (ConfigError, MissingDependency) as exc:
@@ -59,13 +63,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(command: str, args: list[str]) -> None:
-    if command == "serve":
-        from vllm_omni.compat import require_vllm
+    from vllm_omni.compat import require_vllm
 
+    if command == "serve":
         require_vllm("vllm-omni serve")
         from vllm_omni.entrypoints.cli.serve import serve
 
         serve(args)
+    elif command == "generate":
+        hush()
+        require_vllm("vllm-omni generate")
+        from vllm_omni.entrypoints.cli.generate import generate
+
+        generate(args)
+    elif command == "config":
+        hush()
+        require_vllm("vllm-omni config")
+        from vllm_omni.entrypoints.cli.config import config
+
+        config(args)
+    elif command == "doctor":
+        from vllm_omni.entrypoints.cli.doctor import doctor
+
+        doctor(args)
     else:
         from vllm_omni.entrypoints.cli.tiny import tiny
 

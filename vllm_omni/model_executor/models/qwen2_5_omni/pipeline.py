@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from vllm_omni.errors import ConfigError, InvalidRequest
+from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, interface
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
@@ -48,6 +47,7 @@ class Qwen2_5OmniPipeline(Pipeline):
     modalities = {"text": "text", "audio": "audio"}
     extra_outputs = {"codec_ids": "codec_ids"}
     sample_rate = 24000
+    chunks = {("talker", "token2wav"): WindowSizes()}
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         speakers = load_speakers(model, revision)
@@ -56,7 +56,6 @@ class Qwen2_5OmniPipeline(Pipeline):
         self.talker_config = talker = hf_config.talker_config
         dit = hf_config.token2wav_config.dit_config
         self.codes_per_block = dit.block_size // dit.repeats
-        self.window_sizes = WindowSizes()
         self.graph = self._build_graph()
         end_codes = [talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id]
         self.stages = (
@@ -147,7 +146,7 @@ class Qwen2_5OmniPipeline(Pipeline):
             "speaker": call.context.options["speaker"],
             "seed": random.getrandbits(63) if seed is None else seed,  # one noise for all windows of an utterance
         }
-        cutter = WindowCutter(self.window_sizes, self.codes_per_block)
+        cutter = WindowCutter(self.chunks["talker", "token2wav"], self.codes_per_block)
         seq = 0
         async for chunk in chunks:
             if chunk.payload is None:
@@ -156,14 +155,6 @@ class Qwen2_5OmniPipeline(Pipeline):
                 yield Chunk(_vocoder_request(window, args), seq, last=False)
                 seq += 1
         yield Chunk(_vocoder_request(cutter.finish(), args), seq, last=True)
-
-    def set_chunks(self, source: str, target: str, chunks: Mapping[str, int]) -> None:
-        if (source, target) != ("talker", "token2wav"):
-            super().set_chunks(source, target, chunks)
-        try:
-            self.window_sizes = replace(self.window_sizes, **chunks)
-        except ConfigError as exc:
-            raise ConfigError(f"edge {source}->{target}: {exc}") from None
 
     def check_prompt(self, prompt: Any) -> None:
         """Refuse sound that is not finite, and a video whose timing the model has no positions for.

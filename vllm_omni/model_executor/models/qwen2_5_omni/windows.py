@@ -37,7 +37,7 @@ class WindowSizes:
 
     def __post_init__(self) -> None:
         if self.size and not 0 < self.first <= self.size:
-            raise ConfigError(f"chunks: first = {self.first}: must lie in [1, size = {self.size}]")
+            raise ConfigError(f"first = {self.first}: must lie in [1, size = {self.size}]")
 
 
 class Window(NamedTuple):

@@ -1,0 +1,228 @@
+"""``vllm-omni config show MODEL``: the deployment as it is resolved, each value with where it comes from."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import configure_logging_from_args
+
+from vllm_omni import __version__
+from vllm_omni.config import CHUNK_KEYS, OmniConfig, Origin, StageConfig, dump_value
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_flags, parse_deployment
+from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
+from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.pipeline import StageSpec
+from vllm_omni.names import suggest
+
+DESCRIPTION = """Show the deployment that these arguments make of a model, as a file for --deploy-config, with a comment
+at each value that says where it comes from. No stage is started."""
+
+USAGE = "vllm-omni config show MODEL [options]"
+
+# What an engine resolves by itself, where the deployment does not say; the first are of every stage.
+RESOLVED = ("dtype", "load_format", "max_num_seqs", "distributed_executor_backend", "worker_cls", "scheduler_cls")
+RESOLVED_OF_AR = (
+    "max_model_len max_num_batched_tokens tensor_parallel_size enable_prefix_caching block_size cache_dtype "
+    "kv_cache_memory_bytes"
+).split()
+
+
+class Value(NamedTuple):
+    """One value of the deployment."""
+
+    path: tuple[str, ...]  # its keys in a deployment file
+    value: Any
+    kind: str  # that of an ``Origin``; or "model" (pinned by its code), "generation_config" or "default"
+    origin: str  # for people: "--stage talker.max_num_seqs=2"
+    is_set: bool = True  # False: shown alone; whoever says nothing gets it, or nobody can set it
+
+
+def config(args: Sequence[str]) -> None:
+    """Print the resolved deployment.
+
+    Raises:
+        SystemExit: a flag is wrong.
+        ConfigError: the deployment is wrong.
+    """
+    what, rest = (args[0], args[1:]) if args else ("", args)
+    if what in ("", "-h", "--help"):
+        print(f"usage: {USAGE}\n\n{DESCRIPTION}\n\nvllm-omni config show --help for its options")
+        return
+    if what != "show":
+        raise ConfigError(f"config {what}: {suggest(what, ['show'])}")
+    parsed = parse_deployment("config show", rest, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
+    with only_the_answer_on_stdout() as stdout:
+        configure_logging_from_args(parsed.args)
+        deployment = parsed.load_config()
+        values = resolve(deployment)
+        if parsed.args.json:
+            _print_json(deployment, values, stdout)
+        else:
+            _print_yaml(deployment, values, stdout)
+
+
+def _add_arguments(parser: DeploymentParser) -> None:
+    add_engine_flags(parser)
+    group = parser.add_argument_group("Output", "How it is shown.")
+    group.add_argument("--json", action="store_true", help="Print one JSON object, where each value has its origin.")
+    parser.own_groups = ["Omni", "Output"]
+
+
+def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
+    pass
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def resolve(deployment: OmniConfig) -> list[Value]:
+    """Every value of the deployment, with what the model pins and what the engines resolve by themselves.
+
+    Raises:
+        ConfigError: the deployment is wrong, the model refuses it, or vLLM does.
+    """
+    pipeline = Orchestrator(deployment).pipeline
+    specs = {spec.name: spec for spec in pipeline.stages}
+    values = [_of_deployment(deployment, ("model_type",), deployment.model_type)]
+    for stage in deployment.stages:
+        engine = StageEngine(stage, specs[stage.name])
+        values += _of_stage(deployment, stage, specs[stage.name], engine.vllm_config)
+    for edge in deployment.edges:
+        path = ("edges", f"{edge.source}->{edge.target}")
+        values.append(_of_deployment(deployment, (*path, "transport"), edge.transport))
+        sizes = pipeline.chunks.get((edge.source, edge.target))
+        for key in () if sizes is None else CHUNK_KEYS:
+            values.append(_of_deployment(deployment, (*path, "chunks", key), getattr(sizes, key)))
+    return values
+
+
+def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) -> Value:
+    origin = deployment.origins.get(path)
+    if origin is None and path[-1] == "model":
+        return Value(path, value, "argument", "the model that was asked for", is_set=False)
+    if origin is None:
+        return Value(path, _plain(value), "default", "default", is_set=False)
+    if path[-1] == "hf_token" and isinstance(value, str):  # a secret
+        return Value(path, "(hidden)", origin.kind, _told(origin), is_set=False)
+    return Value(path, _plain(value), origin.kind, _told(origin))
+
+
+def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig) -> Iterator[Value]:
+    at = ("stages", stage.name)
+    for key in ("engine_type", "model", "input_modalities", "output_modalities", "executor_class"):
+        yield _of_deployment(deployment, (*at, key), getattr(stage, key))
+
+    def pinned(path: tuple[str, ...], value: Any) -> Value:
+        over = deployment.origins.get(path)
+        told = "set by the model" + (f", whatever {_told(over)} says" if over else "")
+        return Value(path, _plain(value), "model", told)
+
+    yield Value((*at, "engine_args", "architecture"), spec.architecture, "model", "set by the model", is_set=False)
+    for key, value in stage.engine_args.items():
+        if key not in spec.engine_args:
+            yield _of_deployment(deployment, (*at, "engine_args", key), value)
+    for key, value in spec.engine_args.items():
+        yield pinned((*at, "engine_args", key), value)
+    known = {*stage.engine_args, *spec.engine_args}
+    for key in (*RESOLVED, *(RESOLVED_OF_AR if stage.engine_type == "ar" else ())):
+        if key not in known:
+            path = (*at, "engine_args", key.replace("cache_dtype", "kv_cache_dtype"))
+            yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
+
+    params = (*at, "default_sampling_params")
+    for key, value in stage.default_sampling_params.items():
+        if key not in spec.sampling_params:
+            yield _of_deployment(deployment, (*params, key), value)
+    if stage.stage_id == 0:
+        for key, value in vllm_config.model_config.get_diff_sampling_param().items():
+            if key not in stage.default_sampling_params and key not in spec.sampling_params:
+                yield Value(
+                    (*params, key), value, "generation_config", "the checkpoint's generation_config.json", False
+                )
+    for key, value in spec.sampling_params.items():
+        yield pinned((*params, key), value)
+
+
+def _resolved(vllm_config: VllmConfig, key: str) -> Any:
+    """An engine argument as vLLM has resolved it: one of its configurations has a field of the same name."""
+    for part in ("model_config", "load_config", "scheduler_config", "parallel_config", "cache_config"):
+        if hasattr(getattr(vllm_config, part), key):
+            return getattr(getattr(vllm_config, part), key)
+    raise AttributeError(f"no configuration of vLLM's has a field {key!r}")
+
+
+def _told(origin: Origin) -> str:
+    match origin.kind:
+        case "bundled":
+            return f"bundled {Path(origin.source).name}:{origin.line}"
+        case "file":
+            return f"{origin.source}:{origin.line}"
+        case "overrides":
+            return "--stage-overrides"
+        case "argument":
+            return f"--{origin.source.replace('_', '-')}"
+        case "stage":
+            return f"--stage {origin.source}"
+        case "checkpoint":
+            return f"{origin.source}/config.json"
+
+
+def _plain(value: Any) -> Any:
+    """As YAML and JSON have it: of an object, what differs from its defaults."""
+    if isinstance(value, str | int | float | bool | None):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        default = type(value)()
+        changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return {key: _plain(item) for key, item in changed.items() if item != getattr(default, key)}
+    return str(value)
+
+
+# -- print -------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO) -> None:
+    tree: dict[str, Any] = {"model": deployment.model}
+    for one in values:
+        place = tree
+        for key in one.path[:-1]:
+            place = place.setdefault(key, {})
+        origin = deployment.origins.get(one.path)
+        where = {"source": origin.source, "line": origin.line} if origin and origin.kind == one.kind else {}
+        place[one.path[-1]] = {"value": one.value, "origin": one.kind, **where, "set": one.is_set}
+    print(json.dumps(tree, indent=2, ensure_ascii=False), file=stdout)
+
+
+def _print_yaml(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO) -> None:
+    print(f"# What vllm-omni {__version__} runs for {deployment.model}; a file for --deploy-config.", file=stdout)
+    print("# What stands behind a # cannot be set, or is what is taken where nothing is said.", file=stdout)
+    above: tuple[str, ...] = ()
+    for one in values:
+        parents = one.path[:-1]
+        common = next((i for i, (a, b) in enumerate(zip(above, parents, strict=False)) if a != b), None)
+        start = min(len(above), len(parents)) if common is None else common
+        for depth in range(start, len(parents)):
+            key = parents[depth]
+            print(f"{'  ' * depth}{key}:", file=stdout)
+        above = parents
+        line = f"{one.path[-1]}: {dump_value(one.value)}"
+        shown = line if one.is_set else f"# {line}"
+        print(f"{'  ' * len(parents)}{shown}  # {one.origin}", file=stdout)

@@ -1,0 +1,179 @@
+"""The flags that say how a model is deployed: those of every command that starts its stages, or shows them."""
+
+import argparse
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatter, summary_line
+from yaml import YAMLError
+
+from vllm_omni.config import OmniConfig, load_config
+from vllm_omni.entrypoints.cli.parser import RefusingParser
+
+EPILOG = """All flags: {prog} --help=all; those of a section: --help=ModelConfig; one: --help=max-model-len."""
+
+
+class _HelpFormatter(SortedHelpFormatter):
+    """Tells no default that says nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
+class DeploymentParser(RefusingParser, FlexibleArgumentParser):
+    """vLLM's parser (dashes or underscores, --config FILE, dotted JSON) with our manner of refusing and helping."""
+
+    own_groups: Sequence[str] = ()  # titles of the groups that the plain help tells in full
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        logger = logging.getLogger(FlexibleArgumentParser.__module__)
+        logger.addFilter(_is_news)
+        try:
+            return super().parse_args(*args, **kwargs)
+        finally:
+            logger.removeFilter(_is_news)
+
+    def load_config_file(self, file_path: str) -> list[str]:
+        """As upstream, which takes the file to be a mapping in YAML."""
+        try:
+            flags: list[str] = super().load_config_file(file_path)
+        except (YAMLError, AttributeError) as exc:
+            said = " ".join(str(exc).split()) if isinstance(exc, YAMLError) else "must be a mapping of flags to values"
+            raise ValueError(f"--config {file_path}: {said}") from exc
+        return flags
+
+    def format_help(self) -> str:
+        """As upstream, which tells the names of the groups alone, but ours in full."""
+        if self._subparsers is not None or self._search_keyword is not None or not self.own_groups:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        groups = {group.title or "": group for group in self._action_groups if group._group_actions}
+        for title in self.own_groups:
+            formatter.start_section(title)
+            formatter.add_text(groups[title].description)
+            argparse.HelpFormatter.add_arguments(formatter, groups[title]._group_actions)  # in their order
+            formatter.end_section()
+        sections = [
+            f"  {title:<26}{summary_line(group.description).partition('. ')[0]}"
+            for title, group in groups.items()
+            if title not in (*self.own_groups, "positional arguments", "options")
+        ]
+        formatter.add_text("vLLM's flags, by section:\n" + "\n".join(sections))
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a flag is given twice, as some may be; nor that the file of flags is wrong, which the error tells."""
+    return not record.getMessage().startswith(("Found duplicate keys", "Unable to read the config file"))
+
+
+class Deployment(NamedTuple):
+    """What a command line said."""
+
+    args: argparse.Namespace  # all of it, defaults filled in
+    engine_args: dict[str, Any]  # the fields of EngineArgs that were given, and no default
+
+    def load_config(self, **engine_args: Any) -> OmniConfig:
+        """The deployment; ``engine_args`` stand where the command line says nothing. Raises ``ConfigError``."""
+        return load_config(
+            self.args.model,
+            deploy_config=self.args.deploy_config,
+            overrides=self.args.stage_overrides,
+            stage_overrides=self.args.stage,
+            **(engine_args | self.engine_args),
+        )
+
+
+def parse_deployment(
+    command: str,
+    args: Sequence[str],
+    add_arguments: Callable[[DeploymentParser], None],
+    check: Callable[[DeploymentParser, argparse.Namespace], None],
+    **parser_options: Any,
+) -> Deployment:
+    """Parse the arguments behind a command; exits with code 2 if they are wrong.
+
+    Args:
+        add_arguments: adds the command's own, one of which must be ``model_tag``, and vLLM's.
+        check: refuses what one argument says of another, by ``parser.error`` or ``ValueError``.
+        parser_options: of the command's ``ArgumentParser``.
+    """
+    # vLLM's parser wants to be a subcommand: it looks at the first word.
+    root = DeploymentParser(prog="vllm-omni")
+    parser = root.add_subparsers(dest="subparser").add_parser(
+        command,
+        allow_abbrev=False,  # a flag that is nearly right is refused, rather than taken for another
+        formatter_class=_HelpFormatter,
+        epilog=EPILOG.format(prog=f"vllm-omni {command}"),
+        **parser_options,
+    )
+    assert isinstance(parser, DeploymentParser), "argparse makes subparsers of the root's class"
+    _add_deployment_group(parser)
+    add_arguments(parser)
+    root.prog = parser.prog
+    root.options = list(parser._option_string_actions)
+    command_line = [command, *args]
+    try:
+        parsed = root.parse_args(command_line)
+        if parsed.model_tag is None:
+            parser.error(f"no model: give the directory or hub name of a checkpoint, {parser.prog} MODEL")
+        parsed.model = parsed.model_tag
+        check(parser, parsed)
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS
+        given = vars(root.parse_args(command_line))
+    except OSError as exc:
+        parser.error(f"{exc.filename}: {exc.strerror}" if exc.strerror else str(exc))
+    except (ValueError, TypeError, VLLMClientError) as exc:  # vLLM's checks
+        parser.error(str(exc))
+    if "model" in given:
+        parser.error(f"--model: give it without the flag, {parser.prog} MODEL")
+    names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+    return Deployment(parsed, {name: value for name, value in given.items() if name in names})
+
+
+def _add_deployment_group(parser: DeploymentParser) -> None:
+    group = parser.add_argument_group("Omni", "How the stages of an any-to-any model are deployed.")
+    group.add_argument(
+        "--deploy-config",
+        metavar="FILE",
+        help="A YAML file over the one that is bundled for the model's type: stages, edges, engine_args.",
+    )
+    group.add_argument(
+        "--stage-overrides",
+        metavar="JSON",
+        type=_json_mapping,
+        help='The same keys as JSON; stages by name or id: \'{"talker": {"max_num_seqs": 8}}\'.',
+    )
+    group.add_argument(
+        "--stage",
+        metavar="NAME.KEY=VALUE",
+        action="append",
+        default=[],
+        help="Set one key of one stage, for example thinker.max_num_seqs=8. May be repeated; wins over the rest.",
+    )
+
+
+def add_engine_flags(parser: DeploymentParser) -> None:
+    """MODEL, and the flags of vLLM's engines; a command's own of the same name, added later, wins."""
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="Directory or hub name of a checkpoint.")
+    parser.add_argument("--config", metavar="FILE", help="Read flags from a YAML file.")
+    EngineArgs.add_cli_args(parser)
+
+
+def _json_mapping(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object of stages")
+    return value

@@ -1,0 +1,332 @@
+"""``vllm-omni generate MODEL --prompt TEXT``: one prompt, its media, one answer; no server."""
+
+import argparse
+import base64
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from vllm.connections import global_http_connection
+from vllm.logger import configure_logging_from_args
+from vllm.multimodal.media.connector import MediaConnector
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.refusal import refusal
+from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
+from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
+from vllm_omni.entrypoints.omni_llm import OmniLLM
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
+from vllm_omni.names import suggest
+from vllm_omni.outputs import AUDIO_SUFFIXES, OmniRequestOutput
+
+DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
+everything else (where the file is, how long each stage took, logs) to stderr."""
+
+USAGE = "vllm-omni generate MODEL --prompt TEXT [--image FILE] [--audio FILE] [--video FILE] [options]"
+
+DEFAULT_AUDIO = "answer.wav"
+FETCH_TIMEOUT_S = 30.0
+MAX_SEED = 2**63 - 1
+
+
+class Media(NamedTuple):
+    """One image, sound or film of the prompt."""
+
+    kind: str  # "image", "audio" or "video"
+    url: str  # file: or data:
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """As a message of OpenAI's API holds it."""
+        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
+
+
+def generate(args: Sequence[str]) -> None:
+    """Check everything that can be known before, start every stage, answer, end every stage.
+
+    Raises:
+        SystemExit: a flag is wrong.
+        ConfigError: what an argument names is wrong, or the deployment is.
+        InvalidRequest: the stages refused the prompt.
+        StageFailed: a stage did not start, or failed.
+    """
+    parsed = parse_deployment("generate", args, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
+    with only_the_answer_on_stdout() as stdout:
+        configure_logging_from_args(parsed.args)
+        _generate(parsed, stdout)
+
+
+def _generate(parsed: Deployment, stdout: TextIO) -> None:
+    options = parsed.args
+    prompt = _read_prompt(options)
+    audio_path = _audio_path(options.output)
+    # The files are the user's own, and nobody else asks this engine for any.
+    config = parsed.load_config(allowed_local_media_path="/")
+    modalities = _check_request(config, options)
+    if "audio" in modalities:
+        _check_writable(audio_path)
+    allowed = config.stages[0].engine_args["allowed_local_media_path"]
+    media = [_read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
+
+    content = [*(one.part for one in media), {"type": "text", "text": prompt}]
+    messages = [{"role": "user", "content": content if media else prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    print(f"starting {', '.join(config.stage_names)} of {config.model} ...", file=sys.stderr, flush=True)
+    with OmniLLM(config=config) as omni:
+        (output,) = omni.chat(
+            messages,
+            _stage_params(config, options),
+            modalities,
+            use_tqdm=False,
+            speaker=options.speaker,
+            mm_processor_kwargs={"use_audio_in_video": True} if options.use_audio_in_video else None,
+        )
+    saved = _save_audio(output, audio_path) if "audio" in modalities else None
+    if options.json:
+        print(json.dumps(_as_data(output, config, modalities, saved), ensure_ascii=False), file=stdout)
+        return
+    if "text" in modalities:
+        print(output.outputs[0].text, file=stdout)
+    _report(output, saved)
+
+
+def _add_arguments(parser: DeploymentParser) -> None:
+    add_engine_flags(parser)
+    parser.conflict_handler = "resolve"  # --seed: here it is the answer's; of an engine, --stage NAME.seed=N
+    group = parser.add_argument_group("Prompt", "What is asked. Media come before the text, in the order given.")
+    group.add_argument("--prompt", metavar="TEXT", help='The text; "-" reads it from stdin.')
+    group.add_argument("--prompt-file", metavar="FILE", help="Read the text from a file instead.")
+    group.add_argument("--system", metavar="TEXT", help="The system prompt.")
+    for kind in ("image", "audio", "video"):
+        group.add_argument(
+            f"--{kind}",
+            metavar="FILE",
+            dest="media",
+            action=_AppendMedia,
+            default=[],
+            help=f"{kind.capitalize()} of the prompt: a file, or a URL (http, https, data). May be repeated.",
+        )
+    group.add_argument("--use-audio-in-video", action="store_true", help="Hear the sound of the videos, too.")
+    group = parser.add_argument_group("Answer", "What is answered, and where it goes.")
+    group.add_argument(
+        "--modalities", metavar="LIST", type=_words, help="text,audio or one of them; by default, all of the model's."
+    )
+    group.add_argument("--speaker", metavar="NAME", help="A voice of the checkpoint; by default, its first.")
+    group.add_argument("--max-tokens", metavar="N", type=_at_least(1), help="At most so many tokens of text.")
+    group.add_argument(
+        "--seed",
+        metavar="N",
+        dest="sampling_seed",
+        type=_at_least(0, MAX_SEED),
+        help="Makes every stage's sampling repeatable (an engine's own seed is --stage NAME.seed=N).",
+    )
+    group.add_argument(
+        "--output",
+        metavar="PATH",
+        help=f"Of the speech: a file ({', '.join(AUDIO_SUFFIXES)}), or a directory, made if need be, for "
+        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced.",
+    )
+    group.add_argument("--json", action="store_true", help="Print everything about the answer as one line of JSON.")
+    parser.own_groups = ["Prompt", "Answer", "Omni"]
+
+
+class _AppendMedia(argparse.Action):
+    """All media in one list, as their order is the prompt's."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        assert option is not None, "it is no positional argument"
+        media = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*media, (option.removeprefix("--"), values)])
+
+
+def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
+    if options.prompt is None and options.prompt_file is None:
+        parser.error("no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE")
+    if options.prompt is not None and options.prompt_file is not None:
+        parser.error("--prompt and --prompt-file are the same thing: give one of them")
+    if options.use_audio_in_video and not any(kind == "video" for kind, _ in options.media):
+        parser.error("--use-audio-in-video: there is no --video")
+    if options.use_audio_in_video and any(kind == "audio" for kind, _ in options.media):
+        parser.error("--use-audio-in-video: not with --audio; the model then takes every sound for a video's")
+    if options.modalities and "codec_ids" in options.modalities and not options.json:
+        parser.error("--modalities codec_ids: they are told by --json alone")
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be names with commas between them, for example text,audio")
+    return words
+
+
+def _at_least(least: int, most: int | None = None) -> Any:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            valid = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"{value}: valid: {valid}")
+        return value
+
+    parse.__name__ = "int"  # argparse names it when the text is no number
+    return parse
+
+
+# -- before any stage starts -------------------------------------------------------------------------------------------
+
+
+def _read_prompt(options: argparse.Namespace) -> str:
+    source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
+    try:
+        if options.prompt_file is not None:
+            text = Path(options.prompt_file).read_text(encoding="utf-8")
+        elif options.prompt == "-":
+            text = sys.stdin.read()
+        else:
+            text = options.prompt
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{source}: cannot be read: {_reason(exc)}") from exc
+    if not text.strip():
+        raise ConfigError(f"{source}: the prompt is empty")
+    return str(text)
+
+
+def _audio_path(output: str | None) -> Path:
+    if output is None:
+        return Path(DEFAULT_AUDIO)
+    path = Path(output)
+    if path.is_dir() or output.endswith(os.sep) or not path.suffix:
+        return path / DEFAULT_AUDIO
+    if path.suffix.lower() not in AUDIO_SUFFIXES:
+        known = suggest(path.suffix.lower(), AUDIO_SUFFIXES)
+        raise ConfigError(f"--output {output}: unknown suffix {path.suffix!r}: {known}; a directory ends in {os.sep!r}")
+    return path
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ``ConfigError`` if the file could not be written; makes nothing."""
+    if path.is_dir():
+        raise ConfigError(f"--output {path}: it is a directory")
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--output {path}: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {path}: {existing} cannot be written to")
+
+
+def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[str]:
+    """The modalities of the answer. Raises ``ConfigError`` for those and a speaker that the model has not."""
+    orchestrator = Orchestrator(config)
+    try:
+        if options.modalities is not None:
+            orchestrator.outputs_of(options.modalities)
+        orchestrator.pipeline.validate({} if options.speaker is None else {"speaker": options.speaker})
+    except InvalidRequest as exc:
+        raise ConfigError(str(exc)) from exc
+    return options.modalities or tuple(orchestrator.pipeline.modalities)
+
+
+def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound: bool) -> Media:
+    """Fetch what is remote, and decode it all once: a start takes longer than that. Raises ``ConfigError``."""
+    flag = f"--{kind} {named if len(named) <= 80 else named[:77] + '...'}"
+    try:
+        if re.match(r"https?:", named, re.IGNORECASE):
+            data = global_http_connection.get_bytes(named, timeout=FETCH_TIMEOUT_S)
+            url = f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"
+        elif re.match(r"(data|file):", named, re.IGNORECASE):
+            url = named
+        else:
+            with Path(named).open("rb"):
+                url = Path(named).resolve().as_uri()
+    except Exception as exc:  # the HTTP client's errors have no class in common
+        raise ConfigError(f"{flag}: {_reason(exc)}") from exc
+    connector = MediaConnector(allowed_local_media_path=allowed_local_media_path)
+    fetch = {"image": connector.fetch_image, "audio": connector.fetch_audio, "video": connector.fetch_video}[kind]
+    try:
+        fetch(url)
+    except Exception as exc:
+        raise ConfigError(f"{flag}: no {kind} that can be read: {_reason(refusal(exc))}") from exc
+    if kind == "video" and with_sound:
+        try:
+            connector.fetch_audio(url)
+        except Exception as exc:
+            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {_reason(refusal(exc))}") from exc
+    return Media(kind, url)
+
+
+def _reason(exc: BaseException) -> str:
+    """The one line that says most: the system's words for what stopped a file or a connection, or the first line."""
+    deepest: BaseException | None = exc
+    while deepest is not None:
+        if isinstance(deepest, OSError) and deepest.strerror:
+            return deepest.strerror
+        deepest = deepest.__cause__ or deepest.__context__
+    said = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+    said = said.removeprefix("the prompt or its media cannot be read: ")
+    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", said)
+
+
+def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    params: dict[str, dict[str, Any]] = {name: {} for name in config.stage_names}
+    if options.max_tokens is not None:
+        params[config.stage_names[0]]["max_tokens"] = options.max_tokens
+    if options.sampling_seed is not None:
+        for stage in params.values():
+            stage["seed"] = options.sampling_seed
+    return params
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def _save_audio(output: OmniRequestOutput, path: Path) -> Path:
+    """Write the speech beside its place and move it there whole; what fails or is interrupted leaves nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as directory:
+            output.save_audio(Path(directory) / path.name).replace(path)
+    except (OSError, RuntimeError) as exc:  # libsndfile's errors are RuntimeErrors
+        raise OmniError(f"the speech cannot be written to {path}: {_reason(exc)}") from exc
+    return path.resolve()
+
+
+def _num_seconds(output: OmniRequestOutput) -> float:
+    return len(output.multimodal_output["audio"]) / float(output.multimodal_output["sample_rate"])
+
+
+def _report(output: OmniRequestOutput, saved: Path | None) -> None:
+    if saved is not None:
+        rate = output.multimodal_output["sample_rate"]
+        print(f"speech  {saved} ({_num_seconds(output):.1f} s, {rate} Hz)", file=sys.stderr)
+    times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in output.stage_durations.items())
+    print(f"time    {times}", file=sys.stderr)
+
+
+def _as_data(
+    output: OmniRequestOutput, config: OmniConfig, modalities: Sequence[str], saved: Path | None
+) -> dict[str, Any]:
+    answer = output.outputs[0]
+    data: dict[str, Any] = {"model": config.model}
+    if "text" in modalities:
+        data |= {"text": answer.text, "finish_reason": answer.finish_reason}
+    if saved is not None:
+        data["audio"] = {
+            "path": str(saved),
+            "sample_rate": output.multimodal_output["sample_rate"],
+            "num_samples": len(output.multimodal_output["audio"]),
+            "seconds": round(_num_seconds(output), 4),
+        }
+    if "codec_ids" in output.multimodal_output:
+        data["codec_ids"] = output.multimodal_output["codec_ids"]
+    data["num_prompt_tokens"] = len(output.prompt_token_ids or ())
+    data["num_tokens"] = len(answer.token_ids)
+    data["stage_seconds"] = {stage: round(seconds, 4) for stage, seconds in output.stage_durations.items()}
+    return data
