@@ -150,7 +150,10 @@ class OmniLLM:
         modalities: Sequence[str] = ("audio",),
         speaker: str | None = None,
     ) -> list[OmniRequestOutput]:
-        """Say given texts, word for word; the outputs come in the texts' order. Arguments and errors: AsyncOmni.speak."""
+        """Say given texts, word for word, all at once; the outputs come in the texts' order.
+
+        Other arguments and errors: ``AsyncOmni.speak``.
+        """
         texts = [texts] if isinstance(texts, str) else texts
 
         async def speak_all() -> list[OmniRequestOutput]:

@@ -13,9 +13,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.pipeline import SpeechPrompt
 
 
-async def tokenize_speech_prompt(
-    renderer: Any, prompt: SpeechPrompt, max_num_tokens: int
-) -> tuple[list[int], int]:
+async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_tokens: int) -> tuple[list[int], int]:
     """Ids of the prompt with its reply, and how many of them are the reply's.
 
     Args:
@@ -36,8 +34,8 @@ async def tokenize_speech_prompt(
     max_num_characters = max_num_tokens * tokenizer.max_chars_per_token
     if len(prompt.request) > max_num_characters:
         raise InvalidRequest(
-            f"the text to say has {len(prompt.reply)} characters: the model has room for {max_num_tokens} tokens, which "
-            f"are never more than {max_num_characters} characters"
+            f"the text to say has {len(prompt.reply)} characters: the model has room for {max_num_tokens} tokens, "
+            f"which are never more than {max_num_characters} characters"
         )
     control_tokens = tokenizer.get_added_vocab()
     parts = {
