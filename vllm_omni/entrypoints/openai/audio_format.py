@@ -38,7 +38,7 @@ AUDIO_FORMATS = {
     "pcm16": _PCM,  # 16-bit little-endian samples, no header
     "pcm": _PCM,
     "flac": AudioFormat("flac", "flac", "s16", "audio/flac"),
-    "mp3": AudioFormat("mp3", "libmp3lame", "fltp", "audio/mpeg", 96_000),
+    "mp3": AudioFormat("mp3", "libmp3lame", "fltp", "audio/mpeg", 96_000, {"id3v2_version": "0"}),
     # A page each 100 ms; by default it is one each second, for which a listener would wait.
     "opus": AudioFormat("ogg", "libopus", "flt", "audio/ogg", 64_000, {"page_duration": "100000"}),
     "aac": AudioFormat("adts", "aac", "fltp", "audio/aac", 96_000),

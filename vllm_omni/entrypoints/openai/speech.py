@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.engine.serving import OpenAIServing
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -65,7 +65,7 @@ class OmniServingSpeech:
 
     def __init__(
         self,
-        upstream: OpenAIServing,
+        upstream: BaseServing,
         engine_client: AsyncOmni,
         metrics: AudioMetrics | None,
         sse_keep_alive_s: float = 0.0,
@@ -147,7 +147,7 @@ class OmniServingSpeech:
                 yield _event({"type": "speech.audio.done", "usage": usage.as_dict()})
             except Exception as exc:  # the answer has begun: it ends with the error
                 logger.exception("speech failed while it was streamed")
-                error = OpenAIServing.create_error_response(exc).error.model_dump()
+                error = BaseServing.create_error_response(exc).error.model_dump()
                 yield _event({"type": "speech.audio.error", "error": error})
 
 
