@@ -24,11 +24,10 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
     """
     if not prompt.reply.strip():
         raise InvalidRequest("the text to say is empty")
-    for text in (prompt.request, prompt.reply):
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRequest(f"the text to say is no Unicode: {exc}") from exc
+    try:
+        prompt.request.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"the text to say, or how to, is no Unicode: {exc.reason}") from exc
     tokenizer = renderer.get_tokenizer()
     # Before it is tokenized: what is too long by far would keep others waiting.
     max_num_characters = max_num_tokens * tokenizer.max_chars_per_token

@@ -110,3 +110,12 @@ def read_audio(data: str, num_codes: int = NUM_CODES) -> np.ndarray[Any, np.dtyp
     assert np.isfinite(samples).all()
     assert 0.001 < np.abs(samples).max() <= 1.0
     return samples
+
+
+def run_example(name: str, server: Server, *arguments: str | Path) -> list[str]:
+    """Run an example of a client as a user does; what it printed."""
+    example = Path(__file__).resolve().parents[3] / "examples" / name
+    command = [sys.executable, example, "--base-url", server.url + "/v1", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()

@@ -2,8 +2,6 @@
 
 import base64
 import io
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -23,6 +21,7 @@ from tests.entrypoints.openai.conftest import (
     Server,
     ask,
     read_audio,
+    run_example,
     wait_for,
 )
 from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode
@@ -373,19 +372,7 @@ def test_statistics_of_work(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_example_of_a_client(server: Server, tmp_path: Path) -> None:
-    example = Path(__file__).resolve().parents[3] / "examples" / "openai_client.py"
     output = tmp_path / "answer.wav"
-    command = [
-        sys.executable,
-        example,
-        "--base-url",
-        server.url + "/v1",
-        "--output",
-        output,
-        "--max-tokens=8",
-        "--max-codes=20",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == str(output)
+    lines = run_example("openai_client.py", server, "--output", output, "--max-tokens=8", "--max-codes=20")
+    assert lines[-1] == str(output)
     read_audio(base64.b64encode(output.read_bytes()).decode(), num_codes=20)

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import re
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.outputs import RequestOutput
 
-from tests.entrypoints.openai.conftest import MAX_MODEL_LEN, NUM_CODES, SAMPLES_PER_CODE, Server, ask, wait_for
+from tests.entrypoints.openai.conftest import (
+    MAX_MODEL_LEN,
+    NUM_CODES,
+    SAMPLES_PER_CODE,
+    Server,
+    ask,
+    run_example,
+    wait_for,
+)
 from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode, make_sound
 from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
@@ -171,13 +181,29 @@ def test_another_model_is_not_found(server: Server) -> None:
     assert say(server, model=None).status_code == 200
 
 
+@slow
+def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_path: Path) -> None:
+    output = tmp_path / "speech.flac"
+    lines = run_example("speech_client.py", server, "--format=flac", "--output", output, "--max-codes=20")
+    assert re.fullmatch(r"first audio after [\d.]+ s", lines[0])
+    assert lines[-1] == str(output)
+    assert decode("flac", output.read_bytes()).shape == (20 * SAMPLES_PER_CODE,)
+    player = f"{sys.executable} -c 'import sys; print(len(sys.stdin.buffer.read()), file=open(sys.argv[1], \"w\"))'"
+    played = tmp_path / "played"
+    run_example("speech_client.py", server, "--format=pcm", "--player", f"{player} {played}", "--max-codes=20")
+    assert int(played.read_text()) == 2 * 20 * SAMPLES_PER_CODE
+
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": ""}, "the text to say is empty"),
     "blank input": ({"input": " \n\t"}, "the text to say is empty"),
     "input of a wrong type": ({"input": 5}, "input"),
-    "long input": ({"input": "x" * (MAX_MODEL_LEN // 2)}, f"makes 12: the model has room for {MAX_MODEL_LEN - 2}"),
+    "long input": (
+        {"input": "x" * 512},
+        f"has 512 tokens, which with the prompt around it makes 1266: the model has room for {MAX_MODEL_LEN - 2}",
+    ),
     "input beyond all": ({"input": "x" * 100_000}, "100000 characters"),
-    "half a character": ({"input": "\ud800"}, ""),
+    "half a character": ({"input": "\ud800"}, "is no Unicode: surrogates not allowed"),
     "unknown voice": ({"voice": "Ethen"}, "unknown speaker 'Ethen': did you mean 'Ethan'?"),
     "unknown format": ({"response_format": "mp4"}, "unknown audio format 'mp4': did you mean 'mp3'?"),
     "unknown stream format": ({"stream_format": "see"}, "unknown stream_format 'see': did you mean 'sse'?"),
