@@ -196,6 +196,7 @@ class AsyncOmni(EngineClient):
         modalities: Sequence[str] = ("audio",),
         speaker: str | None = None,
         deadline_s: float | None = None,
+        lora_request: Any = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
@@ -218,7 +219,9 @@ class AsyncOmni(EngineClient):
         self._life.loop = asyncio.get_running_loop()
         pipeline, first = self.orchestrator.pipeline, self.config.stages[0].name
         if pipeline.speech_stage is None:
-            raise InvalidRequest(f"{self.config.model}: this model ({self.config.model_type}) says no given text")
+            raise InvalidRequest(f"this model ({self.config.model_type}) says no given text")
+        if "text" in modalities:
+            raise InvalidRequest("modalities: speech of a given text has no other text; ask for audio alone")
         params = self.stage_params(sampling_params)
         if self._by_stage(sampling_params).get(first) or self.defaults.stage_params.get(first):
             raise InvalidRequest(f"sampling parameters of stage {first!r}: it samples nothing, as its reply is given")
@@ -237,6 +240,7 @@ class AsyncOmni(EngineClient):
             request_id or uuid4().hex,
             modalities=modalities,
             options=options,
+            lora_request=lora_request,
             priority=priority,
             trace_headers=trace_headers,
             deadline_s=deadline_s,

@@ -39,9 +39,9 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
     control_tokens = tokenizer.get_added_vocab()
     parts = {
         "before": [prompt.before],
-        "request": list(_cut(prompt.request, control_tokens)),
+        "request": list(cut(prompt.request, control_tokens)),
         "after": [prompt.after],
-        "reply": list(_cut(prompt.reply, control_tokens)),
+        "reply": list(cut(prompt.reply, control_tokens)),
     }
     texts = [{"prompt": text} for part in parts.values() for text in part]
     params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
@@ -64,7 +64,7 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
     return prompt_token_ids, num_reply_tokens
 
 
-def _cut(text: str, control_tokens: Iterable[str]) -> Iterator[str]:
+def cut(text: str, control_tokens: Iterable[str]) -> Iterator[str]:
     """The text in parts, none of which holds a control token whole.
 
     A tokenizer's own switch for this is state that requests in other threads would see.

@@ -33,6 +33,8 @@ from vllm_omni.outputs import OmniRequestOutput
 NUM_SAMPLES = NUM_CODES * SAMPLES_PER_CODE
 SAY = {"input": "Hello, world.", "model": "tiny", "voice": "Chelsie", "seed": 0, "max_new_tokens": NUM_CODES}
 
+LONGEST = 390  # tokens of a text that fits: it stands in the prompt twice, and 242 tokens around it
+
 slow = pytest.mark.slow
 
 
@@ -199,8 +201,8 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "blank input": ({"input": " \n\t"}, "the text to say is empty"),
     "input of a wrong type": ({"input": 5}, "input"),
     "long input": (
-        {"input": "x" * 512},
-        f"has 512 tokens, which with the prompt around it makes 1266: the model has room for {MAX_MODEL_LEN - 2}",
+        {"input": "x" * (LONGEST + 1)},
+        f"has {LONGEST + 1} tokens, which with the prompt around it makes {MAX_MODEL_LEN}: the model has room for 1022",
     ),
     "input beyond all": ({"input": "x" * 100_000}, "100000 characters"),
     "half a character": ({"input": "\ud800"}, "is no Unicode: surrogates not allowed"),
@@ -231,6 +233,11 @@ def test_a_bad_request_is_told_why(server: Server, name: str, stream_format: str
     response = httpx.post(server.url + "/v1/audio/speech", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert why in response.json()["error"]["message"]
+
+
+@slow
+def test_the_longest_text_that_fits_is_said(server: Server) -> None:
+    assert decode("mp3", say(server, input="x" * LONGEST).content).shape == (NUM_SAMPLES,)
 
 
 @slow

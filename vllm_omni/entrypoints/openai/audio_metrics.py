@@ -20,7 +20,7 @@ class AudioMetrics:
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm_omni:{name}", what, buckets=buckets, registry=registry)
 
-        self.ttfp = histogram("audio_ttfp_s", "Seconds from a request to its first bytes of speech.", _SECONDS)
+        self.ttfp = histogram("audio_ttfp_s", "Seconds from a request to the first piece of its speech.", _SECONDS)
         self.duration = histogram("audio_duration_s", "Seconds of speech in an answer.", _LENGTHS)
         self.rtf = histogram("audio_rtf", "Real-time factor: seconds a request took, by seconds of speech.", _FACTORS)
 
@@ -40,7 +40,7 @@ class AudioTimer:
         self._has_begun = False
 
     def piece(self) -> None:
-        """A piece of speech can be sent."""
+        """A piece of speech was made and encoded."""
         if self._metrics is not None and not self._has_begun:
             self._metrics.ttfp.observe(self._clock() - self._started)
         self._has_begun = True

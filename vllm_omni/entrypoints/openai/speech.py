@@ -90,13 +90,15 @@ class OmniServingSpeech:
         unknown_model = await self._upstream._check_model(request)
         if isinstance(unknown_model, ErrorResponse):
             return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
+        self._engine.check_admission()
         _check(request)
         audio_format = find_audio_format(request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
         speech = Speech(encoder, sample_rate, timer)
         usage = _Usage()
-        pieces = self._pieces(self._speak(request, raw_request), speech, usage)
+        trace_headers = await self._upstream._get_trace_headers(raw_request.headers)
+        pieces = self._pieces(self._speak(request, raw_request, trace_headers), speech, usage)
         if not is_stream:
             data = b"".join([piece async for piece in pieces])
             return Response(data, media_type=audio_format.media_type)
@@ -107,7 +109,9 @@ class OmniServingSpeech:
         events = with_sse_keep_alive(self._events(_chain(first, pieces), usage), self._sse_keep_alive_s)
         return StreamingResponse(events, media_type="text/event-stream")
 
-    def _speak(self, request: SpeechRequest, raw_request: Request) -> AsyncGenerator[OmniRequestOutput, None]:
+    def _speak(
+        self, request: SpeechRequest, raw_request: Request, trace_headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
         view = self._engine.with_defaults(speaker=request.speaker, stage_params=request.sampling_params_list)
         # The stage that is given the text samples nothing. What the stages' own parameters say is over these.
         params: dict[str, dict[str, Any]] = {name: {} for name in self._engine.config.stage_names[1:]}
@@ -123,6 +127,8 @@ class OmniServingSpeech:
             f"speech-{self._upstream._base_request_id(raw_request)}",
             instructions=request.instructions,
             modalities=("audio", "codec_ids") if wants_codes else ("audio",),
+            lora_request=self._upstream._maybe_get_adapters(request),
+            trace_headers=trace_headers,
         )
 
     @staticmethod
