@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +251,13 @@ def test_bad_requests_left_nothing(server: Server) -> None:
 @pytest.mark.parametrize("stream_format", [None, "audio", "sse"])
 def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, stream_format: str | None) -> None:
     body = {**SAY, "max_new_tokens": 600, "stream_format": stream_format}
-    timeout = httpx.Timeout(10, read=0.3)
-    with (
-        pytest.raises(httpx.ReadTimeout),
-        httpx.stream("POST", server.url + "/v1/audio/speech", json=body, timeout=timeout) as response,
-    ):
+    url, timeout = server.url + "/v1/audio/speech", httpx.Timeout(10, read=0.3)
+    # It leaves when nothing comes for a while, or after the first piece.
+    with suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=timeout) as response:
+        pieces = response.iter_raw()  # by a name: at its end it would close the connection
+        assert next(pieces)
         assert stream_format is not None, "a whole file has no first byte before its end"
-        next(response.iter_raw())
-        wait_for("the speech is being made", lambda: server.metric("vllm_omni:num_open_calls") == 1)
-        raise httpx.ReadTimeout("a client that has heard enough")
+        assert server.metric("vllm_omni:num_open_calls") == 1
     wait_for("every stage has let go of the speech", server.holds_nothing, timeout_s=2.0)
 
 
