@@ -1,4 +1,4 @@
-"""Ask a server with OpenAI's own client: the text as it comes, then the speech.
+"""Ask a server with OpenAI's own client: the text and the speech as they come.
 
 vllm serve Qwen/Qwen2.5-Omni-7B --omni
 python examples/openai_client.py --prompt "Tell me a story."
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--max-codes", type=int, default=400, help="of the speech, 50 a second (default: %(default)s)")
     options = parser.parse_args()
 
-    with OpenAI(base_url=options.base_url, api_key="none") as client:
+    with OpenAI(base_url=options.base_url, api_key="none") as client, options.output.open("wb") as output:
         chunks = client.chat.completions.create(
             model=client.models.list().data[0].id,
             messages=[{"role": "user", "content": options.prompt}],
@@ -35,7 +35,7 @@ def main() -> None:
             delta = chunk.choices[0].delta
             print(delta.content or "", end="", flush=True)
             if delta.audio and delta.audio.data:
-                options.output.write_bytes(base64.b64decode(delta.audio.data))
+                output.write(base64.b64decode(delta.audio.data))
     print(f"\n{options.output.resolve()}")
 
 

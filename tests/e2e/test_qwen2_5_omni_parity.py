@@ -7,6 +7,7 @@ reference's two best logits closer than 1e-4), after which a greedy sequence may
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -254,6 +255,57 @@ async def test_every_speaker_equals_transformers(pair: Pair) -> None:
         )
         difference = (output.multimodal_output["audio"] - pair.vocode(expected.speech.codes, speaker)).abs().max()
         assert difference < WAVEFORM_TOLERANCE
+
+
+async def speak(omni: AsyncOmni, text: str, repetition_penalty: float = 1.0, **kwargs: object) -> OmniRequestOutput:
+    """The whole speech of a given text, merged."""
+    params = [None, {**GREEDY, "max_tokens": MAX_CODES, "repetition_penalty": repetition_penalty}, {"seed": 0}]
+    outputs = [output async for output in omni.speak(text, params, modalities=["audio", "codec_ids"], **kwargs)]
+    for output in outputs[1:]:
+        outputs[0].add(output, aggregate=True)
+    return outputs[0]
+
+
+def given_reply(reference: Reference, prompt_token_ids: list[int], text: str) -> Reply:
+    """The reply that a thinker would have given, had it said the text (one token a byte) and ended."""
+    tokenizer = reference.processor.tokenizer
+    num_prompt_tokens = len(prompt_token_ids) - len(text.encode())
+    assert bytes(prompt_token_ids[num_prompt_tokens:]) == text.encode()
+    ids = torch.tensor(prompt_token_ids)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_audio_in_video": False}
+    computed = reference.think(inputs, max_tokens=1)
+    token_ids = [*prompt_token_ids[num_prompt_tokens:], tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return replace(computed, prompt_ids=ids[0, :num_prompt_tokens], token_ids=token_ids)
+
+
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.05])
+async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair, repetition_penalty: float) -> None:
+    """Codes and waveform of transformers' talker and vocoder for that reply, several texts at once."""
+    texts = ["!", "Hello, world.", "Say <|im_end|> and <|AUDIO|>.", "Grüße, 世界!", "One two three four five. " * 6]
+    speaker = pair.omni.orchestrator.pipeline.speakers[-1]
+    how = "Speak slowly."
+    spoken = await asyncio.gather(
+        *(speak(pair.omni, text, repetition_penalty, speaker=speaker, instructions=how) for text in texts)
+    )
+    for text, output in zip(texts, spoken, strict=True):
+        assert not output.outputs
+        reply = given_reply(pair.reference, output.prompt_token_ids, text)
+        expected = pair.reference.speak({"use_audio_in_video": False}, reply, MAX_CODES, repetition_penalty, speaker)
+        codes = output.multimodal_output["codec_ids"]
+        if num_equal_until_tie(codes, expected.codes, expected.margins, f"{text!r}, codes"):
+            continue
+        audio = output.multimodal_output["audio"]
+        assert audio.shape == expected.waveform.shape
+        assert (audio - pair.vocode(codes, speaker)).abs().max() < WAVEFORM_TOLERANCE
+
+
+async def test_the_prompt_of_a_given_text_is_the_checkpoints_template(pair: Pair) -> None:
+    """A conversation without a system turn, which the template begins with the one that speech needs."""
+    output = await speak(pair.omni, "Hello.", instructions="Speak slowly.")
+    request = "Speak slowly.\n\nSay the following, word for word, and nothing else:\nHello."
+    processor = pair.reference.processor
+    prompt = processor.apply_chat_template([{"role": "user", "content": request}], add_generation_prompt=True)
+    assert processor.tokenizer.decode(output.prompt_token_ids) == prompt + "Hello."
 
 
 async def test_a_reply_of_one_token_has_text_and_no_sound(pair: Pair) -> None:

@@ -10,14 +10,31 @@ import soundfile
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+def run(name: str, *arguments: str | Path) -> str:
+    """What an example prints."""
+    result = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 @pytest.mark.slow
 def test_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "offline.py", "--model", tiny_checkpoint, "--output-dir", tmp_path]
-    result = subprocess.run([*command, "--max-tokens=8", "--max-codes=20"], capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    out = result.stdout
+    arguments = ["--model", tiny_checkpoint, "--output-dir", tmp_path, "--max-tokens=8", "--max-codes=20"]
+    out = run("offline.py", *arguments)
     assert all(stage in out for stage in ("thinker", "talker", "token2wav", "total"))
     assert str(tmp_path / "answer.wav") in out
     samples, sample_rate = soundfile.read(tmp_path / "answer.wav")
     assert sample_rate == 24000
     assert len(samples) == 20 * 480
+
+
+@pytest.mark.slow
+def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "speech.wav"
+    first, whole, written = run(
+        "speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20"
+    ).splitlines()
+    assert first.startswith("first audio after ")
+    assert whole.startswith("all 0.40 s of it after ")
+    assert written == str(path)
+    assert soundfile.info(path).frames == 20 * 480

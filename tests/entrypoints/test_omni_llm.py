@@ -142,6 +142,36 @@ def test_speakers_differ(omni: OmniLLM) -> None:
     assert spoken[0].multimodal_output != spoken[1].multimodal_output
 
 
+def test_given_texts_are_said_in_their_order(omni: OmniLLM) -> None:
+    params = {"talker": SHORT["talker"]}
+    texts = ["One.", "Two, three."]
+    together = omni.speak(texts, params, modalities=["audio", "codec_ids"])
+    assert [len(output.multimodal_output["audio"]) for output in together] == [20 * 480] * 2
+    assert all(output.finished and not output.outputs for output in together)
+    alone = [omni.speak(text, params, modalities=["codec_ids"])[0] for text in texts]
+    codes = [output.multimodal_output["codec_ids"] for output in together]
+    assert codes == [output.multimodal_output["codec_ids"] for output in alone]
+    assert codes[0] != codes[1]
+    assert set(together[0].stage_durations) == {"thinker", "talker", "token2wav", "total"}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("", {}, "empty"),
+        ("Hello.", {"speaker": "Ethen"}, "did you mean 'Ethan'"),
+        ("Hello.", {"modalities": ["text", "audio"]}, "no other text"),
+        ("Hello.", {"sampling_params_list": {"max_tokens": 5}}, "'thinker': it samples nothing"),
+        ("x" * MAX_MODEL_LEN, {}, "1022"),
+    ],
+)
+def test_a_text_that_cannot_be_said_is_refused(
+    omni: OmniLLM, text: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        omni.speak(text, **arguments)
+
+
 def broken_media() -> dict[str, dict[str, Any]]:
     image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": "not an image"}}
     empty_image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": Image.new("RGB", (0, 0))}}

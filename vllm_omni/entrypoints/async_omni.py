@@ -22,6 +22,7 @@ from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
@@ -184,6 +185,71 @@ class AsyncOmni(EngineClient):
         )
         is_final_only = params[self.config.stages[0].name].output_kind is RequestOutputKind.FINAL_ONLY
         return _merge(outputs) if is_final_only else outputs
+
+    async def speak(
+        self,
+        text: str,
+        sampling_params: ParamsList = None,
+        request_id: str | None = None,
+        *,
+        instructions: str | None = None,
+        modalities: Sequence[str] = ("audio",),
+        speaker: str | None = None,
+        deadline_s: float | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """Stream the speech of a given text, word for word: pieces of it as they come, the last one ``finished``.
+
+        The first stage is given its reply instead of sampling one; the stages behind it work as always. Each output has
+        the ids of that stage's prompt, reply included, and no text.
+
+        Args:
+            text: what to say; no part of it is read as a control token.
+            sampling_params: of the stages behind the first, by position (None for the first) or by name.
+            instructions: how to say it.
+            modalities: "audio"; and "codec_ids" for the codes.
+            others: those of ``generate``.
+
+        Raises:
+            InvalidRequest: the request is malformed, or the model says no given text.
+            StageFailed: a stage failed it.
+        """
+        self._life.loop = asyncio.get_running_loop()
+        pipeline, first = self.orchestrator.pipeline, self.config.stages[0].name
+        if pipeline.speech_stage is None:
+            raise InvalidRequest(f"this model ({self.config.model_type}) says no given text")
+        if "text" in modalities:
+            raise InvalidRequest("modalities: speech of a given text has no other text; ask for audio alone")
+        params = self.stage_params(sampling_params)
+        if self._by_stage(sampling_params).get(first) or self.defaults.stage_params.get(first):
+            raise InvalidRequest(f"sampling parameters of stage {first!r}: it samples nothing, as its reply is given")
+        params[first] = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        # Behind the prompt: one token for the first stage to end with, two with which the speech begins.
+        models = [self.orchestrator.engines[name].vllm_config.model_config for name in (first, pipeline.speech_stage)]
+        max_num_tokens = min(model.max_model_len for model in models) - 2
+        prompt_token_ids, num_reply_tokens = await tokenize_speech_prompt(
+            self.renderer, pipeline.speech_prompt(text, instructions), max_num_tokens
+        )
+        speaker = self.defaults.speaker if speaker is None else speaker
+        options = {"num_reply_tokens": num_reply_tokens} | ({} if speaker is None else {"speaker": speaker})
+        outputs = self.orchestrator.generate(
+            {"prompt_token_ids": prompt_token_ids},
+            params,
+            request_id or uuid4().hex,
+            modalities=modalities,
+            options=options,
+            lora_request=lora_request,
+            priority=priority,
+            trace_headers=trace_headers,
+            deadline_s=deadline_s,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.multimodal_output or output.finished:  # else it is the first stage's
+                    output.prompt_token_ids = prompt_token_ids
+                    yield output
 
     def with_defaults(
         self, *, modalities: Sequence[str] | None = None, speaker: str | None = None, stage_params: ParamsList = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -141,6 +141,42 @@ class OmniLLM:
             prompts, sampling_params_list, modalities, use_tqdm, lora_request, priority, speaker=speaker
         )
 
+    def speak(
+        self,
+        texts: str | Sequence[str],
+        sampling_params_list: ParamsList = None,
+        *,
+        instructions: str | None = None,
+        modalities: Sequence[str] = ("audio",),
+        speaker: str | None = None,
+    ) -> list[OmniRequestOutput]:
+        """Say given texts, word for word, all at once; the outputs come in the texts' order.
+
+        Other arguments and errors: ``AsyncOmni.speak``.
+        """
+        texts = [texts] if isinstance(texts, str) else texts
+
+        async def speak_all() -> list[OmniRequestOutput]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        _join(
+                            self.engine.speak(
+                                text,
+                                sampling_params_list,
+                                instructions=instructions,
+                                modalities=modalities,
+                                speaker=speaker,
+                            )
+                        )
+                    )
+                    for text in texts
+                ]
+            return [task.result() for task in tasks]
+
+        spoken: list[OmniRequestOutput] = self._run(speak_all())
+        return spoken
+
     async def _render(
         self, conversations: list[Any], params: ChatParams, mm_processor_kwargs: Mapping[str, Any] | None
     ) -> list[EngineInput]:
@@ -224,6 +260,13 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _join(outputs: AsyncIterator[OmniRequestOutput]) -> OmniRequestOutput:
+    final = await anext(outputs)
+    async for output in outputs:
+        final.add(output, aggregate=True)
+    return final
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:

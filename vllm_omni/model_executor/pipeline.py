@@ -33,6 +33,19 @@ class StageSpec:
     check_prompt: Callable[[Any], None] | None = None  # of the first stage: refuses a rendered prompt (InvalidRequest)
 
 
+@dataclass(frozen=True)
+class SpeechPrompt:
+    """A prompt and the reply that the model is made to give to it.
+
+    What the user wrote is plain text: what looks like a control token in it is none.
+    """
+
+    before: str  # the family's markup, control tokens included
+    request: str  # plain text
+    after: str  # markup, up to the reply
+    reply: str  # plain text: what is said
+
+
 @dataclass
 class StageRequest:
     """What a transfer function hands to a stage."""
@@ -47,7 +60,7 @@ class RequestContext:
 
     request_id: str
     params: Mapping[str, SamplingParams]  # by stage
-    options: Mapping[str, Any]  # validated by the pipeline: speaker, ...
+    options: Mapping[str, Any]  # validated by the pipeline: speaker, num_reply_tokens, ...
     lora_request: Any = None
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
@@ -65,6 +78,8 @@ class Pipeline(ABC):
     sample_rate: int  # of the audio output, Hz
     # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
+    speakers: Sequence[str] = ()  # the voices; the first is the default
+    speech_stage: str | None = None  # its tokens are those of the speech; None: the model says no given text
 
     @abstractmethod
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None: ...
@@ -93,6 +108,16 @@ class Pipeline(ABC):
                 self.chunks = {**self.chunks, key: replace(self.chunks[key], **edge.chunks)}
             except ConfigError as exc:
                 raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: {exc}") from None
+
+    def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
+        """What makes the first stage reply with ``text``, for models with a ``speech_stage``.
+
+        The request then has the option ``num_reply_tokens``: so many tokens at the prompt's end are the reply.
+
+        Args:
+            instructions: how to say it.
+        """
+        raise NotImplementedError
 
     def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
         """The value of one of ``extra_outputs`` in a stage's output; lists of several outputs are joined."""

@@ -1,15 +1,9 @@
-"""``vllm serve MODEL --omni``, one real process for all tests, asked by the real ``openai`` client."""
+"""Chat over HTTP, in text and speech, and what the server is besides."""
 
 import base64
 import io
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,105 +11,24 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import openai
-import psutil
 import pytest
 import soundfile
 
+from tests.entrypoints.openai.conftest import (
+    MAX_MODEL_LEN,
+    SHORT,
+    STAGES,
+    Server,
+    ask,
+    read_audio,
+    run_example,
+    wait_for,
+)
+from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
-
-START_TIMEOUT_S = 180.0
-END_TIMEOUT_S = 30.0
-SAMPLES_PER_CODE = 480
-NUM_CODES = 12
-MAX_MODEL_LEN = 1024
-QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
-# The tiny checkpoint never ends by itself, so that the numbers of tokens and codes are those asked for.
-STAGES = {"talker": {"temperature": 0.0, "max_tokens": NUM_CODES}, "token2wav": {"seed": 0}}
-SHORT = {"model": "tiny", "messages": QUESTION, "temperature": 0.0, "max_tokens": 6}
+from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS
 
 pytestmark = pytest.mark.slow
-
-
-class Server(NamedTuple):
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
-
-    def metric(self, name: str) -> float:
-        """The value of one line of /metrics, given as a regular expression."""
-        (value,) = re.findall(rf"^{name} (\S+)$", self.get("/metrics").text, flags=re.MULTILINE)
-        return float(value)
-
-    def holds_nothing(self) -> bool:
-        names = ("num_open_calls", "num_running_activations", "num_buffered_frames")
-        return not any(self.metric(f"vllm_omni:{name}") for name in names)
-
-
-def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="session")
-def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
-    flags += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}", "--stage=thinker.max_num_seqs=16"]
-    command = [Path(sys.executable).with_name("vllm"), "serve", tiny_checkpoint, "--omni", *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
-        yield server
-    finally:
-        stages = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGTERM)
-        process.wait(END_TIMEOUT_S)
-        assert not psutil.wait_procs(stages, END_TIMEOUT_S)[1], "a stage outlived its server"
-
-
-def is_up(server: Server) -> bool:
-    assert server.process.poll() is None, "the server ended while it started"
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@pytest.fixture(scope="session")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def ask(client: openai.OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(**{**SHORT, "extra_body": {"sampling_params_list": STAGES}, **more})
-
-
-@pytest.fixture(scope="session")
-def text(client: openai.OpenAI) -> str:
-    """What the model says to the question."""
-    content: str = ask(client).choices[0].message.content
-    assert content
-    return content
-
-
-def read_audio(data: str, num_codes: int = NUM_CODES) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Samples of a file in base 64, which must be a sound."""
-    samples, sample_rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
-    assert sample_rate == 24000
-    assert samples.shape == (num_codes * SAMPLES_PER_CODE,)
-    assert np.isfinite(samples).all()
-    assert 0.001 < np.abs(samples).max() <= 1.0
-    return samples
 
 
 # -- whole answers -----------------------------------------------------------------------------------------------------
@@ -229,15 +142,22 @@ class Stream(NamedTuple):
     kinds: list[str]  # of the chunks, in order, each once
 
 
-@pytest.mark.parametrize("format_name", ["wav", "pcm16"])
-@pytest.mark.parametrize("modalities", [["text", "audio"], ["audio"]], ids="+".join)
+@pytest.mark.parametrize(
+    ("modalities", "format_name"),
+    [(["text", "audio"], name) for name in AUDIO_FORMATS] + [(["audio"], name) for name in ("wav", "mp3")],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
 def test_stream_with_audio(client: openai.OpenAI, text: str, modalities: list[str], format_name: str) -> None:
     request = {"modalities": modalities, "audio": {"format": format_name}}
     stream = read_stream(ask(client, **request, stream=True, stream_options={"include_usage": True}))
     whole = ask(client, **request).choices[0].message
     assert stream.content == (whole.content or "")
     assert stream.transcript == whole.audio.transcript == text
-    assert b"".join(map(base64.b64decode, stream.pieces)) == base64.b64decode(whole.audio.data)
+    streamed, whole_file = b"".join(map(base64.b64decode, stream.pieces)), base64.b64decode(whole.audio.data)
+    if format_name in LOSSLESS:
+        np.testing.assert_array_equal(decode(format_name, streamed), decode(format_name, whole_file))
+    else:
+        assert whole_file.endswith(streamed)
     said = "content" if "text" in modalities else "transcript"
     assert stream.kinds[0] == said
     assert stream.kinds[-2:] == ["finish_reason", "usage"]
@@ -338,7 +258,7 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
     ),
     "unknown format": (
         lambda _: {"modalities": ["audio"], "audio": {"format": "wave"}},
-        "unknown audio format 'wave': did you mean 'wav'? valid: wav, pcm16, pcm, flac, mp3, opus",
+        "unknown audio format 'wave': did you mean 'wav'? valid: wav, pcm16, pcm, flac, mp3, opus, aac",
     ),
     "unknown key of audio": (lambda _: {"audio": {"fromat": "wav"}}, "audio.fromat"),
     "several answers with audio": (lambda _: {"modalities": ["audio"], "n": 2}, "n = 2"),
@@ -452,31 +372,7 @@ def test_statistics_of_work(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_example_of_a_client(server: Server, tmp_path: Path) -> None:
-    example = Path(__file__).resolve().parents[3] / "examples" / "openai_client.py"
     output = tmp_path / "answer.wav"
-    command = [
-        sys.executable,
-        example,
-        "--base-url",
-        server.url + "/v1",
-        "--output",
-        output,
-        "--max-tokens=8",
-        "--max-codes=20",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == str(output)
+    lines = run_example("openai_client.py", server, "--output", output, "--max-tokens=8", "--max-codes=20")
+    assert lines[-1] == str(output)
     read_audio(base64.b64encode(output.read_bytes()).decode(), num_codes=20)
-
-
-def test_zz_health_names_a_stage_that_died_and_the_server_ends(server: Server) -> None:
-    """The last test of this server."""
-    stages = [child for child in psutil.Process(server.process.pid).children() if "EngineCore" in child.name()]
-    assert len(stages) == 3
-    os.kill(stages[0].pid, signal.SIGKILL)
-    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
-    assert re.search(
-        r"stage '(thinker|talker|token2wav)': its engine has died", server.get("/health").json()["error"]["message"]
-    )
-    assert server.process.wait(END_TIMEOUT_S) == 1

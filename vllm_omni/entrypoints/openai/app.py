@@ -22,12 +22,14 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.chat_completion import api_router as upstream_chat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
+from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
 from vllm_omni.errors import ConfigError, OmniError, StageFailed
 
 router = APIRouter()
@@ -48,6 +50,32 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
     """Upstream's route, with a larger body."""
     response: Response | None = await upstream_chat.create_chat_completion(request, raw_request)
     return response
+
+
+@router.post(
+    "/v1/audio/speech",
+    dependencies=[Depends(validate_json_request)],
+    responses={
+        HTTPStatus.OK.value: {"content": {"audio/*": {}, "text/event-stream": {}}},
+        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
+        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
+    },
+    response_class=Response,
+)
+@with_cancellation
+@load_aware_call
+async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
+    """A given text, said word for word."""
+    speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
+    return await speech.create_speech(request, raw_request)
+
+
+@router.get("/v1/audio/voices")
+async def voices(raw_request: Request) -> JSONResponse:
+    """The names that ``voice`` may have."""
+    speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
+    return JSONResponse(speech.voices())
 
 
 @router.get("/health", response_class=Response)
@@ -132,7 +160,11 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     _replace_routes(app, router)
     app.exception_handler(OmniError)(_on_omni_error)
     await init_app_state(omni, app.state, args, tasks)
-    app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni)
+    metrics = AudioMetrics() if app.state.log_stats else None
+    app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
+    app.state.openai_serving_speech = OmniServingSpeech(
+        app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
+    )
     if app.state.log_stats:
         _export_statistics(omni)
     return app

@@ -1,32 +1,47 @@
-"""Samples as a client can play them."""
+"""Samples as a client can play them: files and streams of every format, by FFmpeg's libraries (PyAV)."""
+
+from __future__ import annotations
 
 import io
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
 
-import soundfile
-import torch
+import av
+import numpy as np
 from torch import Tensor
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
 
 NUM_SILENT_SAMPLES = 480  # 20 ms at 24 kHz
+SPEEDS = (0.25, 4.0)  # OpenAI's limits
+
+# No random serial numbers and no version of the library: the same samples give the same bytes. What is encoded leaves
+# at once, and FLAC's header is not followed by eight kilobytes of room for tags.
+CONTAINER_OPTIONS = {"fflags": "+bitexact", "flush_packets": "1", "metadata_header_padding": "0"}
 
 
 class AudioFormat(NamedTuple):
-    container: str  # libsndfile's names
-    subtype: str | None
-    can_be_cut: bool = False  # pieces that are encoded one by one make the whole when joined
+    container: str  # FFmpeg's names
+    codec: str
+    sample_format: str
+    media_type: str
+    bit_rate: int | None = None  # bits per second; None where nothing is lost
+    options: Mapping[str, str] = {}  # of the container
 
 
-_PCM = AudioFormat("RAW", "PCM_16", can_be_cut=True)
+_PCM = AudioFormat("s16le", "pcm_s16le", "s16", "audio/pcm")
 AUDIO_FORMATS = {
-    "wav": AudioFormat("WAV", "PCM_16"),
+    "wav": AudioFormat("wav", "pcm_s16le", "s16", "audio/wav"),
     "pcm16": _PCM,  # 16-bit little-endian samples, no header
     "pcm": _PCM,
-    "flac": AudioFormat("FLAC", "PCM_16"),
-    "mp3": AudioFormat("MP3", None),
-    "opus": AudioFormat("OGG", "OPUS"),
+    "flac": AudioFormat("flac", "flac", "s16", "audio/flac"),
+    "mp3": AudioFormat("mp3", "libmp3lame", "fltp", "audio/mpeg", 96_000, {"id3v2_version": "0"}),
+    # A page each 100 ms; by default it is one each second, for which a listener would wait.
+    "opus": AudioFormat("ogg", "libopus", "flt", "audio/ogg", 64_000, {"page_duration": "100000"}),
+    "aac": AudioFormat("adts", "aac", "fltp", "audio/aac", 96_000),
 }
 
 
@@ -37,21 +52,132 @@ def find_audio_format(name: str) -> AudioFormat:
     return AUDIO_FORMATS[name]
 
 
-def encode_audio(samples: Tensor, sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """Samples (float [num_samples], in [-1, 1]; what is beyond is clipped) as a file in memory."""
-    if not len(samples) and audio_format.container not in ("RAW", "WAV"):
-        samples = torch.zeros(NUM_SILENT_SAMPLES)  # these formats have no file of no samples
-    data = samples.numpy()
-    if audio_format.subtype == "PCM_16":
-        # Here rather than in libsndfile, which rounds differently for each container.
-        data = (data.clip(-1.0, 1.0) * 32767).round().astype("<i2")
-    file = io.BytesIO()
-    soundfile.write(
-        file,
-        data,
-        sample_rate,
-        format=audio_format.container,
-        subtype=audio_format.subtype,
-        endian="LITTLE" if audio_format.container == "RAW" else None,
-    )
-    return file.getvalue()
+class AudioEncoder:
+    """Encodes samples as they come.
+
+    The bytes of all calls, joined, are one playable file. Of a stream, each call returns what can be sent already, and
+    its header says nothing of its length; otherwise the last call returns everything, with a header that does. The
+    calls must not overlap, and may come from any thread.
+
+    Args:
+        sample_rate: of the samples and of the file, Hz.
+        speed: how much faster than they are the samples are played, at the same pitch; within ``SPEEDS``.
+    """
+
+    def __init__(
+        self, audio_format: AudioFormat, sample_rate: int, *, is_stream: bool = False, speed: float = 1.0
+    ) -> None:
+        self._format = audio_format
+        self._sample_rate = sample_rate
+        self._tempo = None if speed == 1.0 else _Tempo(sample_rate, speed)
+        self._num_samples = 0  # encoded
+        self._file = _Outlet() if is_stream else io.BytesIO()
+        options = {**CONTAINER_OPTIONS, **audio_format.options}
+        self._container = av.open(self._file, "w", format=audio_format.container, options=options)
+        stream = self._container.add_stream(audio_format.codec, rate=sample_rate)
+        assert isinstance(stream, av.AudioStream)
+        stream.layout = "mono"
+        stream.format = audio_format.sample_format
+        if audio_format.bit_rate is not None:
+            stream.bit_rate = audio_format.bit_rate
+        self._stream = stream
+
+    def encode(self, samples: Tensor) -> bytes:
+        """Float samples [num_samples] in [-1, 1]; what is beyond is clipped."""
+        if self._tempo is None:
+            self._encode(samples.numpy())
+        else:
+            for changed in self._tempo.change(samples.numpy()):
+                self._encode(changed)
+        return self._take()
+
+    def finish(self) -> bytes:
+        """The rest of the file. Nothing may be encoded after it."""
+        if self._tempo is not None:
+            for changed in self._tempo.finish():
+                self._encode(changed)
+        if not self._num_samples and self._format.codec != "pcm_s16le":
+            self._encode(np.zeros(NUM_SILENT_SAMPLES, np.float32))  # these formats have no file of no samples
+        self._container.start_encoding()  # writes the header, where no samples did
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        return self._take() if isinstance(self._file, _Outlet) else self._file.getvalue()
+
+    def _encode(self, samples: np.ndarray[Any, Any]) -> None:
+        if not len(samples):
+            return
+        samples = samples.clip(-1.0, 1.0)
+        if self._format.sample_format == "s16":
+            samples = (samples * 32767).round().astype(np.int16)  # the one rule for each format that loses nothing
+        frame = _make_frame(samples, self._format.sample_format, self._sample_rate, self._num_samples)
+        self._num_samples += len(samples)
+        self._container.mux(self._stream.encode(frame))
+
+    def _take(self) -> bytes:
+        return self._file.take() if isinstance(self._file, _Outlet) else b""
+
+
+def encode_audio(samples: Tensor, sample_rate: int, audio_format: AudioFormat, *, speed: float = 1.0) -> bytes:
+    """Samples as a file in memory; see ``AudioEncoder``."""
+    encoder = AudioEncoder(audio_format, sample_rate, speed=speed)
+    return encoder.encode(samples) + encoder.finish()
+
+
+class _Outlet:
+    """A file that can only be appended to, as a connection is: so the libraries never go back to a header."""
+
+    def __init__(self) -> None:
+        self._written = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self._written += data
+        return len(data)
+
+    def take(self) -> bytes:
+        """What was written since the last call."""
+        taken = bytes(self._written)
+        self._written.clear()
+        return taken
+
+
+class _Tempo:
+    """Plays samples faster or slower at the same pitch: FFmpeg's ``atempo``, which overlaps pieces of the waveform."""
+
+    def __init__(self, sample_rate: int, speed: float) -> None:
+        self._sample_rate = sample_rate
+        self._num_samples = 0
+        # One filter goes down to 0.5, and above 2 it leaves samples out instead of blending them: two share the rest.
+        tempos = [speed] if 0.5 <= speed <= 2 else [math.sqrt(speed)] * 2
+        self._graph = av.filter.Graph()
+        nodes = [
+            self._graph.add_abuffer(
+                sample_rate=sample_rate, format="flt", layout="mono", time_base=Fraction(1, sample_rate)
+            ),
+            *(self._graph.add("atempo", f"{tempo:.6f}") for tempo in tempos),
+            self._graph.add("abuffersink"),
+        ]
+        self._graph.link_nodes(*nodes).configure()
+
+    def change(self, samples: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+        if len(samples):
+            self._graph.push(_make_frame(samples, "flt", self._sample_rate, self._num_samples))
+            self._num_samples += len(samples)
+            yield from self._pull()
+
+    def finish(self) -> Iterator[np.ndarray[Any, Any]]:
+        if self._num_samples:
+            self._graph.push(None)
+            yield from self._pull()
+
+    def _pull(self) -> Iterator[np.ndarray[Any, Any]]:
+        while True:
+            try:
+                yield self._graph.pull().to_ndarray().reshape(-1)
+            except (BlockingIOError, EOFError):  # it wants more samples; it has had all
+                return
+
+
+def _make_frame(samples: np.ndarray[Any, Any], sample_format: str, sample_rate: int, start: int) -> Any:
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], format=sample_format, layout="mono")
+    frame.sample_rate, frame.time_base, frame.pts = sample_rate, Fraction(1, sample_rate), start
+    return frame

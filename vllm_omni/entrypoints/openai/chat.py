@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import torch
 from fastapi import Request
 from openai.types.chat.chat_completion_audio import ChatCompletionAudio
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -29,11 +28,13 @@ from vllm.renderers.chat_utils import ConversationMessage
 
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.audio_format import encode_audio, find_audio_format
+from vllm_omni.entrypoints.openai.audio_format import AudioEncoder, find_audio_format
+from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
+from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,17 @@ class OmniServingChat(OpenAIServingChat):
     """vLLM's chat handler, with speech."""
 
     engine_client: AsyncOmni
+    audio_metrics: AudioMetrics | None
+    timer: AudioTimer  # of the request, in the view that serves it
 
     @classmethod
-    def of(cls, upstream: OpenAIServingChat, engine_client: AsyncOmni) -> OmniServingChat:
+    def of(
+        cls, upstream: OpenAIServingChat, engine_client: AsyncOmni, audio_metrics: AudioMetrics | None
+    ) -> OmniServingChat:
         """The same handler with speech, on the same settings; they are many, and vLLM has made one already."""
         chat = cls.__new__(cls)
         chat.__dict__.update(upstream.__dict__)
-        chat.engine_client = engine_client
+        chat.engine_client, chat.audio_metrics = engine_client, audio_metrics
         # What the deployment says of the stage that writes the text holds here, too.
         first = engine_client.config.stages[0]
         chat.default_sampling_params = {**upstream.default_sampling_params, **first.default_sampling_params}
@@ -68,6 +73,7 @@ class OmniServingChat(OpenAIServingChat):
         self._check(request)
         # Upstream hands its engine the prompt and the text's parameters; the rest of the request goes with the engine.
         view = copy.copy(self)
+        view.timer = AudioTimer(self.audio_metrics)
         view.engine_client = self.engine_client.with_defaults(
             modalities=["text"] if request.modalities is None else request.modalities,
             speaker=request.audio.voice if request.audio else None,
@@ -111,19 +117,21 @@ class OmniServingChat(OpenAIServingChat):
         assert isinstance(request, OmniChatCompletionRequest)
         if not request.wants_audio:
             return await super().chat_completion_full_generator(request, result_generator, request_id, *args, **kwargs)
-        speech = self._speech(request, request_id)
+        speech = self._speech(request, is_stream=False)
 
         async def listen() -> AsyncIterator[OmniRequestOutput]:
             async for output in result_generator:
-                speech.add(output)
+                await speech.encode(output)
                 yield output
 
         response = await super().chat_completion_full_generator(request, listen(), request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
             message = response.choices[0].message
-            data = await asyncio.to_thread(speech.take_whole)  # a minute of mp3 takes half a second to encode
             message.audio = ChatCompletionAudio(
-                id=speech.id, data=data, expires_at=response.created, transcript=message.content or ""
+                id=f"audio-{request_id}",
+                data=base64.b64encode(await speech.finish()).decode(),
+                expires_at=response.created,
+                transcript=message.content or "",
             )
             if not request.wants_text:
                 message.content = None
@@ -139,7 +147,7 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        """As upstream; speech comes in ``delta.audio``, before what ends the stream."""
+        """As upstream; speech comes in ``delta.audio``, piece by piece, before what ends the stream."""
         assert isinstance(request, OmniChatCompletionRequest)
         if not request.wants_audio:
             return super().chat_completion_stream_generator(request, result_generator, request_id, *args, **kwargs)
@@ -154,84 +162,78 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        speech = self._speech(request, request_id)
-        text = _Text(outputs, speech)
-        writer = _Writer(speech, request.wants_text)
-        lines = super().chat_completion_stream_generator(request, text.read(), request_id, *args, **kwargs)
+        speech = self._speech(request, is_stream=True)
+        writer = _Writer(f"audio-{request_id}", request.wants_text)
+        # Upstream's lines, and outputs with sound, in the order in which they come; then an error or None. No more than
+        # one waits, so that a client who reads slowly holds the engine's outputs back.
+        events: asyncio.Queue[str | OmniRequestOutput | Exception | None] = asyncio.Queue(1)
+        text_has_ended = False
+
+        async def read_text() -> AsyncIterator[OmniRequestOutput]:
+            """What upstream sees: the outputs with text, up to its end."""
+            nonlocal text_has_ended
+            async for output in outputs:
+                if output.multimodal_output:
+                    await events.put(output)
+                if not output.outputs:
+                    continue
+                text_has_ended = output.outputs[0].finish_reason not in (None, "error")
+                yield output
+                if text_has_ended:
+                    return
+
+        lines = super().chat_completion_stream_generator(request, read_text(), request_id, *args, **kwargs)
+
+        async def read() -> None:
+            end: Exception | None = None
+            try:
+                async for line in lines:
+                    await events.put(line)
+                if text_has_ended:
+                    async for output in outputs:
+                        await events.put(output)
+            except Exception as exc:
+                end = exc
+            await events.put(end)
+
         ending: list[str] = []  # upstream's last lines (finish_reason, usage, [DONE]) wait for the end of the speech
         async with aclosing(outputs), aclosing(lines):
-            async for line in lines:
-                for rewritten in writer.rewrite(line):
-                    if text.has_ended and writer.is_ending(rewritten):
-                        ending.append(rewritten)
-                    else:
-                        yield rewritten
-                for chunk in writer.speak():
-                    yield chunk
-            if text.has_ended:
-                try:
-                    async for output in outputs:
-                        speech.add(output)
-                        for chunk in writer.speak():
-                            yield chunk
-                    for chunk in await asyncio.to_thread(lambda: list(writer.end_speech())):
-                        yield chunk
-                except Exception as exc:  # the answer has begun: it ends with the error, as upstream's do
-                    logger.exception("request %s: failed while its speech was streamed", request_id)
-                    ending = [f"data: {self.create_streaming_error_response(exc)}\n\n", DONE]
+            reader = asyncio.create_task(read())
+            try:
+                while (event := await events.get()) is not None:
+                    if isinstance(event, Exception):
+                        raise event
+                    if isinstance(event, OmniRequestOutput):
+                        if data := await speech.encode(event):
+                            yield writer.audio(data)
+                        continue
+                    for line in writer.rewrite(event):
+                        if text_has_ended and writer.is_ending(line):
+                            ending.append(line)
+                        else:
+                            yield line
+                if text_has_ended:
+                    yield writer.end_of_audio(await speech.finish())
+            except Exception as exc:  # the answer has begun: it ends with the error, as upstream's do
+                logger.exception("request %s: failed while its speech was streamed", request_id)
+                ending = [f"data: {self.create_streaming_error_response(exc)}\n\n", DONE]
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
             for line in ending:
                 yield line
 
-    def _speech(self, request: OmniChatCompletionRequest, request_id: str) -> _Speech:
+    def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.engine_client.orchestrator.pipeline.sample_rate
-        return _Speech(request_id, request.audio_format, sample_rate)
-
-
-class _Speech:
-    """The speech of one answer: what has come and was not yet sent."""
-
-    def __init__(self, request_id: str, audio_format: str, sample_rate: int) -> None:
-        self.id = f"audio-{request_id}"
-        self.format = find_audio_format(audio_format)
-        self._media: dict[str, Any] = {"audio": torch.zeros(0), "sample_rate": sample_rate}
-
-    def add(self, output: OmniRequestOutput) -> None:
-        merge_multimodal(self._media, output.multimodal_output)
-
-    def take_whole(self) -> str:
-        """Everything since the last call, encoded and in base 64."""
-        samples, self._media["audio"] = self._media["audio"], torch.zeros(0)
-        return base64.b64encode(encode_audio(samples, self._media["sample_rate"], self.format)).decode()
-
-    def take_piece(self) -> str | None:
-        """The same, as far as the format allows to send it before the end; None if there is nothing to send."""
-        return self.take_whole() if self.format.can_be_cut and self._media["audio"].numel() else None
-
-
-class _Text:
-    """The outputs that upstream sees: those with text, up to its end. Others that come between go to the speech."""
-
-    def __init__(self, outputs: AsyncIterator[OmniRequestOutput], speech: _Speech) -> None:
-        self._outputs = outputs
-        self._speech = speech
-        self.has_ended = False
-
-    async def read(self) -> AsyncIterator[OmniRequestOutput]:
-        async for output in self._outputs:
-            self._speech.add(output)
-            if not output.outputs:
-                continue
-            self.has_ended = output.outputs[0].finish_reason not in (None, "error")
-            yield output
-            if self.has_ended:
-                return
+        encoder = AudioEncoder(find_audio_format(request.audio_format), sample_rate, is_stream=is_stream)
+        return Speech(encoder, sample_rate, self.timer)
 
 
 class _Writer:
     """Lines of a stream: upstream's, rewritten where they must be, and those of the speech."""
 
-    def __init__(self, speech: _Speech, wants_text: bool) -> None:
-        self._speech = speech
+    def __init__(self, audio_id: str, wants_text: bool) -> None:
+        self._audio_id = audio_id
         self._wants_text = wants_text
         self._head: dict[str, Any] = {}  # what every chunk begins with
         self._transcript = ""
@@ -250,7 +252,7 @@ class _Writer:
         if not self._wants_text and content is not None:
             delta["content"] = None
             if content:
-                delta["audio"] = {"id": self._speech.id, "transcript": content}
+                delta["audio"] = {"id": self._audio_id, "transcript": content}
         if choice.get("finish_reason") is None:
             yield line if self._wants_text else _line(chunk)
             return
@@ -267,20 +269,18 @@ class _Writer:
         choices = json.loads(line.removeprefix("data: ")).get("choices")
         return not choices or choices[0]["finish_reason"] is not None
 
-    def speak(self) -> Iterator[str]:
-        """What can be sent of the speech already."""
-        data = self._speech.take_piece()
-        if data is not None:
-            yield self._audio({"data": data})
+    def audio(self, data: bytes) -> str:
+        """A piece of the speech."""
+        return self._audio({"data": base64.b64encode(data).decode()})
 
-    def end_speech(self) -> Iterator[str]:
+    def end_of_audio(self, data: bytes) -> str:
         """The rest of the speech. Its transcript goes with it unless it went before it."""
-        rest = {} if self._speech.format.can_be_cut else {"data": self._speech.take_whole()}
+        rest = {"data": base64.b64encode(data).decode()} if data else {}
         transcript = {"transcript": self._transcript} if self._wants_text else {}
-        yield self._audio({**rest, **transcript, "expires_at": int(time.time())})
+        return self._audio({**rest, **transcript, "expires_at": int(time.time())})
 
     def _audio(self, audio: dict[str, Any]) -> str:
-        delta = {"audio": {"id": self._speech.id, **audio}}
+        delta = {"audio": {"id": self._audio_id, **audio}}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return _line({**self._head, "choices": [choice]})
 

@@ -36,3 +36,36 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
     @property
     def audio_format(self) -> str:
         return "wav" if self.audio is None else self.audio.format
+
+
+class Voice(BaseModel):
+    """The other form in which OpenAI's API names a voice."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+
+
+class SpeechRequest(BaseModel):
+    """OpenAI's request for speech; the last three fields are ours."""
+
+    model_config = ConfigDict(extra="allow")  # what is unknown is refused with the nearest name, by the handler
+
+    input: str = Field(description="The text to say.")
+    model: str | None = None
+    voice: str | Voice | None = Field(default=None, description="A speaker of the checkpoint; its first by default.")
+    instructions: str | None = Field(default=None, description="How to say it.")
+    response_format: str = "mp3"
+    speed: float = 1.0
+    stream_format: str | None = Field(
+        default=None, description='"audio": the bytes as they are made; "sse": events; by default, one whole file.'
+    )
+    seed: int | None = Field(default=None, description="Of every stage that draws random numbers.")
+    max_new_tokens: int | None = Field(default=None, description="Tokens of the speech, at most.")
+    sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
+        default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
+    )
+
+    @property
+    def speaker(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, Voice) else self.voice

@@ -17,10 +17,18 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.windows import Window, WindowCutter, WindowSizes
-from vllm_omni.model_executor.pipeline import Pipeline, StageRequest, StageSpec
+from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageRequest, StageSpec
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay.codec import encode
+
+OPTIONS = ("speaker", "num_reply_tokens")
+
+# The talker was trained behind this system turn, and the model's authors promise speech behind no other.
+SYSTEM_PROMPT = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+    "visual inputs, as well as generating text and speech."
+)
 
 # Rows are published for tokens that stay, in the step that computes them, and their embeddings are of ids.
 PUBLISHER_ARGS = {"speculative_config": None, "async_scheduling": False, "enable_prompt_embeds": False}
@@ -48,6 +56,7 @@ class Qwen2_5OmniPipeline(Pipeline):
     extra_outputs = {"codec_ids": "codec_ids"}
     sample_rate = 24000
     chunks = {("talker", "token2wav"): WindowSizes()}
+    speech_stage = "talker"
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         speakers = load_speakers(model, revision)
@@ -98,12 +107,25 @@ class Qwen2_5OmniPipeline(Pipeline):
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name in options:
-            if name != "speaker":
-                raise InvalidRequest(f"unknown option {name!r}: {suggest(name, ['speaker'])}")
+            if name not in OPTIONS:
+                raise InvalidRequest(f"unknown option {name!r}: {suggest(name, OPTIONS)}")
         speaker = options.get("speaker") or self.speakers[0]
         if speaker not in self.speakers:
             raise InvalidRequest(f"unknown speaker {speaker!r}: {suggest(str(speaker), self.speakers)}")
-        return {"speaker": speaker}
+        num_reply_tokens = options.get("num_reply_tokens", 0)
+        if type(num_reply_tokens) is not int or num_reply_tokens < 0:
+            raise InvalidRequest(f"num_reply_tokens = {num_reply_tokens!r}: must be a number of tokens")
+        return {"speaker": speaker, "num_reply_tokens": num_reply_tokens}
+
+    def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
+        # How to say it stands in the user's turn, too: the system turn is taken.
+        request = f"{instructions}\n\n" if instructions else ""
+        return SpeechPrompt(
+            before=f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n",
+            request=f"{request}Say the following, word for word, and nothing else:\n{text}",
+            after="<|im_end|>\n<|im_start|>assistant\n",
+            reply=text,
+        )
 
     def _build_graph(self) -> Graph:
         graph = Graph("qwen2_5_omni")
@@ -121,6 +143,9 @@ class Qwen2_5OmniPipeline(Pipeline):
 
         A reply of fewer than two tokens yields nothing: its only token was never processed, so there is no row that the
         talker could speak, and the answer has audio of no samples.
+
+        A reply that was given (``num_reply_tokens``) is the end of the thinker's prompt. The one token that the thinker
+        adds stands for the end token of a reply of its own: neither is ever processed, so the rows are the same.
         """
         payloads, num_rows, prompt_token_ids = [], 0, None
         async for chunk in chunks:
@@ -131,10 +156,12 @@ class Qwen2_5OmniPipeline(Pipeline):
             for payload in output.payloads:
                 payloads.append(encode(payload))
                 num_rows += payload.tensors["rows"].num_rows
-        if prompt_token_ids is None or num_rows <= len(prompt_token_ids):
+        options = call.context.options
+        num_prompt_tokens = len(prompt_token_ids or ()) - options["num_reply_tokens"]
+        if num_rows <= num_prompt_tokens:
             return
-        talker, speaker = self.talker_config, call.context.options["speaker"]
-        ids = [talker.tts_codec_mask_token_id] * len(prompt_token_ids)
+        talker, speaker = self.talker_config, options["speaker"]
+        ids = [talker.tts_codec_mask_token_id] * num_prompt_tokens
         ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
         args = {"payloads": payloads, "speaker_index": self.speakers.index(speaker)}
         yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)

@@ -155,7 +155,9 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         info.state["tail"] = torch.cat([rows[num_thinker_tokens + 1 :], self.text_rows[:2]])
         if payloads[0].values["first_row"] != 0:
             raise ValueError(f"rows begin at {payloads[0].values['first_row']}: the thinker did not compute its prompt")
-        info.state["positions"] = relay.get(payloads[0].tensors["positions"]).to(torch.int64)
+        # Of the thinker's whole prompt, whose end is a reply where that was given.
+        positions = relay.get(payloads[0].tensors["positions"]).to(torch.int64)
+        info.state["positions"] = positions[:, :num_thinker_tokens]
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
         """The thinker's positions for its prompt; the two tokens after it go on from there as text does."""

@@ -1,0 +1,279 @@
+"""``/v1/audio/speech`` over HTTP, on the server of ``conftest.py``, and what it does with sound in many pieces."""
+
+import base64
+import json
+import re
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+from vllm.outputs import RequestOutput
+
+from tests.entrypoints.openai.conftest import (
+    MAX_MODEL_LEN,
+    NUM_CODES,
+    SAMPLES_PER_CODE,
+    Server,
+    ask,
+    run_example,
+    wait_for,
+)
+from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode, make_sound
+from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio
+from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
+from vllm_omni.entrypoints.openai.speech import Speech
+from vllm_omni.outputs import OmniRequestOutput
+
+NUM_SAMPLES = NUM_CODES * SAMPLES_PER_CODE
+SAY = {"input": "Hello, world.", "model": "tiny", "voice": "Chelsie", "seed": 0, "max_new_tokens": NUM_CODES}
+
+LONGEST = 390  # tokens of a text that fits: it stands in the prompt twice, and 242 tokens around it
+
+slow = pytest.mark.slow
+
+
+def say(server: Server, **more: Any) -> httpx.Response:
+    return httpx.post(server.url + "/v1/audio/speech", json={**SAY, **more}, timeout=60)
+
+
+def events_of(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in filter(None, response.iter_lines()):
+        yield json.loads(line.removeprefix("data: "))
+
+
+def stream(server: Server, stream_format: str = "audio", **more: Any) -> bytes:
+    """The joined pieces of a streamed answer."""
+    body = {**SAY, "stream_format": stream_format, **more}
+    with httpx.stream("POST", server.url + "/v1/audio/speech", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        assert response.headers["transfer-encoding"] == "chunked"
+        if stream_format == "audio":
+            return b"".join(response.iter_raw())
+        *deltas, done = events_of(response)
+    assert done["type"] == "speech.audio.done"
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    return b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
+
+
+# -- sound in many pieces, without a server ----------------------------------------------------------------------------
+
+
+async def outputs_with(pieces: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+    for piece in pieces:
+        output = OmniRequestOutput.of(RequestOutput("speech", None, [1], None, outputs=[], finished=False))
+        output.multimodal_output = {"audio": piece, "sample_rate": 24000}
+        yield output
+
+
+@pytest.mark.parametrize("name", AUDIO_FORMATS)
+async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
+    sound, registry = make_sound(2.0), CollectorRegistry()
+    pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
+    encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
+    speech = Speech(encoder, 24000, AudioTimer(AudioMetrics(registry)))
+    sent = [await speech.encode(output) async for output in outputs_with(pieces)]
+    joined = b"".join(sent) + await speech.finish()
+    assert sum(map(bool, sent)) >= len(pieces) - 3
+    whole = encode_audio(sound, 24000, AUDIO_FORMATS[name])
+    if name in LOSSLESS:
+        np.testing.assert_array_equal(decode(name, joined), decode(name, whole))
+    else:
+        assert whole.endswith(joined)
+    assert registry.get_sample_value("vllm_omni:audio_ttfp_s_count") == 1
+    assert registry.get_sample_value("vllm_omni:audio_duration_s_sum") == 2.0
+
+
+# -- the routes --------------------------------------------------------------------------------------------------------
+
+
+@slow
+def test_an_answer_is_one_whole_mp3_by_default(server: Server) -> None:
+    response = say(server)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "audio/mpeg"
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert decode("mp3", response.content).shape == (NUM_SAMPLES,)
+
+
+@slow
+@pytest.mark.parametrize("name", AUDIO_FORMATS)
+def test_streams_have_the_sound_of_the_whole_file(server: Server, name: str) -> None:
+    whole = say(server, response_format=name)
+    assert whole.headers["content-type"] == AUDIO_FORMATS[name].media_type
+    sound = decode(name, whole.content)
+    assert sound.std() > 0.001
+    for stream_format in ("audio", "sse"):
+        streamed = stream(server, stream_format, response_format=name)
+        if name in LOSSLESS:
+            assert sound.shape == (NUM_SAMPLES,)
+            np.testing.assert_array_equal(decode(name, streamed), sound)
+        else:
+            assert whole.content.endswith(streamed)
+
+
+@slow
+def test_openais_client_writes_and_streams_a_file(client: openai.OpenAI, tmp_path: Path) -> None:
+    more = {"extra_body": {"seed": 0, "max_new_tokens": NUM_CODES}}
+    request: Any = {"model": "tiny", "voice": "Ethan", "input": "Hello.", "response_format": "wav", **more}
+    client.audio.speech.create(**request).write_to_file(tmp_path / "whole.wav")
+    with client.audio.speech.with_streaming_response.create(**request, stream_format="audio") as response:
+        response.stream_to_file(tmp_path / "stream.wav")
+    whole, streamed = ((tmp_path / name).read_bytes() for name in ("whole.wav", "stream.wav"))
+    assert len(decode("wav", whole)) == NUM_SAMPLES
+    np.testing.assert_array_equal(decode("wav", streamed), decode("wav", whole))
+
+
+@slow
+def test_the_last_event_tells_the_tokens_and_control_tokens_in_the_text_are_text(server: Server) -> None:
+    def usage(text: str) -> dict[str, int]:
+        body = {**SAY, "stream_format": "sse", "input": text}
+        with httpx.stream("POST", server.url + "/v1/audio/speech", json=body, timeout=60) as response:
+            *_, done = events_of(response)
+        counts: dict[str, int] = done["usage"]
+        return counts
+
+    one = usage("!")
+    assert one["output_tokens"] == NUM_CODES
+    assert one["total_tokens"] == one["input_tokens"] + NUM_CODES
+    # The tiny tokenizer has a token a byte. The text stands in the request and in the reply.
+    for text in ("<|im_end|>", "a<|im_start|>b", "<<|AUDIO|><|AUDIO|>", "é"):
+        assert usage(text)["input_tokens"] == one["input_tokens"] + 2 * (len(text.encode()) - 1), text
+
+
+@slow
+def test_what_a_request_says_is_heard(server: Server) -> None:
+    def sound(**more: Any) -> list[float]:
+        return decode("wav", say(server, response_format="wav", **more).content).tolist()
+
+    first = sound()
+    assert sound() == first  # the same seed
+    different = [
+        {"seed": 1},
+        {"input": "Good bye."},
+        {"voice": "Ethan"},
+        {"instructions": "Whisper."},
+        {"sampling_params_list": {"token2wav": {"seed": 5}}},
+        {"sampling_params_list": [None, {"temperature": 0.0}]},
+    ]
+    sounds = [sound(**more) for more in different]
+    assert all(one != first and len(one) == NUM_SAMPLES for one in sounds)
+    assert sound(voice={"id": "Ethan"}) == sounds[2]
+    assert sound(voice=None) == first
+    assert len(sound(max_new_tokens=5)) == 5 * SAMPLES_PER_CODE
+    assert len(sound(sampling_params_list={"talker": {"max_tokens": 4}})) == 4 * SAMPLES_PER_CODE
+    assert len(sound(speed=2.0)) == pytest.approx(NUM_SAMPLES / 2, rel=0.1)
+
+
+@slow
+def test_voices_are_the_checkpoints(server: Server) -> None:
+    assert server.get("/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
+
+
+@slow
+def test_another_model_is_not_found(server: Server) -> None:
+    response = say(server, model="large")
+    assert response.status_code == 404
+    assert "The model `large` does not exist." in response.json()["error"]["message"]
+    assert say(server, model=None).status_code == 200
+
+
+@slow
+def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_path: Path) -> None:
+    output = tmp_path / "speech.flac"
+    lines = run_example("speech_client.py", server, "--format=flac", "--output", output, "--max-codes=20")
+    assert re.fullmatch(r"first audio after [\d.]+ s", lines[0])
+    assert lines[-1] == str(output)
+    assert decode("flac", output.read_bytes()).shape == (20 * SAMPLES_PER_CODE,)
+    player = f"{sys.executable} -c 'import sys; print(len(sys.stdin.buffer.read()), file=open(sys.argv[1], \"w\"))'"
+    played = tmp_path / "played"
+    run_example("speech_client.py", server, "--format=pcm", "--player", f"{player} {played}", "--max-codes=20")
+    assert int(played.read_text()) == 2 * 20 * SAMPLES_PER_CODE
+
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no input": ({"input": ""}, "the text to say is empty"),
+    "blank input": ({"input": " \n\t"}, "the text to say is empty"),
+    "input of a wrong type": ({"input": 5}, "input"),
+    "long input": (
+        {"input": "x" * (LONGEST + 1)},
+        f"has {LONGEST + 1} tokens, which with the prompt around it makes {MAX_MODEL_LEN}: the model has room for 1022",
+    ),
+    "input beyond all": ({"input": "x" * 100_000}, "100000 characters"),
+    "half a character": ({"input": "\ud800"}, "is no Unicode: surrogates not allowed"),
+    "unknown voice": ({"voice": "Ethen"}, "unknown speaker 'Ethen': did you mean 'Ethan'?"),
+    "unknown format": ({"response_format": "mp4"}, "unknown audio format 'mp4': did you mean 'mp3'?"),
+    "unknown stream format": ({"stream_format": "see"}, "unknown stream_format 'see': did you mean 'sse'?"),
+    "too fast": ({"speed": 5}, "speed = 5: valid: 0.25 to 4"),
+    "no speed": ({"speed": 0}, "speed = 0"),
+    "mistyped field": ({"instruction": "Sing."}, "unknown field 'instruction': did you mean 'instructions'?"),
+    "field of others": ({"ref_audio": "x"}, "unknown field 'ref_audio': valid: input, model, voice"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+    "seed": ({"seed": 2**70}, "seed"),
+    "unknown stage": ({"sampling_params_list": {"talkr": {}}}, "did you mean 'talker'?"),
+    "unknown parameter": ({"sampling_params_list": {"talker": {"temprature": 1}}}, "did you mean 'temperature'?"),
+    "parameters of the first stage": (
+        {"sampling_params_list": [{"temperature": 1.0}]},
+        "'thinker': it samples nothing, as its reply is given",
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("stream_format", [None, "audio", "sse"])
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_told_why(server: Server, name: str, stream_format: str | None) -> None:
+    wrong, why = BAD_REQUESTS[name]
+    body = json.dumps({**SAY, "stream_format": stream_format, **wrong})
+    response = httpx.post(server.url + "/v1/audio/speech", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert why in response.json()["error"]["message"]
+
+
+@slow
+def test_the_longest_text_that_fits_is_said(server: Server) -> None:
+    assert decode("mp3", say(server, input="x" * LONGEST).content).shape == (NUM_SAMPLES,)
+
+
+@slow
+def test_bad_requests_left_nothing(server: Server) -> None:
+    assert server.holds_nothing()
+    assert say(server).status_code == 200
+
+
+@slow
+@pytest.mark.parametrize("stream_format", [None, "audio", "sse"])
+def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, stream_format: str | None) -> None:
+    body = {**SAY, "max_new_tokens": 600, "stream_format": stream_format}
+    url, timeout = server.url + "/v1/audio/speech", httpx.Timeout(10, read=0.3)
+    # It leaves when nothing comes for a while, or after the first piece.
+    with suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=timeout) as response:
+        pieces = response.iter_raw()  # by a name: at its end it would close the connection
+        assert next(pieces)
+        assert stream_format is not None, "a whole file has no first byte before its end"
+        assert server.metric("vllm_omni:num_open_calls") == 1
+    wait_for("every stage has let go of the speech", server.holds_nothing, timeout_s=2.0)
+
+
+@slow
+def test_speech_is_counted_with_its_times(client: openai.OpenAI, server: Server) -> None:
+    names = [f"vllm_omni:audio_{name}" for name in ("ttfp_s", "rtf", "duration_s")]
+
+    def values(suffix: str) -> list[float]:
+        return [server.metric(name + suffix) for name in names]
+
+    counts, sums = values("_count"), values("_sum")
+    say(server)
+    ask(client, modalities=["text", "audio"])
+    ask(client)  # no speech
+    assert values("_count") == [count + 2 for count in counts]
+    more = [after - before for after, before in zip(values("_sum"), sums, strict=True)]
+    assert more[2] == pytest.approx(2 * NUM_SAMPLES / 24000)
+    assert 0 < more[0] < 60
+    assert more[1] > 0

@@ -1,0 +1,200 @@
+"""``POST /v1/audio/speech``: a given text, said word for word, as a file, as a stream of its bytes or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.audio_format import SPEEDS, AudioEncoder, find_audio_format
+from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
+from vllm_omni.entrypoints.openai.protocol import SpeechRequest
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput
+
+logger = logging.getLogger(__name__)
+
+STREAM_FORMATS = ("audio", "sse")
+
+
+class Speech:
+    """The sound of one answer on its way from the engine to a client: pieces of samples in, pieces of a file out."""
+
+    def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: AudioTimer) -> None:
+        self._encoder = encoder
+        self._sample_rate = sample_rate
+        self._timer = timer
+        self._num_samples = 0
+
+    async def encode(self, output: OmniRequestOutput) -> bytes:
+        """What can be sent now of the sound that came with an output; often nothing."""
+        samples = output.multimodal_output.get("audio")
+        if samples is None or not len(samples):
+            return b""
+        self._num_samples += len(samples)
+        data = await asyncio.to_thread(self._encoder.encode, samples)  # a minute of mp3 takes about a second
+        self._timer.piece()
+        return data
+
+    async def finish(self) -> bytes:
+        """The rest of the file."""
+        data = await asyncio.to_thread(self._encoder.finish)
+        self._timer.end(self._num_samples / self._sample_rate)
+        return data
+
+
+class OmniServingSpeech:
+    """Answers the routes of speech.
+
+    Args:
+        upstream: one of vLLM's handlers, which knows the names under which the model is served.
+        sse_keep_alive_s: send a comment after so many seconds without an event; 0: never.
+    """
+
+    def __init__(
+        self,
+        upstream: BaseServing,
+        engine_client: AsyncOmni,
+        metrics: AudioMetrics | None,
+        sse_keep_alive_s: float = 0.0,
+    ) -> None:
+        self._upstream = upstream
+        self._engine = engine_client
+        self._pipeline = engine_client.orchestrator.pipeline
+        self._metrics = metrics
+        self._sse_keep_alive_s = sse_keep_alive_s
+
+    def voices(self) -> dict[str, list[str]]:
+        return {"voices": list(self._pipeline.speakers)}
+
+    async def create_speech(self, request: SpeechRequest, raw_request: Request) -> Response:
+        """The answer. It begins when there is something to send, so that what is wrong before has a status of its own.
+
+        Raises:
+            InvalidRequest: an unknown field, voice, format or parameter; a text that cannot be said.
+            StageFailed: a stage failed it before it began.
+        """
+        timer = AudioTimer(self._metrics)
+        unknown_model = await self._upstream._check_model(request)
+        if isinstance(unknown_model, ErrorResponse):
+            return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
+        self._engine.check_admission()
+        _check(request)
+        audio_format = find_audio_format(request.response_format)
+        sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
+        encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
+        speech = Speech(encoder, sample_rate, timer)
+        usage = _Usage()
+        trace_headers = await self._upstream._get_trace_headers(raw_request.headers)
+        pieces = self._pieces(self._speak(request, raw_request, trace_headers), speech, usage)
+        if not is_stream:
+            data = b"".join([piece async for piece in pieces])
+            return Response(data, media_type=audio_format.media_type)
+        # A file has at least a header, or a frame of silence; but samples without a header can be none.
+        first = await anext(pieces, b"")
+        if request.stream_format == "audio":
+            return StreamingResponse(_chain(first, pieces), media_type=audio_format.media_type)
+        events = with_sse_keep_alive(self._events(_chain(first, pieces), usage), self._sse_keep_alive_s)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    def _speak(
+        self, request: SpeechRequest, raw_request: Request, trace_headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        view = self._engine.with_defaults(speaker=request.speaker, stage_params=request.sampling_params_list)
+        # The stage that is given the text samples nothing. What the stages' own parameters say is over these.
+        params: dict[str, dict[str, Any]] = {name: {} for name in self._engine.config.stage_names[1:]}
+        if request.seed is not None:
+            params = {name: {"seed": request.seed} for name in params}
+        if request.max_new_tokens is not None and self._pipeline.speech_stage is not None:
+            params[self._pipeline.speech_stage]["max_tokens"] = request.max_new_tokens
+        # Tokens of the speech are counted where the client is told.
+        wants_codes = request.stream_format == "sse" and "codec_ids" in self._pipeline.extra_outputs
+        return view.speak(
+            request.input,
+            params,
+            f"speech-{self._upstream._base_request_id(raw_request)}",
+            instructions=request.instructions,
+            modalities=("audio", "codec_ids") if wants_codes else ("audio",),
+            lora_request=self._upstream._maybe_get_adapters(request),
+            trace_headers=trace_headers,
+        )
+
+    @staticmethod
+    async def _pieces(
+        outputs: AsyncGenerator[OmniRequestOutput, None], speech: Speech, usage: _Usage
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(outputs):
+            async for output in outputs:
+                usage.add(output)
+                if data := await speech.encode(output):
+                    yield data
+        if data := await speech.finish():
+            yield data
+
+    @staticmethod
+    async def _events(pieces: AsyncGenerator[bytes, None], usage: _Usage) -> AsyncGenerator[str, None]:
+        async with aclosing(pieces):
+            try:
+                async for piece in pieces:
+                    if piece:
+                        yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+                yield _event({"type": "speech.audio.done", "usage": usage.as_dict()})
+            except Exception as exc:  # the answer has begun: it ends with the error
+                logger.exception("speech failed while it was streamed")
+                error = BaseServing.create_error_response(exc).error.model_dump()
+                yield _event({"type": "speech.audio.error", "error": error})
+
+
+class _Usage:
+    """Tokens of one request."""
+
+    def __init__(self) -> None:
+        self._num_input_tokens = self._num_output_tokens = 0
+
+    def add(self, output: OmniRequestOutput) -> None:
+        self._num_input_tokens = len(output.prompt_token_ids or ())
+        self._num_output_tokens += len(output.multimodal_output.get("codec_ids", ()))
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "input_tokens": self._num_input_tokens,
+            "output_tokens": self._num_output_tokens,
+            "total_tokens": self._num_input_tokens + self._num_output_tokens,
+        }
+
+
+def _check(request: SpeechRequest) -> None:
+    for name in request.model_extra or ():
+        raise InvalidRequest(f"unknown field {name!r}: {suggest(name, SpeechRequest.model_fields)}")
+    if request.stream_format not in (None, *STREAM_FORMATS):
+        raise InvalidRequest(
+            f"unknown stream_format {request.stream_format!r}: {suggest(request.stream_format, STREAM_FORMATS)}"
+        )
+    slowest, fastest = SPEEDS
+    if not slowest <= request.speed <= fastest:
+        raise InvalidRequest(f"speed = {request.speed:g}: valid: {slowest:g} to {fastest:g}")
+    if request.max_new_tokens is not None and request.max_new_tokens < 1:
+        raise InvalidRequest(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
+
+
+async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

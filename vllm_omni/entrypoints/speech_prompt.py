@@ -1,0 +1,77 @@
+"""The ids of a prompt whose reply is given, in which the user's text stays text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.renderers import TokenizeParams
+
+from vllm_omni.engine.refusal import refusal
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.model_executor.pipeline import SpeechPrompt
+
+
+async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_tokens: int) -> tuple[list[int], int]:
+    """Ids of the prompt with its reply, and how many of them are the reply's.
+
+    Args:
+        renderer: that of the stage which reads the prompt.
+
+    Raises:
+        InvalidRequest: there is nothing to say; or the ids are more than ``max_num_tokens``.
+    """
+    if not prompt.reply.strip():
+        raise InvalidRequest("the text to say is empty")
+    try:
+        prompt.request.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"the text to say, or how to, is no Unicode: {exc.reason}") from exc
+    tokenizer = renderer.get_tokenizer()
+    # Before it is tokenized: what is too long by far would keep others waiting.
+    max_num_characters = max_num_tokens * tokenizer.max_chars_per_token
+    if len(prompt.request) > max_num_characters:
+        raise InvalidRequest(
+            f"the text to say has {len(prompt.reply)} characters: the model has room for {max_num_tokens} tokens, "
+            f"which are never more than {max_num_characters} characters"
+        )
+    control_tokens = tokenizer.get_added_vocab()
+    parts = {
+        "before": [prompt.before],
+        "request": list(cut(prompt.request, control_tokens)),
+        "after": [prompt.after],
+        "reply": list(cut(prompt.reply, control_tokens)),
+    }
+    texts = [{"prompt": text} for part in parts.values() for text in part]
+    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    try:
+        tokenized = iter(await renderer.tokenize_prompts_async(texts, params))
+    except Exception as exc:
+        raise refusal(exc) from exc
+    ids = {name: [one for _ in part for one in next(tokenized)["prompt_token_ids"]] for name, part in parts.items()}
+    for name in ("request", "reply"):
+        forged = set(control_tokens.values()).intersection(ids[name])
+        if forged:
+            raise InvalidRequest(f"the text to say has {tokenizer.decode(forged)!r}, a control token")
+    prompt_token_ids = [one for part in ids.values() for one in part]
+    num_reply_tokens = len(ids["reply"])
+    if len(prompt_token_ids) > max_num_tokens:
+        raise InvalidRequest(
+            f"the text to say has {num_reply_tokens} tokens, which with the prompt around it makes "
+            f"{len(prompt_token_ids)}: the model has room for {max_num_tokens}"
+        )
+    return prompt_token_ids, num_reply_tokens
+
+
+def cut(text: str, control_tokens: Iterable[str]) -> Iterator[str]:
+    """The text in parts, none of which holds a control token whole.
+
+    A tokenizer's own switch for this is state that requests in other threads would see.
+    """
+    spelled = re.compile("|".join(re.escape(one) for one in sorted(control_tokens) if len(one) > 1) or "(?!)")
+    start = 0
+    while found := spelled.search(text, start):
+        yield text[start : found.start() + 1]
+        start = found.start() + 1
+    yield text[start:]
