@@ -211,11 +211,18 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def _mapped_shared_memory(pid: int) -> set[Path]:
+    """Files of /dev/shm that a process has mapped, found by inode: a semaphore is mapped under a name it had before."""
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
+        lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     except OSError:
         return set()
-    return {Path(word) for line in maps.splitlines() if (word := line.split()[-1]).startswith(f"{SHM}/")}
+    inodes = {int(fields[4]) for fields in lines if len(fields) == 6 and fields[5].startswith(f"{SHM}/")}
+    mapped = set()
+    for file in SHM.iterdir() if inodes else ():
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_ino in inodes:
+                mapped.add(file)
+    return mapped
 
 
 def _remove_shared_memory(block: Path, directory: Path) -> None:
@@ -275,6 +282,10 @@ def _leave_at_once() -> None:
     os._exit(1 if _FailureReport.has_failed else 0)
 
 
+# Functions of vLLM's engine core that answer a failure to whoever asked, and go on.
+_SURVIVED = ("_invoke_utility_method", "_handle_request_preproc_error")
+
+
 class _FailureReport(logging.Handler):
     """vLLM tells its parent that a process failed, and tells only its log why; this keeps the first reason told."""
 
@@ -286,6 +297,10 @@ class _FailureReport(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None or record.exc_info[1] is None:
+            return
+        if record.funcName in _SURVIVED:
+            _FailureReport.has_failed = False
+            self._path.unlink(missing_ok=True)  # a worker may have reported it first
             return
         _FailureReport.has_failed = True
         error = record.exc_info[1]

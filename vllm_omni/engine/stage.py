@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -181,6 +182,8 @@ class StageEngine:
             self.llm = StageLLM(self.vllm_config, self.spec.output_type, self.log_stats)
         except Exception as exc:
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
+        if self.config.stage_id:
+            self.llm.profiler = None  # of the front end, where torch has one at a time
         lease.note_shared_memory()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
 
@@ -244,7 +247,10 @@ class StageEngine:
 
     @property
     def has_died(self) -> bool:
-        return self.llm.errored
+        """Whether the engine is dead, or nobody hears it any more; the end of an event loop cancels who hears it."""
+        handler = self.llm.output_handler
+        is_deaf = handler is not None and handler.done() and not handler.cancelled()
+        return self.llm.engine_core.resources.engine_dead or is_deaf
 
     def check_health(self) -> None:
         """Raises:
@@ -332,6 +338,8 @@ class StageEngine:
         params = self._sampling_params(request, context, wanted)
         is_first = self.config.stage_id == 0
         prompt = await self._render(request.prompt) if is_first else request.prompt
+        if is_first and context.lora_request is not None:
+            await self._load_adapter(context.lora_request)
         outputs = self.llm.generate(
             prompt,
             params,
@@ -355,6 +363,18 @@ class StageEngine:
         except (asyncio.CancelledError, GeneratorExit):
             await self._await_abort()
             raise
+
+    async def _load_adapter(self, lora_request: LoRARequest) -> None:
+        """Before the engine does it within a step, where an adapter that it cannot load would end it."""
+        if self.vllm_config.lora_config is None:
+            flag = f"--stage {self.name}.enable_lora=true"
+            raise InvalidRequest(f"lora_request: stage {self.name!r} was started without adapters; start it with {flag}")
+        try:
+            await self.ask(self.llm.add_lora(lora_request))
+        except StageFailed as exc:
+            if self.has_died:
+                raise
+            raise InvalidRequest(f"lora_request: {exc}") from exc
 
     async def _await_abort(self) -> None:
         """Upstream has sent the abort and does not wait. An engine answers in the order in which it is asked."""

@@ -422,15 +422,18 @@ class AsyncOmni(EngineClient):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Trace every stage; the names of the files begin with the prefix and the stage's name.
+        """Trace every stage that was started with ``profiler_config``; file names have the prefix and the stage's name.
 
-        The stages must have been started with ``profiler_config``.
+        The front end, which the stages share, is traced with the first stage.
+
+        Raises:
+            InvalidRequest: no stage was.
         """
         bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
         started: list[StageEngine] = []
-        for name, engine in self.orchestrator.engines.items():
+        for engine in self._profiled_engines():
+            prefix = engine.name if profile_prefix is None else f"{profile_prefix}_{engine.name}"
             try:
-                prefix = name if profile_prefix is None else f"{profile_prefix}_{name}"
                 await engine.ask(engine.llm.start_profile(prefix, **bounds))
             except StageFailed:
                 await self._ask(lambda llm: llm.stop_profile(), started)
@@ -438,7 +441,14 @@ class AsyncOmni(EngineClient):
             started.append(engine)
 
     async def stop_profile(self) -> None:
-        await self._ask(lambda llm: llm.stop_profile())
+        await self._ask(lambda llm: llm.stop_profile(), self._profiled_engines())
+
+    def _profiled_engines(self) -> list[StageEngine]:
+        engines = self.orchestrator.engines.values()
+        profiled = [engine for engine in engines if engine.vllm_config.profiler_config.profiler is not None]
+        if not profiled:
+            raise InvalidRequest("no stage can be profiled: start them with profiler_config")
+        return profiled
 
     async def reset_mm_cache(self) -> None:
         await self._ask(lambda llm: llm.reset_mm_cache())
