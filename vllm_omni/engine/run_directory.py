@@ -28,6 +28,7 @@ SHM = Path("/dev/shm")
 PF_EXITING = 0x4  # of the kernel's include/linux/sched.h: the process is in exit(), but may still hold its files
 DYING_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 10.0
+MAX_REASON_LENGTH = 1000  # a model can miss thousands of tensors
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
@@ -305,4 +306,4 @@ class _FailureReport(logging.Handler):
         _FailureReport.has_failed = True
         error = record.exc_info[1]
         with contextlib.suppress(OSError), self._path.open("x", encoding="utf-8") as file:
-            file.write(f"{type(error).__name__}: {error}")
+            file.write(" ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_LENGTH])

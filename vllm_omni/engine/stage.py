@@ -368,7 +368,9 @@ class StageEngine:
         """Before the engine does it within a step, where an adapter that it cannot load would end it."""
         if self.vllm_config.lora_config is None:
             flag = f"--stage {self.name}.enable_lora=true"
-            raise InvalidRequest(f"lora_request: stage {self.name!r} was started without adapters; start it with {flag}")
+            raise InvalidRequest(
+                f"lora_request: stage {self.name!r} was started without adapters; start it with {flag}"
+            )
         try:
             await self.ask(self.llm.add_lora(lora_request))
         except StageFailed as exc:
@@ -436,6 +438,8 @@ class StageEngine:
     def _create_vllm_config(self) -> VllmConfig:
         args: dict[str, Any] = {"model": self.config.model, "disable_log_stats": not self.log_stats}
         args["use_tqdm_on_load"] = False  # the bars of several stages would overwrite one another
+        # Left to choose, vLLM takes any other file for weights where these are missing.
+        args["load_format"] = "safetensors"
         args |= self._stage_defaults() | dict(self.config.engine_args)
         for name in ("hf_overrides", "worker_cls", "scheduler_cls"):
             if self.config.engine_args.get(name):
