@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from tests.reference.media import format_prompt
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.engine.stage import StageState
-from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
 
 PROMPT = format_prompt("Hello, who are you?")
 STAGES = ("thinker", "talker", "token2wav")
@@ -284,3 +284,8 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(llm: OmniLLM, 
         assert (await ask(omni))[1]
 
     llm._run(run())
+
+
+def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="'thinker': max_num_seqs = 4: with enable_lora on a CPU it must be 1"):
+        OmniLLM(tiny_checkpoint, stage_overrides=["thinker.enable_lora=true", "thinker.max_num_seqs=4"])

@@ -449,6 +449,11 @@ class StageEngine:
                 given = self.config.engine_args[name]
                 raise ConfigError(f"stage {self.name!r}: {name} = {given!r}: this model runs with {value!r} only")
             args[name] = value
+        if args.get("enable_lora") and current_platform.device_type == "cpu" and args.get("max_num_seqs") != 1:
+            raise ConfigError(
+                f"stage {self.name!r}: max_num_seqs = {args.get('max_num_seqs')!r}: with enable_lora on a CPU it must be 1: "
+                "vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
+            )
         args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
@@ -482,6 +487,8 @@ class StageEngine:
         if device == "cpu" and self.config.engine_args.get("tensor_parallel_size", 1) == 1:
             # In the engine core's own process: on the CPU vLLM would otherwise add a worker and two hops a step.
             defaults["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        if device == "cpu" and self.config.engine_args.get("enable_lora"):
+            defaults["max_num_seqs"] = 1  # see _create_vllm_config
         is_kv_cache_sized = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _KV_CACHE_ARGS & set(self.config.engine_args)
         if device == "cpu" and not is_kv_cache_sized:
             # vLLM would give each stage most of the machine's memory.

@@ -70,7 +70,8 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     flags += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}", "--stage=thinker.max_num_seqs=16"]
     command = [Path(sys.executable).with_name("vllm"), "serve", tiny_checkpoint, "--omni", *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        env = os.environ | {"VLLM_OMNI_STAGE_RESTARTS": "1"}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
@@ -411,14 +412,21 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_health(server: Server) -> None:
-    assert server.get("/health").status_code == 200
+    response = server.get("/health")
+    assert response.status_code == 200
+    running = {"state": "running", "reason": None, "num_restarts": 0}
+    assert response.json() == {"stages": dict.fromkeys(("thinker", "talker", "token2wav"), running)}
 
 
-def test_metrics_count_tokens(client: openai.OpenAI, server: Server) -> None:
-    name = r"vllm:generation_tokens_total\{.*\}"
-    before = server.metric(name)
-    ask(client)
-    wait_for("six tokens more", lambda: server.metric(name) == before + 6)
+def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: Server) -> None:
+    def num_tokens(stage: str) -> float:
+        return server.metric(rf'vllm:generation_tokens_total\{{[^}}]*stage="{stage}"[^}}]*\}}')
+
+    numbers = {"thinker": 6, "talker": NUM_CODES, "token2wav": 1}
+    before = {stage: num_tokens(stage) for stage in numbers}
+    ask(client, modalities=["text", "audio"])
+    for stage, number in numbers.items():
+        wait_for(f"tokens of {stage}", lambda stage=stage, number=number: num_tokens(stage) == before[stage] + number)
 
 
 @pytest.mark.parametrize("leaves", ["stream of the thinker", "stream of the talker", "whole answer"])
@@ -470,13 +478,55 @@ def test_example_of_a_client(server: Server, tmp_path: Path) -> None:
     read_audio(base64.b64encode(output.read_bytes()).decode(), num_codes=20)
 
 
-def test_zz_health_names_a_stage_that_died_and_the_server_ends(server: Server) -> None:
-    """The last test of this server."""
-    stages = [child for child in psutil.Process(server.process.pid).children() if "EngineCore" in child.name()]
-    assert len(stages) == 3
-    os.kill(stages[0].pid, signal.SIGKILL)
+def kill(server: Server, stage: str) -> None:
+    """A server's children are its engine cores; each has said in the run directory which stage's it is."""
+    for child in psutil.Process(server.process.pid).children():
+        for file in Path(child.environ().get("VLLM_RPC_BASE_PATH", "/nowhere")).glob(f"{stage}.{child.pid}.process"):
+            assert file.exists()
+            child.kill()
+            return
+    raise AssertionError(f"no engine core of {stage}")
+
+
+def states(server: Server) -> dict[str, str]:
+    return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
+
+
+def test_zy_a_dead_vocoder_fails_speech_alone_and_comes_back(client: openai.OpenAI, server: Server, text: str) -> None:
+    kill(server, "token2wav")
     wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
-    assert re.search(
-        r"stage '(thinker|talker|token2wav)': its engine has died", server.get("/health").json()["error"]["message"]
-    )
+    response = server.get("/health")
+    message = "stage 'token2wav': restarting: its engine has died: killed by SIGKILL"
+    assert response.json()["error"]["message"] == message
+    assert states(server) == {"thinker": "running", "talker": "running", "token2wav": "restarting"}
+    assert server.metric(r'vllm_omni:stage_up\{stage="token2wav"\}') == 0
+    with pytest.raises(openai.InternalServerError) as error:  # the client's name for all from 500
+        ask(client, modalities=["text", "audio"])
+    assert error.value.status_code == 503
+    assert message in str(error.value)
+    assert ask(client).choices[0].message.content == text
+    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    assert server.metric(r'vllm_omni:stage_restarts_total\{stage="token2wav"\}') == 1
+    answer = ask(client, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"})
+    read_audio(answer.choices[0].message.audio.data)
+    assert server.holds_nothing()
+
+
+def test_zz_a_dead_first_stage_comes_back_and_ends_the_server_when_it_dies_too_often(
+    client: openai.OpenAI, server: Server, text: str
+) -> None:
+    """The last test of this server."""
+    picture = [image_part(png()), {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": picture}]
+    seen = ask(client, messages=messages).choices[0].message.content
+    kill(server, "thinker")
+    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
+    with pytest.raises(openai.InternalServerError) as error:
+        ask(client)
+    assert error.value.status_code == 503
+    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    assert ask(client).choices[0].message.content == text
+    # The front end had cached the picture, and does not send what it believes the engine to have.
+    assert ask(client, messages=messages).choices[0].message.content == seen
+    kill(server, "thinker")
     assert server.process.wait(END_TIMEOUT_S) == 1
