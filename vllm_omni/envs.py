@@ -19,6 +19,8 @@ PREFIX = "VLLM_OMNI_"
 
 if TYPE_CHECKING:
     VLLM_OMNI_STAGE_READY_TIMEOUT_S: float
+    VLLM_OMNI_STAGE_RESTARTS: int
+    VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_RUNTIME_DIR: Path
 
 
@@ -38,6 +40,12 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("a whole number, 0 or more")
+    return int(text)
+
+
 def _existing_directory(text: str) -> Path:
     path = Path(text).expanduser()
     if not text or not path.is_dir():
@@ -50,6 +58,16 @@ VARIABLES: Mapping[str, Variable] = {
         _positive_seconds,
         lambda: 600.0,
         "how long a stage may take to load and answer, seconds; then the start fails and names the stage",
+    ),
+    "VLLM_OMNI_STAGE_RESTARTS": Variable(
+        _count,
+        lambda: 5,
+        "how often a stage whose engine dies is started again within VLLM_OMNI_STAGE_RESTART_WINDOW_S; 0: never",
+    ),
+    "VLLM_OMNI_STAGE_RESTART_WINDOW_S": Variable(
+        _positive_seconds,
+        lambda: 600.0,
+        "seconds after which a restart is forgotten",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,

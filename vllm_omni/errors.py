@@ -55,5 +55,9 @@ class StageFailed(OmniError):
         self.reason = reason
 
 
+class StageUnavailable(StageFailed):
+    """A stage that the request needs is being restarted, or could not be: nothing was started. HTTP 503."""
+
+
 class MissingDependency(OmniError, ImportError):
     """An optional package is absent or its version unsupported; the message says which extra installs it."""

@@ -7,6 +7,8 @@ It tells how far it is by lines that begin with EVENT, and waits for a line of i
 
 import signal
 import sys
+import time
+from typing import Any
 
 EVENT = "event: "
 PROMPT = "Tell me a story."
@@ -14,6 +16,12 @@ PROMPT = "Tell me a story."
 
 def tell(event: str) -> None:
     print(f"{EVENT}{event}", flush=True)
+
+
+def tell_pids(omni: Any, life: int) -> None:
+    for name, engine in omni.engine.orchestrator.engines.items():
+        (process,) = engine.llm.engine_core.resources.engine_manager.processes
+        tell(f"{name} has pid {process.pid}, life {life}")
 
 
 def main(model: str, scenario: str, overrides: list[str]) -> None:
@@ -36,9 +44,7 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
         tell(f"{exc.stage} failed: {exc}")
         sys.stdin.readline()
         return
-    for name, engine in omni.engine.orchestrator.engines.items():
-        (process,) = engine.llm.engine_core.resources.engine_manager.processes
-        tell(f"{name} has pid {process.pid}")
+    tell_pids(omni, 1)
 
     def generate(num_tokens: int = 4) -> None:
         params = {"thinker": {"max_tokens": num_tokens}, "talker": {"max_tokens": 2 * num_tokens}}
@@ -61,16 +67,21 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             while True:
                 generate(num_tokens=500)
         case "lose a stage":
-            tell("generating")
-            try:
-                while True:
-                    generate(num_tokens=500)
-            except StageFailed as exc:
-                tell(f"request failed: {exc}")
-            try:
-                omni._run(omni.engine.check_health())
-            except StageFailed as exc:
-                tell(f"unhealthy: {exc}")
+            for life in (1, 2):
+                tell(f"generating, life {life}")
+                try:
+                    while True:
+                        generate(num_tokens=500)
+                except StageFailed as exc:
+                    tell(f"request failed, life {life}: {exc}")
+                try:
+                    omni._run(omni.engine.check_health())
+                except StageFailed as exc:
+                    tell(f"unhealthy, life {life}: {exc}")
+                while omni.engine.orchestrator.engines["thinker"].status.num_restarts < life or omni.engine.errored:
+                    time.sleep(0.05)
+                generate()
+                tell_pids(omni, life + 1)
             omni.close()
             tell("closed")
             sys.stdin.readline()

@@ -116,6 +116,9 @@ class Program:
         files = [*self.runtime_directory.rglob("*"), *self.temporary_directory.rglob("*")]
         return [str(path) for path in files] + [path for path in sorted(self._shm) if os.path.exists(path)]
 
+    def sockets(self) -> list[Path]:
+        return [path for path in self.runtime_directory.rglob("*") if path.is_socket()]
+
     def kill_parent(self) -> None:
         self.note_shared_memory()
         self.process.kill()
@@ -294,15 +297,34 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
     program.expect_nothing_left()
 
 
-def test_stage_killed_fails_requests_and_health_at_once(run: Run) -> None:
-    program = run("lose a stage")
-    (pid,) = program.wait_for_event(r"talker has pid (\d+)").groups()
-    program.wait_for_event("generating")
-    os.kill(int(pid), signal.SIGKILL)
-    program.wait_for_event("request failed: stage 'talker': its engine has died", timeout_s=3)
-    program.wait_for_event("unhealthy: stage 'talker': its engine has died", timeout_s=1)
+def test_stage_killed_fails_requests_at_once_and_comes_back(run: Run) -> None:
+    """First one of its two workers, then its engine core; nothing of a dead engine stays while the server lives."""
+    program = run("lose a stage", "thinker.tensor_parallel_size=2")
+    for life, victim in ((1, "worker"), (2, "engine core")):
+        (pid,) = program.wait_for_event(rf"thinker has pid (\d+), life {life}").groups()
+        program.wait_for_event(f"generating, life {life}")
+        engine_core = psutil.Process(int(pid))
+        processes = [engine_core, *engine_core.children()]
+        shared_memory = mapped_shared_memory(processes)
+        assert len(processes) == 3
+        assert any("psm_" in path for path in shared_memory)
+        num_sockets = len(program.sockets())
+        processes[1 if victim == "worker" else 0].kill()
+        program.wait_for_event(f"request failed, life {life}: stage 'thinker': its engine has died: .+", timeout_s=3)
+        program.wait_for_event(f"unhealthy, life {life}: stage 'thinker': restarting: its engine .+", timeout_s=1)
+        program.wait_for_event(rf"thinker has pid \d+, life {life + 1}")
+        assert not any(process.is_running() for process in processes)
+        assert not [path for path in shared_memory if os.path.exists(path)]
+        assert len(program.sockets()) == num_sockets
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
     program.go_on()
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
+    assert "leaked" not in program.log()
+
+
+def mapped_shared_memory(processes: Sequence[psutil.Process]) -> set[str]:
+    return {
+        path for one in processes for path in re.findall(r"/dev/shm/\S+", Path(f"/proc/{one.pid}/maps").read_text())
+    }

@@ -1,4 +1,4 @@
-"""The directory and the lease, with real processes, without vLLM."""
+"""The directory and the lease, with real processes, without engines."""
 
 import copy
 import logging
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,9 +14,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
+from vllm.v1.engine import UtilityOutput
+from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_omni.engine import run_directory
 from vllm_omni.engine.run_directory import Lease, RunDirectory, enter_stage_process
@@ -143,6 +148,67 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def share(lease: Lease, name: str, ready: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    block = SharedMemory(name, create=True, size=64)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    ready.send(semaphore._semlock.name)  # type: ignore[attr-defined]
+    time.sleep(10 * TIMEOUT_S)
+    block.close()
+
+
+def test_what_is_left_of_a_stage_is_ended_and_removed_and_no_other_stage_is_touched(directory: RunDirectory) -> None:
+    name = f"omni-{uuid.uuid4().hex}"
+    lease, other_lease = directory.lease("talker"), directory.lease("thinker")
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=share, args=(lease, name, there), daemon=True)
+    process.start()
+    other = start_stage(other_lease)
+    semaphore = run_directory.SHM / f"sem.{here.recv().removeprefix('/')}"
+    wait_for(lambda: any(directory.path.glob("thinker.*.process")))
+    lease.note_shared_memory()
+    process.kill()  # what it shares is told by nothing afterwards
+    process.join()
+    assert (run_directory.SHM / name).exists()
+    assert semaphore.exists()
+    (directory.path / "talker.failure").write_text("the cause")
+    lease.end_processes()
+    assert not (run_directory.SHM / name).exists()
+    assert not semaphore.exists()
+    assert lease.failure() is None
+    assert not list(directory.path.glob("talker.*"))
+    assert other.is_alive()
+    other_lease.end_processes()
+    other.join(TIMEOUT_S)
+    assert other.exitcode == -signal.SIGKILL
+
+
+def test_a_socket_that_nobody_holds_is_removed(directory: RunDirectory) -> None:
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as alive:
+        dead.bind(str(directory.path / "dead"))
+        alive.bind(str(directory.path / "alive"))
+        dead.close()
+        directory.lease("talker").remove_dead_sockets()
+        assert not (directory.path / "dead").exists()
+        assert (directory.path / "alive").exists()
+
+
+def survive(lease: Lease) -> None:
+    enter_stage_process()
+    answer = UtilityOutput(0)
+    EngineCoreProc._invoke_utility_method("f", lambda: [][1], answer, lambda _: None)
+    assert answer.failure_message
+
+
+def test_a_call_that_an_engine_answers_with_a_failure_is_no_cause_of_death(directory: RunDirectory) -> None:
+    lease = directory.lease("talker")
+    process = multiprocessing.get_context("spawn").Process(target=survive, args=(lease,))
+    process.start()
+    process.join(3 * TIMEOUT_S)  # it imports vLLM
+    assert process.exitcode == 0
+    assert lease.failure() is None
 
 
 def fail(lease: Lease) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
 from vllm_omni.config import OmniConfig
+from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.run_directory import RunDirectory
-from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.stage import Door, StageEngine, StageState
+from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
@@ -31,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # How long a start that failed waits for the processes that it ended; they need no more than a moment.
 START_ABORTED_TIMEOUT_S = 10.0
+PAUSE_MODES = ("abort", "wait", "keep")  # vLLM's
 
 
 class Orchestrator:
@@ -70,8 +75,8 @@ class Orchestrator:
                 raise ConfigError(f"edge {edge.source}->{edge.target}: the graph has no such edge; it has {known}")
         self.pipeline.set_chunks(config.edges)
         self.engines: dict[str, StageEngine] = {}
+        self.door = Door()
         self._specs = specs
-        # vLLM's metrics are global to a process: the stage built last would wipe the others', so one stage has them.
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
 
@@ -85,24 +90,28 @@ class Orchestrator:
         """
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(self.config.stages))))
         for stage in self.config.stages:
-            log_stats = self._log_stats and stage.stage_id == 0
-            self.engines[stage.name] = StageEngine(stage, self._specs[stage.name], log_stats=log_stats)
+            engine = StageEngine(stage, self._specs[stage.name], log_stats=self._log_stats)
+            self.engines[stage.name] = engine
+        self.engines[self.config.stages[0].name].door = self.door
         run_directory = RunDirectory()
         starts: dict[str, Future[None]] = {}
         try:
             with run_directory.inherited():
                 for engine in self.engines.values():
-                    starts[engine.name] = _in_thread(engine.start, run_directory.lease(engine.name))
+                    starts[engine.name] = in_thread(engine.start, run_directory.lease(engine.name))
                 _await_starts(starts)
         except BaseException:
-            _shutdown(self.engines.values(), run_directory)
+            _shutdown(self.engines.values(), [], run_directory)
             # The directory's end was theirs, too: what was still starting does not outlive this call.
             wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
             raise
         # Also when nobody holds this object any more, and at the interpreter's end. There the youngest comes first, so
         # it is made after those of vLLM's clients, which would take the end of their engines for a death.
-        self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), run_directory)
+        supervisors = [Supervisor(engine, run_directory) for engine in self.engines.values()]
+        self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), supervisors, run_directory)
         self.runtime = GraphRuntime(self.plan, self.engines)
+        if self._log_stats:
+            METRICS.add_graph(str(run_directory.path), partial(_collect, self.runtime, self.engines.values()))
 
     def shutdown(self) -> None:
         """End every stage and remove what they left on disk; calling it twice does nothing."""
@@ -115,12 +124,18 @@ class Orchestrator:
         for engine in self.engines.values():
             await engine.aclose()
 
-    async def check_health(self) -> None:
-        """Raises:
-        StageFailed: a stage has died.
+    def check_health(self, stages: Iterable[str] | None = None) -> None:
+        """Of these stages, or of all.
+
+        Raises:
+            StageUnavailable: one is dead: it is being restarted, or could not be.
         """
-        for engine in self.engines.values():
-            await engine.check_health()
+        for name in self.engines if stages is None else stages:
+            self.engines[name].check_health()
+
+    def stages_of(self, outputs: Iterable[str]) -> list[str]:
+        """The stages that take part in answering with these outputs of the graph."""
+        return [self.plan.nodes[name].role for name in self.plan.route(frozenset(outputs)).nodes]
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
@@ -160,10 +175,12 @@ class Orchestrator:
 
         Raises:
             InvalidRequest: the request is malformed.
+            StageUnavailable: a stage that it needs is being restarted, or could not be.
             StageFailed: a stage failed it.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
         outputs = self.outputs_of(modalities)
+        self.check_health(self.stages_of(outputs.values()))
         context = RequestContext(
             request_id,
             params,
@@ -191,10 +208,39 @@ class Orchestrator:
                 yield output
         finally:
             await call.aclose()
+            self.door.leave(request_id)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until every stage has let go of it; an unknown id is ignored."""
         await self.runtime.abort(request_id, "by its owner")
+
+    # -- pausing ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        """Hold new requests before the first stage; what runs is aborted, awaited, or stays where it is.
+
+        This is what the graph does; the engines are paused by the caller, after it. Afterwards nothing is between two
+        stages, but for the mode "keep", where it reaches the next engine and waits there.
+
+        Args:
+            mode: "abort": requests that run end with ``CallAborted``. "wait": returns when they have ended by
+                themselves, after their last stage. "keep": they go on after ``resume`` where they were.
+
+        Raises:
+            InvalidRequest: another mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(f"pause mode {mode!r}: {suggest(mode, PAUSE_MODES)}")
+        self.door.close()
+        if mode == "abort":
+            running = list(self.door.inside)
+            await asyncio.gather(*(self.runtime.abort(one, "generation was paused") for one in running))
+        if mode == "wait":
+            await self.door.wait_until_empty()
+
+    def resume(self) -> None:
+        """Let in what waits before the first stage."""
+        self.door.open()
 
     def _to_user(self, modality: str, payload: OmniRequestOutput | None, request_id: str) -> OmniRequestOutput:
         """A stage's output as the user sees it: the text as vLLM made it, other modalities without a text."""
@@ -215,22 +261,6 @@ class Orchestrator:
         return output
 
 
-def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
-    """As an executor's ``submit``, but the interpreter's end does not wait for the thread."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function(*args)
-        except BaseException as exc:
-            future.set_exception(exc)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="stage-start", daemon=True).start()
-    return future
-
-
 def _await_starts(starts: Mapping[str, Future[None]]) -> None:
     """Raise the error of the first stage that fails; all have started when this returns."""
     timeout_s = envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S
@@ -242,9 +272,35 @@ def _await_starts(starts: Mapping[str, Future[None]]) -> None:
             raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
 
 
-def _shutdown(engines: Iterable[StageEngine], run_directory: RunDirectory) -> None:
+def _collect(runtime: GraphRuntime, engines: Iterable[StageEngine]) -> Iterator[Metric]:
+    """What the graph holds at the moment, and whether its stages are up."""
+    statistics = runtime.statistics()
+    for name, meaning, value in (
+        ("num_open_calls", "Requests that the graph is running.", statistics.num_open_calls),
+        (
+            "num_running_activations",
+            "Stages at work on a request, over all requests.",
+            statistics.num_running_activations,
+        ),
+        ("num_buffered_frames", "Chunks not yet read by their stage or user.", statistics.num_buffered_frames),
+    ):
+        yield GaugeMetricFamily(f"vllm_omni:{name}", meaning, value)
+    is_up = GaugeMetricFamily("vllm_omni:stage_up", "1 while the stage's engine is alive.", labels=[STAGE_LABEL])
+    restarts = CounterMetricFamily("vllm_omni:stage_restarts", "Restarts of a stage's engine.", labels=[STAGE_LABEL])
+    for engine in engines:
+        is_up.add_metric([engine.name], int(engine.status.state is StageState.RUNNING and not engine.has_died))
+        restarts.add_metric([engine.name], engine.status.num_restarts)
+    yield is_up
+    yield restarts
+
+
+def _shutdown(engines: Iterable[StageEngine], supervisors: Sequence[Supervisor], run_directory: RunDirectory) -> None:
     if os.getpid() != run_directory.server_pid:  # a fork of the user's program, at its end
         return
+    for supervisor in supervisors:  # what ends now has not died
+        supervisor.stop()
+    for supervisor in supervisors:
+        supervisor.join()
     try:
         with ThreadPoolExecutor(thread_name_prefix="stage-shutdown") as pool:
             pool.map(_shutdown_engine, engines)
@@ -252,6 +308,7 @@ def _shutdown(engines: Iterable[StageEngine], run_directory: RunDirectory) -> No
         for engine in engines:
             _shutdown_engine(engine)
     run_directory.remove()
+    METRICS.remove_server(str(run_directory.path))
 
 
 def _shutdown_engine(engine: StageEngine) -> None:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ OWNER = "owner"  # the file that the server keeps locked while it lives
 SHM = Path("/dev/shm")
 PF_EXITING = 0x4  # of the kernel's include/linux/sched.h: the process is in exit(), but may still hold its files
 DYING_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 10.0
+MAX_REASON_LENGTH = 1000  # a model can miss thousands of tensors
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
@@ -87,6 +90,7 @@ class Lease(dict[str, Any]):
         self.directory = directory
         self.stage = stage
         self.server_pid = os.getpid()
+        self._shared_memory: set[Path] = set()  # blocks in /dev/shm that the stage's processes have mapped
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -108,6 +112,53 @@ class Lease(dict[str, Any]):
             return self._failure_file.read_text(encoding="utf-8") or None
         except OSError:
             return None
+
+    def note_shared_memory(self) -> None:
+        """Remember what the stage's processes share now: when they have died, nothing tells any more."""
+        for process in self._processes():
+            self._shared_memory |= _mapped_shared_memory(process.pid)
+
+    def end_processes(self) -> None:
+        """Kill what still lives of the stage and remove what it left, so that it can be started again.
+
+        Raises:
+            TimeoutError: a process is not gone after ``KILL_TIMEOUT_S``.
+        """
+        self.note_shared_memory()
+        processes = self._processes()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left := [process.pid for process in processes if process.is_alive()]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"processes {left} of stage {self.stage!r} are not gone {KILL_TIMEOUT_S:g} s after SIGKILL"
+                )
+            time.sleep(0.01)
+        for block in self._shared_memory - _mapped_shared_memory(os.getpid()):
+            _remove_shared_memory(block, self.directory)
+        self._shared_memory.clear()
+        for file in self.directory.glob(f"{self.stage}.*"):
+            file.unlink(missing_ok=True)
+        self.remove_dead_sockets()
+
+    def remove_dead_sockets(self) -> None:
+        """Remove the files of sockets that nobody holds any more, whosever they were: vLLM leaves them."""
+        sockets = [path for path in self.directory.iterdir() if path.is_socket()]
+        # Read after the listing: a socket has its file before it is bound.
+        bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+        for path in sockets:
+            if str(path) not in bound:
+                path.unlink(missing_ok=True)
+
+    def _processes(self) -> list[_Process]:
+        """The engine core and its workers, if alive: each left a file when it read its configuration."""
+        processes = []
+        for file in self.directory.glob(f"{self.stage}.*.process"):
+            with contextlib.suppress(OSError, ValueError):
+                processes.append(_Process(int(file.name.split(".")[-2]), int(file.read_text())))
+        return [process for process in processes if process.is_alive()]
 
     @property
     def _failure_file(self) -> Path:
@@ -142,6 +193,53 @@ def _is_dying(pid: int) -> bool:
     return bool(flags & PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
 
 
+class _Process(NamedTuple):
+    pid: int
+    started_at: int  # in the kernel's ticks; the pid of a process that is gone is given to another
+
+    def is_alive(self) -> bool:
+        try:
+            state, started_at = _stat(self.pid)
+        except OSError:
+            return False
+        return state != "Z" and started_at == self.started_at
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start time of a process (proc(5)); the fields are counted from behind the name, which may be any."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _mapped_shared_memory(pid: int) -> set[Path]:
+    """Files of /dev/shm that a process has mapped, found by inode: a semaphore is mapped under a name it had before."""
+    try:
+        lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    except OSError:
+        return set()
+    inodes = {int(fields[4]) for fields in lines if len(fields) == 6 and fields[5].startswith(f"{SHM}/")}
+    mapped = set()
+    for file in SHM.iterdir() if inodes else ():
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_ino in inodes:
+                mapped.add(file)
+    return mapped
+
+
+def _remove_shared_memory(block: Path, directory: Path) -> None:
+    try:
+        block.unlink()
+    except FileNotFoundError:
+        return
+    if block.name.startswith("vllm_dist_"):  # see _remove; the tracker knows nothing of these
+        (directory / block.name.partition("-")[0]).unlink(missing_ok=True)
+    elif block.name.startswith("sem."):
+        resource_tracker.unregister(f"/{block.name.removeprefix('sem.')}", "semaphore")
+    else:
+        # Children share the server's tracker, which would complain of it at the end.
+        resource_tracker.unregister(f"/{block.name}", "shared_memory")
+
+
 _lease: Lease | None = None  # of this process, when it belongs to a stage
 
 
@@ -149,6 +247,9 @@ def _bind(lease: Lease) -> None:
     global _lease
     if _lease is None:
         _lease = lease
+        with contextlib.suppress(OSError):  # the directory is gone: so is the server
+            _, started_at = _stat(os.getpid())
+            (lease.directory / f"{lease.stage}.{os.getpid()}.process").write_text(str(started_at))
         threading.Thread(target=lease._end_with_server, name="end-with-server", daemon=True).start()
 
 
@@ -182,6 +283,10 @@ def _leave_at_once() -> None:
     os._exit(1 if _FailureReport.has_failed else 0)
 
 
+# Functions of vLLM's engine core that answer a failure to whoever asked, and go on.
+_SURVIVED = ("_invoke_utility_method", "_handle_request_preproc_error")
+
+
 class _FailureReport(logging.Handler):
     """vLLM tells its parent that a process failed, and tells only its log why; this keeps the first reason told."""
 
@@ -194,10 +299,14 @@ class _FailureReport(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None or record.exc_info[1] is None:
             return
+        if record.funcName in _SURVIVED:
+            _FailureReport.has_failed = False
+            self._path.unlink(missing_ok=True)  # a worker may have reported it first
+            return
         _FailureReport.has_failed = True
         error = record.exc_info[1]
         with contextlib.suppress(OSError), self._path.open("x", encoding="utf-8") as file:
-            file.write(f"{type(error).__name__}: {error}")
+            file.write(" ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_LENGTH])
 
 
 # --- What killed servers left ----------------------------------------------------------------------------------------

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import StageConfig
+from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.engine.run_directory import Lease
-from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
@@ -39,34 +48,109 @@ logger = logging.getLogger(__name__)
 # for several engines on a few cores: a Python with torch and vLLM in it takes seconds of computing to end.
 SHUTDOWN_TIMEOUT_S = 20.0
 
+# How long the end of a request waits for its engine to say that it has dropped it. An engine answers between two steps,
+# and a vocoder's step may take minutes: the engine then drops the request when that is over.
+ABORT_TIMEOUT_S = 5.0
+# How long an engine may take to answer what is asked of it beside requests, for the same reason.
+ANSWER_TIMEOUT_S = 300.0
+
 CPU_KV_CACHE_BYTES = 2**30
 """Of an autoregressive stage on a CPU, unless the deployment or VLLM_CPU_KVCACHE_SPACE says otherwise."""
 _KV_CACHE_ARGS = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 
 
+class StageState(StrEnum):
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """What a stage tells of itself; replaced as a whole, because the supervisor's thread writes it."""
+
+    state: StageState = StageState.RUNNING
+    reason: str | None = None  # why it is not running
+    num_restarts: int = 0  # since the server's start
+
+
+class Door:
+    """Where requests wait, before their first stage, while generation is paused; they can be aborted there."""
+
+    def __init__(self) -> None:
+        self.inside: set[str] = set()  # ids of requests that have entered and not left
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def enter(self, request_id: str) -> None:
+        if request_id not in self.inside:
+            await self._opened.wait()
+            self.inside.add(request_id)
+            self._emptied.clear()
+
+    def leave(self, request_id: str) -> None:
+        """Does nothing for a request that has not entered."""
+        self.inside.discard(request_id)
+        if not self.inside:
+            self._emptied.set()
+
+    async def wait_until_empty(self) -> None:
+        await self._emptied.wait()
+
+
 class StageLLM(AsyncLLM):
-    """vLLM's ``AsyncLLM`` whose outputs carry tensors beside tokens."""
+    """vLLM's ``AsyncLLM`` whose outputs carry tensors beside tokens, and whose engine core can be replaced."""
+
+    output_handler: asyncio.Task[None] | None
 
     def __init__(self, vllm_config: VllmConfig, output_type: str, log_stats: bool) -> None:
         super().__init__(
             vllm_config,
             Executor.get_class(vllm_config),
-            log_stats=log_stats,
+            log_stats=False,  # upstream's own loggers; it collects for those given here all the same
+            stat_loggers=[StagePrometheusStatLogger, StageLoggingStatLogger] if log_stats else None,
             usage_context=UsageContext.ENGINE_CONTEXT,
             log_requests=False,
         )
         # Upstream hands its processor to the output loop when that starts, which inside an event loop is at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
+        self.output_type = output_type
         self.output_processor: OutputProcessor = MultimodalOutputProcessor(self.output_processor, output_type)
+
+    def replace_engine_core(self, engine_core: EngineCoreClient) -> None:
+        """Go on with another engine core; what others hold of this object (renderer, input processor) stays.
+
+        Call it in the event loop of the requests: upstream registers a request and sends it without a break between.
+        """
+        self.output_processor.propagate_error(EngineDeadError())  # whoever came after upstream told those waiting
+        self.output_processor = MultimodalOutputProcessor(self.output_processor, self.output_type)
+        self.output_handler = None  # upstream starts one for the new core with the next request
+        self._profile_session_active = False
+        self.engine_core = engine_core
 
     def __del__(self) -> None:
         """Upstream shuts down here, which fails at interpreter exit; ``StageEngine.shutdown`` is explicit."""
 
 
+Answer = TypeVar("Answer")
+
+
 class StageEngine:
     """One engine: starts it, runs activations on it, tells its health.
 
-    ``start`` blocks for seconds and belongs in a thread; everything else belongs to one event loop.
+    ``start`` and ``restart`` block for seconds and belong in a thread; everything else belongs to one event loop.
     """
 
     def __init__(self, config: StageConfig, spec: StageSpec, *, log_stats: bool = False) -> None:
@@ -75,6 +159,11 @@ class StageEngine:
         self.name = config.name
         self.log_stats = log_stats
         self.vllm_config = config.vllm_config or self._create_vllm_config()
+        self.status = StageStatus()
+        self.door: Door | None = None  # of the first stage
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests, once there was one
+
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self, lease: Lease) -> None:
         """Start the engine's processes and load the model. Blocks until the engine is ready.
@@ -85,13 +174,62 @@ class StageEngine:
         self._lease = lease
         lease.update(self.vllm_config.additional_config)
         self.vllm_config.additional_config = lease
+        # A start writes what the engine found out into its configuration, and would add to it another time.
+        self._fresh_config = copy.deepcopy(self.vllm_config)
         logger.info("stage %s: starting", self.name)
         started = time.monotonic()
         try:
             self.llm = StageLLM(self.vllm_config, self.spec.output_type, self.log_stats)
         except Exception as exc:
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
+        if self.config.stage_id:
+            self.llm.profiler = None  # of the front end, where torch has one at a time
+        lease.note_shared_memory()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
+
+    def restart(self) -> None:
+        """Clear away what is left of an engine that died and start another in its place. Blocks as ``start`` does.
+
+        Raises:
+            StageFailed: the engine did not start; what did is gone again.
+        """
+        started = time.monotonic()
+        self.llm.engine_core.shutdown(timeout=0)
+        try:
+            self._lease.end_processes()
+            config = copy.deepcopy(self._fresh_config)
+            engine_core = EngineCoreClient.make_async_mp_client(
+                vllm_config=config, executor_class=Executor.get_class(config), log_stats=self.llm.log_stats
+            )
+            # The new engine has none of the media that the front end believes it to have.
+            asyncio.run(self.llm.renderer.clear_mm_cache_async())
+        except Exception as exc:
+            reason = f"did not start: {self._lease.failure() or exc}"
+            with suppress(TimeoutError):
+                self._lease.end_processes()
+            raise StageFailed(self.name, reason) from exc
+        self._replace_engine_core(engine_core)
+        self._lease.note_shared_memory()
+        self._lease.remove_dead_sockets()
+        logger.info("stage %s: ready again after %.1f s", self.name, time.monotonic() - started)
+
+    def _replace_engine_core(self, engine_core: EngineCoreClient) -> None:
+        replaced = threading.Event()
+
+        def replace() -> None:
+            self.llm.replace_engine_core(engine_core)
+            replaced.set()
+
+        if self._loop is not None and self._loop.is_running():
+            with suppress(RuntimeError):  # it has been closed meanwhile
+                self._loop.call_soon_threadsafe(replace)
+                if replaced.wait(ANSWER_TIMEOUT_S):
+                    return
+        self.llm.replace_engine_core(engine_core)
+
+    def kill(self) -> None:
+        """End the engine's processes at once, however far they are."""
+        self._lease.end_processes()
 
     async def aclose(self) -> None:
         """Stop reading the engine's outputs, so that its end is not taken for a death. Call it before ``shutdown``."""
@@ -105,16 +243,64 @@ class StageEngine:
         if "llm" in self.__dict__:
             self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
-    async def check_health(self) -> None:
-        """Raises:
-        StageFailed: the engine is dead.
-        """
-        if self.llm.errored:
-            raise self._died()
+    # -- health -------------------------------------------------------------------------------------------------------
 
-    def _died(self) -> StageFailed:
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine is dead, or nobody hears it any more; the end of an event loop cancels who hears it."""
+        handler = self.llm.output_handler
+        is_deaf = handler is not None and handler.done() and not handler.cancelled()
+        return self.llm.engine_core.resources.engine_dead or is_deaf
+
+    def check_health(self) -> None:
+        """Raises:
+        StageUnavailable: the engine is dead: it is being restarted, or could not be.
+        """
+        status = self.current_status()
+        if status.state is not StageState.RUNNING:
+            raise StageUnavailable(self.name, f"{status.state}: {status.reason}")
+
+    def current_status(self) -> StageStatus:
+        status = self.status
+        if status.state is StageState.RUNNING and self.has_died:  # the supervisor is about to notice
+            return StageStatus(StageState.RESTARTING, self.cause_of_death(), status.num_restarts)
+        return status
+
+    def cause_of_death(self) -> str:
+        """As a sentence: "its engine has died: ..."."""
         cause = self._lease.failure()
-        return StageFailed(self.name, f"its engine has died: {cause}" if cause else "its engine has died")
+        manager = self.llm.engine_core.resources.engine_manager
+        codes = [] if manager is None else manager.finished_procs().values()
+        if cause is None and (killed := [-code for code in codes if code < 0]):
+            cause = f"killed by {signal.Signals(killed[0]).name}"
+        return f"its engine has died: {cause}" if cause else "its engine has died"
+
+    async def ask(self, question: Coroutine[Any, Any, Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """What the engine answers to a call that is no request.
+
+        Upstream leaves whoever asks a dying engine waiting for ever.
+
+        Raises:
+            StageFailed: the engine refuses, dies, or does not answer in time.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.llm._run_output_handler()  # ends when the engine dies
+        handler = self.llm.output_handler
+        assert handler is not None
+        answer = self._loop.create_task(question)
+        try:
+            await asyncio.wait({answer, handler}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+        except EngineDeadError:
+            pass
+        except Exception as exc:  # upstream's clients raise bare exceptions with what the engine said
+            raise StageFailed(self.name, str(exc) or repr(exc)) from exc
+        finally:
+            answer.cancel()
+        if self.has_died:
+            raise StageFailed(self.name, self.cause_of_death())
+        raise StageFailed(self.name, f"no answer within {timeout_s:g} s")
 
     # -- node of the graph --------------------------------------------------------------------------------------------
 
@@ -146,28 +332,63 @@ class StageEngine:
     async def generate(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
     ) -> AsyncIterator[OmniRequestOutput]:
-        """Stream one request through the engine, as deltas; ``seq`` tells it from the others of its activation."""
+        """Stream one request through the engine, as deltas; if left early, end when the engine has dropped it.
+
+        ``seq`` tells it from the other requests of its activation.
+        """
+        if self.door is not None:
+            await self.door.enter(context.request_id)
+        self.check_health()
+        self._loop = asyncio.get_running_loop()
         params = self._sampling_params(request, context, wanted)
         is_first = self.config.stage_id == 0
         prompt = await self._render(request.prompt) if is_first else request.prompt
+        if is_first and context.lora_request is not None:
+            await self._load_adapter(context.lora_request)
+        outputs = self.llm.generate(
+            prompt,
+            params,
+            f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else ""),
+            lora_request=context.lora_request if is_first else None,
+            priority=context.priority,
+            trace_headers=context.trace_headers,
+            **(context.engine_kwargs if is_first else {}),
+        )
         try:
-            async for output in self.llm.generate(
-                prompt,
-                params,
-                f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else ""),
-                lora_request=context.lora_request if is_first else None,
-                priority=context.priority,
-                trace_headers=context.trace_headers,
-                **(context.engine_kwargs if is_first else {}),
-            ):
-                assert isinstance(output, OmniRequestOutput)
-                yield output
+            async with aclosing(outputs):
+                async for output in outputs:
+                    assert isinstance(output, OmniRequestOutput)
+                    yield output
         except VLLMClientError as exc:
             raise refusal(exc, self.name) from exc
         except EngineGenerateError as exc:
             raise StageFailed(self.name, f"failed the request: {exc.__cause__ or exc!r}") from exc
         except EngineDeadError as exc:
-            raise self._died() from exc
+            raise StageFailed(self.name, self.cause_of_death()) from exc
+        except (asyncio.CancelledError, GeneratorExit):
+            await self._await_abort()
+            raise
+
+    async def _load_adapter(self, lora_request: LoRARequest) -> None:
+        """Before the engine does it within a step, where an adapter that it cannot load would end it."""
+        if self.vllm_config.lora_config is None:
+            flag = f"--stage {self.name}.enable_lora=true"
+            raise InvalidRequest(
+                f"lora_request: stage {self.name!r} was started without adapters; start it with {flag}"
+            )
+        try:
+            await self.ask(self.llm.add_lora(lora_request))
+        except StageFailed as exc:
+            if self.has_died:
+                raise
+            raise InvalidRequest(f"lora_request: {exc}") from exc
+
+    async def _await_abort(self) -> None:
+        """Upstream has sent the abort and does not wait. An engine answers in the order in which it is asked."""
+        try:
+            await self.ask(self.llm.is_paused(), ABORT_TIMEOUT_S)
+        except StageFailed as exc:  # dead, which also ends requests; or in a step that takes longer
+            logger.debug("abort not acknowledged: %s", exc)
 
     async def _render(self, prompt: Any) -> Any:
         """The user's prompt as the engine reads it. What goes wrong here is the prompt's fault: ``InvalidRequest``."""
@@ -222,6 +443,8 @@ class StageEngine:
     def _create_vllm_config(self) -> VllmConfig:
         args: dict[str, Any] = {"model": self.config.model, "disable_log_stats": not self.log_stats}
         args["use_tqdm_on_load"] = False  # the bars of several stages would overwrite one another
+        # Left to choose, vLLM takes any other file for weights where these are missing.
+        args["load_format"] = "safetensors"
         args |= self._stage_defaults() | dict(self.config.engine_args)
         for name in ("hf_overrides", "worker_cls", "scheduler_cls"):
             if self.config.engine_args.get(name):
@@ -231,6 +454,11 @@ class StageEngine:
                 given = self.config.engine_args[name]
                 raise ConfigError(f"stage {self.name!r}: {name} = {given!r}: this model runs with {value!r} only")
             args[name] = value
+        if args.get("enable_lora") and current_platform.device_type == "cpu" and args.get("max_num_seqs") != 1:
+            raise ConfigError(
+                f"stage {self.name!r}: max_num_seqs = {args.get('max_num_seqs')!r}: with enable_lora on a CPU it "
+                "must be 1: vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
+            )
         args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
@@ -264,6 +492,8 @@ class StageEngine:
         if device == "cpu" and self.config.engine_args.get("tensor_parallel_size", 1) == 1:
             # In the engine core's own process: on the CPU vLLM would otherwise add a worker and two hops a step.
             defaults["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        if device == "cpu" and self.config.engine_args.get("enable_lora"):
+            defaults["max_num_seqs"] = 1  # see _create_vllm_config
         is_kv_cache_sized = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _KV_CACHE_ARGS & set(self.config.engine_args)
         if device == "cpu" and not is_kv_cache_sized:
             # vLLM would give each stage most of the machine's memory.

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
+from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.names import suggest
@@ -36,6 +39,8 @@ StageParams: TypeAlias = SamplingParams | Mapping[str, Any] | None
 
 ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
 """Parameters of one request: of the first stage; of the stages by position; or by name."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class AsyncOmni(EngineClient):
         config: the whole deployment, as ``load_config`` makes it; instead of a model.
         stage_configs: the stages themselves, instead of what the deployment files say.
         deploy_config, overrides, stage_overrides, engine_args: see ``vllm_omni.config.load_config``.
-        log_stats: collect vLLM's metrics (of the first stage: they are global to a process).
+        log_stats: collect vLLM's metrics of every stage, and those of the graph.
 
     Raises:
         ConfigError: the deployment is wrong.
@@ -109,7 +114,9 @@ class AsyncOmni(EngineClient):
         self.defaults = RequestDefaults()
         self._life = _Life()
         # What vLLM's server asks of an engine, the first stage answers: it is the one that reads the user's prompt.
-        entry = self.orchestrator.engines[config.stages[0].name].llm
+        # These objects outlive the stage's engine when that is restarted.
+        self._entry_engine = self.orchestrator.engines[config.stages[0].name]
+        entry = self._entry_engine.llm
         self.entry = entry
         self.vllm_config = entry.vllm_config
         self.model_config = entry.model_config
@@ -150,6 +157,7 @@ class AsyncOmni(EngineClient):
 
         Raises:
             InvalidRequest: the request is malformed.
+            StageUnavailable: a stage that it needs is being restarted, or could not be.
             StageFailed: a stage failed it.
         """
         self._life.loop = asyncio.get_running_loop()
@@ -325,7 +333,8 @@ class AsyncOmni(EngineClient):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests; returns when every stage has let go of them. Unknown ids are ignored.
 
-        An engine has then been told; it drops the request before its next step.
+        Their engines have then dropped them; one whose step takes longer than ``ABORT_TIMEOUT_S`` of
+        ``engine/stage.py`` does so at the step's end.
         """
         for one in [request_id] if isinstance(request_id, str) else request_id:
             await self.orchestrator.abort(one)
@@ -340,7 +349,8 @@ class AsyncOmni(EngineClient):
 
     @property
     def is_running(self) -> bool:
-        return not self._life.stopped and not self.errored
+        """False when it was shut down, and when the first stage has died too often: vLLM's server then ends."""
+        return not self._life.stopped and self._entry_engine.status.state is not StageState.FAILED
 
     @property
     def is_stopped(self) -> bool:
@@ -348,18 +358,44 @@ class AsyncOmni(EngineClient):
 
     @property
     def errored(self) -> bool:
-        return any(engine.llm.errored for engine in self.orchestrator.engines.values())
+        """Whether the first stage, which every request needs, is down, be it for a moment.
+
+        The others' states are asked by each request that needs them.
+        """
+        return self._entry_engine.status.state is not StageState.RUNNING or self._entry_engine.has_died
 
     @property
     def dead_error(self) -> BaseException:
-        dead = [name for name, engine in self.orchestrator.engines.items() if engine.llm.errored]
-        return StageFailed(", ".join(dead) or "none", "its engine has died")
+        try:
+            self._entry_engine.check_health()
+        except StageFailed as exc:
+            return exc
+        return StageFailed(self._entry_engine.name, "has not died")
 
-    async def check_health(self) -> None:
-        """Raises:
-        StageFailed: a stage has died.
+    async def check_health(self, stage: str | None = None) -> None:
+        """Of one stage, or of all.
+
+        Raises:
+            StageUnavailable: it is dead: it is being restarted, or could not be.
+            InvalidRequest: there is no such stage.
         """
-        await self.orchestrator.check_health()
+        if stage is not None and stage not in self.config.stage_names:
+            raise InvalidRequest(f"unknown stage {stage!r}: {suggest(stage, self.config.stage_names)}")
+        self.orchestrator.check_health(None if stage is None else [stage])
+
+    def check_available(self, modalities: Sequence[str]) -> None:
+        """Whether the stages that answer in these modalities are up: to be asked before an answer is begun.
+
+        Raises:
+            StageUnavailable: one of them is not.
+            InvalidRequest: an unknown modality.
+        """
+        outputs = self.orchestrator.outputs_of(modalities)
+        self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
+
+    def stage_report(self) -> dict[str, StageStatus]:
+        """The state of every stage, by name."""
+        return {name: engine.current_status() for name, engine in self.orchestrator.engines.items()}
 
     async def aclose(self) -> None:
         """Abort what runs, wait until every stage has let go of it, and end the stages."""
@@ -392,59 +428,159 @@ class AsyncOmni(EngineClient):
         return await self.entry.is_tracing_enabled()
 
     async def do_log_stats(self) -> None:
-        await self.entry.do_log_stats()
-
-    # -- what concerns every stage, or the first ----------------------------------------------------------------------
-
-    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
-        await self.entry.start_profile(*args, **kwargs)
-
-    async def stop_profile(self) -> None:
-        await self.entry.stop_profile()
-
-    async def reset_mm_cache(self) -> None:
         for engine in self.orchestrator.engines.values():
-            await engine.llm.reset_mm_cache()
+            await engine.llm.do_log_stats()
 
-    async def reset_encoder_cache(self) -> None:
-        await self.entry.reset_encoder_cache()
+    # -- what concerns every stage ------------------------------------------------------------------------------------
+    # All of it raises StageFailed when a stage refuses it, is dead, or does not answer in time.
 
-    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        results = [await engine.llm.reset_prefix_cache(*args, **kwargs) for engine in self._ar_engines()]
-        return all(results)
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stop every stage between two steps; requests that come meanwhile wait until ``resume_generation``.
 
-    async def sleep(self, *args: Any, **kwargs: Any) -> None:
-        for engine in self._ar_engines():
-            await engine.llm.sleep(*args, **kwargs)
+        A request is in several stages in the course of its life, so vLLM's modes are those of the whole graph: "abort"
+        ends requests that run with ``CallAborted``; "wait" returns when they have left their last stage; "keep" leaves
+        them where they are, and one that is between two stages waits in the next.
 
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        results = [await engine.llm.wake_up(tags) for engine in self._ar_engines()]
-        return all(results)
+        Args:
+            clear_cache: forget prefixes and media, also those of kept requests, which are then computed again.
 
-    async def is_sleeping(self) -> bool:
-        return await self.entry.is_sleeping()
-
-    async def release_kv_cache_memory(self) -> None:
-        for engine in self._ar_engines():
-            await engine.llm.release_kv_cache_memory()
-
-    async def add_lora(self, lora_request: Any) -> bool:
-        return await self.entry.add_lora(lora_request)
-
-    async def pause_generation(self, **kwargs: Any) -> None:
-        await self.entry.pause_generation(**kwargs)
+        Raises:
+            InvalidRequest: another mode.
+        """
+        await self.orchestrator.pause(mode)
+        await self._ask(lambda llm: llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
-        await self.entry.resume_generation()
+        try:
+            await self._ask(lambda llm: llm.resume_generation())
+        finally:
+            self.orchestrator.resume()
 
     async def is_paused(self) -> bool:
-        return await self.entry.is_paused()
+        return not self.orchestrator.door.is_open
 
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        return await self.entry.collective_rpc(*args, **kwargs)
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, see ``pause_generation``, and have the autoregressive stages free memory: vLLM's levels.
 
-    def _ar_engines(self) -> Iterable[Any]:
-        return [engine for engine in self.orchestrator.engines.values() if engine.config.engine_type == "ar"]
+        Generation stages have no cache, and keep their weights.
+        """
+        await self.orchestrator.pause(mode)
+        await self._ask(lambda llm: llm.pause_generation(mode=mode), self._engines("generation"))
+        await self._ask(lambda llm: llm.sleep(level, mode), self._engines("ar"))
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Undo ``sleep``, or a part of it; returns whether all memory is back, and requests are let in again."""
+        is_awake = all(await self._ask(lambda llm: llm.wake_up(tags), self._engines("ar")))
+        if is_awake:
+            await self.resume_generation()
+        return is_awake
+
+    async def is_sleeping(self) -> bool:
+        return await self._entry_engine.ask(self.entry.is_sleeping())
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._ask(lambda llm: llm.release_kv_cache_memory(), self._engines("ar"))
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Trace every stage that was started with ``profiler_config``; file names have the prefix and the stage's name.
+
+        The front end, which the stages share, is traced with the first stage.
+
+        Raises:
+            InvalidRequest: no stage was.
+        """
+        bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        started: list[StageEngine] = []
+        for engine in self._profiled_engines():
+            prefix = engine.name if profile_prefix is None else f"{profile_prefix}_{engine.name}"
+            try:
+                await engine.ask(engine.llm.start_profile(prefix, **bounds))
+            except StageFailed:
+                await self._ask(lambda llm: llm.stop_profile(), started)
+                raise
+            started.append(engine)
+
+    async def stop_profile(self) -> None:
+        await self._ask(lambda llm: llm.stop_profile(), self._profiled_engines())
+
+    def _profiled_engines(self) -> list[StageEngine]:
+        engines = self.orchestrator.engines.values()
+        profiled = [engine for engine in engines if engine.vllm_config.profiler_config.profiler is not None]
+        if not profiled:
+            raise InvalidRequest("no stage can be profiled: start them with profiler_config")
+        return profiled
+
+    async def reset_mm_cache(self) -> None:
+        await self._ask(lambda llm: llm.reset_mm_cache())
+
+    async def reset_encoder_cache(self) -> None:
+        await self._ask(lambda llm: llm.reset_encoder_cache(), self._engines("ar"))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return all(
+            await self._ask(
+                lambda llm: llm.reset_prefix_cache(reset_running_requests, reset_connector), self._engines("ar")
+            )
+        )
+
+    async def _ask(
+        self, question: Callable[[StageLLM], Coroutine[Any, Any, Answer]], engines: Iterable[StageEngine] | None = None
+    ) -> list[Answer]:
+        """Ask these stages, or all, at once; when all have answered or failed, raises the first failure."""
+        engines = self.orchestrator.engines.values() if engines is None else engines
+        answers = await asyncio.gather(
+            *(engine.ask(question(engine.llm)) for engine in engines), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def _engines(self, engine_type: str) -> list[StageEngine]:
+        return [engine for engine in self.orchestrator.engines.values() if engine.config.engine_type == engine_type]
+
+    # -- what concerns the first stage: the others' models have no adapters, and other methods ------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter of the first stage. A request for it (``lora_request``) does so, too.
+
+        Raises:
+            StageFailed: the stage runs without adapters, or cannot load this one.
+        """
+        return await self._ask_adapters(self.entry.add_lora(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return await self._ask_adapters(self.entry.remove_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        return set(await self._ask_adapters(self.entry.list_loras()))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter that is loaded from making room for others."""
+        return await self._ask_adapters(self.entry.pin_lora(lora_id))
+
+    async def _ask_adapters(self, question: Coroutine[Any, Any, Answer]) -> Answer:
+        engine = self._entry_engine
+        if self.vllm_config.lora_config is None:
+            question.close()
+            flag = f"--stage {engine.name}.enable_lora=true"
+            raise StageFailed(engine.name, f"it was started without adapters (LoRA): start it with {flag}")
+        return await engine.ask(question)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  # upstream's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return await self._entry_engine.ask(self.entry.collective_rpc(method, timeout, args, kwargs))
 
 
 async def _merge(outputs: AsyncGenerator[OmniRequestOutput, None]) -> AsyncGenerator[OmniRequestOutput, None]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.profiler.wrapper import WorkerProfiler, create_worker_profiler
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
@@ -25,6 +26,8 @@ from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.relay import InlineRelay, Payload, pack
 
 logger = logging.getLogger(__name__)
+
+_ANSWERED = ("reset_mm_cache", "reset_encoder_cache", "shutdown", "synchronize_device", "update_max_model_len")
 
 
 class OneShotExecutor(Executor):
@@ -38,6 +41,7 @@ class OneShotExecutor(Executor):
     def _init_executor(self) -> None:
         self.relay = InlineRelay()
         self.model = self._load_model()
+        self._profiler: WorkerProfiler | None = None
 
     def _load_model(self) -> GenerationModel:
         model_config = self.model_config
@@ -53,6 +57,8 @@ class OneShotExecutor(Executor):
         requests = scheduler_output.scheduled_new_reqs
         output = EMPTY_MODEL_RUNNER_OUTPUT
         if requests:
+            if self._profiler is not None:
+                self._profiler.step()
             request_ids = [request.req_id for request in requests]
             answers = self._answer(requests)
             output = ModelRunnerOutput(
@@ -105,11 +111,32 @@ class OneShotExecutor(Executor):
         non_block: bool = False,
     ) -> Any:
         """There are no workers: telling them to drop state they do not have is answered, other calls are refused."""
-        if method not in ("reset_mm_cache", "reset_encoder_cache", "shutdown", "update_max_model_len"):
+        if method not in _ANSWERED:
             raise ValueError(f"a generation stage has no workers to call {method!r} on")
         future: Future[list[Any]] = Future()
         future.set_result([None])
         return future if non_block else [None]
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As upstream's workers: from the next step on, to a trace file in the configured directory."""
+        config = self.vllm_config.profiler_config
+        if config.profiler is None:
+            raise ValueError("profiling is not enabled: give profiler_config")
+        name = f"{profile_prefix or 'generation'}_rank0"
+        if self._profiler is None:
+            self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
+        if is_start:
+            self._profiler.set_output_name(name)
+            self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
+        else:
+            self._profiler.stop()
 
     def check_health(self) -> None:
         """Healthy as long as the process answers."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from vllm_omni.relay import Payload, Relay
 
@@ -93,3 +94,14 @@ class HasOwnPositions(Protocol):
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
         """Positions of the prompt, int64 [3, num_prompt_tokens], and the delta of those that follow."""
         ...
+
+
+def refuse_missing(model: nn.Module, loaded: set[str]) -> None:
+    """For the end of ``load_weights``: vLLM's own check passes over every linear layer, which would stay uninitialised.
+
+    Raises:
+        ValueError: the checkpoint lacks parameters of the model; up to three are named.
+    """
+    if missing := sorted({name for name, _ in model.named_parameters()} - loaded):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"the checkpoint has no {', '.join(missing[:3])}{more}")

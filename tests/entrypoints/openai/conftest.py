@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 import signal
 import socket
@@ -63,8 +64,9 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
     flags += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}", "--stage=thinker.max_num_seqs=16"]
     command = [Path(sys.executable).with_name("vllm"), "serve", tiny_checkpoint, "--omni", *flags]
+    env = os.environ | {"VLLM_OMNI_STAGE_RESTARTS": "1"}  # test_stage_death.py
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)

@@ -16,6 +16,7 @@ import soundfile
 
 from tests.entrypoints.openai.conftest import (
     MAX_MODEL_LEN,
+    NUM_CODES,
     SHORT,
     STAGES,
     Server,
@@ -331,14 +332,21 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_health(server: Server) -> None:
-    assert server.get("/health").status_code == 200
+    response = server.get("/health")
+    assert response.status_code == 200
+    running = {"state": "running", "reason": None, "num_restarts": 0}
+    assert response.json() == {"stages": dict.fromkeys(("thinker", "talker", "token2wav"), running)}
 
 
-def test_metrics_count_tokens(client: openai.OpenAI, server: Server) -> None:
-    name = r"vllm:generation_tokens_total\{.*\}"
-    before = server.metric(name)
-    ask(client)
-    wait_for("six tokens more", lambda: server.metric(name) == before + 6)
+def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: Server) -> None:
+    def num_tokens(stage: str) -> float:
+        return server.metric(rf'vllm:generation_tokens_total\{{[^}}]*stage="{stage}"[^}}]*\}}')
+
+    numbers = {"thinker": 6, "talker": NUM_CODES, "token2wav": 1}
+    before = {stage: num_tokens(stage) for stage in numbers}
+    ask(client, modalities=["text", "audio"])
+    for stage, number in numbers.items():
+        wait_for(f"tokens of {stage}", lambda stage=stage, number=number: num_tokens(stage) == before[stage] + number)
 
 
 @pytest.mark.parametrize("leaves", ["stream of the thinker", "stream of the talker", "whole answer"])

@@ -5,6 +5,7 @@ From: vLLM-Omni design document, section 7.
 
 from __future__ import annotations
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -20,7 +21,8 @@ class DiffusionScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         # Upstream plans token budgets, KV blocks and encoder inputs here; none of them exists for these requests.
         new_requests = []
-        while self.waiting and len(self.running) < self.max_num_running_reqs:
+        is_paused = self.pause_state is not PauseState.UNPAUSED
+        while self.waiting and not is_paused and len(self.running) < self.max_num_running_reqs:
             request = self.waiting.pop_request()
             request.status = RequestStatus.RUNNING
             self.running.append(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from argparse import Namespace
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -13,7 +14,6 @@ import vllm.envs as envs
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
-from prometheus_client import Gauge
 from starlette.routing import BaseRoute
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -30,7 +30,7 @@ from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.errors import ConfigError, OmniError, StageFailed
+from vllm_omni.errors import ConfigError, OmniError, StageFailed, StageUnavailable
 
 router = APIRouter()
 
@@ -78,14 +78,16 @@ async def voices(raw_request: Request) -> JSONResponse:
     return JSONResponse(speech.voices())
 
 
-@router.get("/health", response_class=Response)
-async def health(raw_request: Request) -> Response:
-    """200 while every stage is alive, else 503 and which one is not."""
+@router.get("/health")
+async def health(raw_request: Request) -> JSONResponse:
+    """The state of each stage; 200 while every one is alive, else 503 and which one is not."""
+    omni: AsyncOmni = raw_request.app.state.engine_client
+    stages = {name: asdict(status) for name, status in omni.stage_report().items()}
     try:
-        await raw_request.app.state.engine_client.check_health()
+        await omni.check_health()
     except StageFailed as exc:
-        return _error(exc, HTTPStatus.SERVICE_UNAVAILABLE)
-    return Response(status_code=HTTPStatus.OK)
+        return JSONResponse(_error_body(exc, HTTPStatus.SERVICE_UNAVAILABLE) | {"stages": stages}, 503)
+    return JSONResponse({"stages": stages})
 
 
 def run_server(args: Namespace, config: OmniConfig) -> None:
@@ -145,8 +147,8 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
         h11_max_header_count=args.h11_max_header_count,
         **more,
     )
-    # The server ends by itself when a stage has died; by a signal, it has ended the stages before it came here.
-    died = omni.dead_error if omni.errored and not omni.is_stopped else None
+    # The server ends by itself when the first stage has died too often; by a signal, it has ended the stages by now.
+    died = omni.dead_error if not omni.is_running and not omni.is_stopped else None
     await omni.aclose()
     await stopped
     if died is not None:
@@ -165,8 +167,6 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.state.openai_serving_speech = OmniServingSpeech(
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
     )
-    if app.state.log_stats:
-        _export_statistics(omni)
     return app
 
 
@@ -184,23 +184,15 @@ def _operations(route: BaseRoute) -> set[tuple[str, str]]:
 
 
 async def _on_omni_error(raw_request: Request, exc: Exception) -> JSONResponse:
-    """Our errors in vLLM's shape: 400 where the request is at fault, else 500."""
-    is_fault_of_request = isinstance(exc, ValueError)
-    return _error(exc, HTTPStatus.BAD_REQUEST if is_fault_of_request else HTTPStatus.INTERNAL_SERVER_ERROR)
+    """Our errors in vLLM's shape: 400 where the request is at fault, 503 where it may be tried again, else 500."""
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    if isinstance(exc, ValueError):
+        status = HTTPStatus.BAD_REQUEST
+    elif isinstance(exc, StageUnavailable):
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+    return JSONResponse(_error_body(exc, status), status.value)
 
 
-def _error(exc: Exception, status: HTTPStatus) -> JSONResponse:
+def _error_body(exc: Exception, status: HTTPStatus) -> dict[str, Any]:
     kind = f"{status.phrase.replace(' ', '')}{'' if status.phrase.endswith('Error') else 'Error'}"
-    content = create_error_response(str(exc), err_type=kind, status_code=status).model_dump()
-    return JSONResponse(content, status_code=status.value)
-
-
-def _export_statistics(omni: AsyncOmni) -> None:
-    """What the graph holds at the moment, on /metrics beside the first stage's own numbers."""
-    statistics = omni.orchestrator.runtime.statistics
-    calls = Gauge("vllm_omni:num_open_calls", "Requests that the graph is running.")
-    calls.set_function(lambda: statistics().num_open_calls)
-    activations = Gauge("vllm_omni:num_running_activations", "Stages at work on a request, over all requests.")
-    activations.set_function(lambda: statistics().num_running_activations)
-    frames = Gauge("vllm_omni:num_buffered_frames", "Chunks not yet read by their stage or user.")
-    frames.set_function(lambda: statistics().num_buffered_frames)
+    return create_error_response(str(exc), err_type=kind, status_code=status).model_dump()

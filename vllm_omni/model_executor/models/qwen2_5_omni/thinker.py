@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from vllm.model_executor.models.qwen2_5_omni_thinker import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.audio import AudioResampler
+
+from vllm_omni.model_executor.stage_model import refuse_missing
 
 
 def max_video_positions(text_config: PreTrainedConfig) -> int:
@@ -43,6 +45,11 @@ class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
 )
 class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
     """vLLM's thinker which publishes what the talker consumes."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(weights)
+        refuse_missing(self, loaded)
+        return loaded
 
     def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden state + token embedding per token, none at media positions. [num_tokens, hidden_size].

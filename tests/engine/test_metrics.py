@@ -1,0 +1,72 @@
+"""Metrics of several stages and servers of one process, without engines."""
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from vllm_omni.engine.metrics import StageMetrics
+from vllm_omni.engine.run_directory import Lease
+
+
+@pytest.fixture
+def metrics() -> StageMetrics:
+    return StageMetrics()
+
+
+def read(metrics: StageMetrics) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    """What a scraper reads: sample -> labels -> value; a name that comes twice, or labels that do, are an error."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    families: set[str] = set()
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        assert family.name not in families
+        families.add(family.name)
+        for sample in family.samples:
+            values = samples.setdefault(sample.name, {})
+            labels = frozenset(sample.labels.items())
+            assert labels not in values
+            values[labels] = sample.value
+    return samples
+
+
+def add_running(metrics: StageMetrics, server: str, stage: str, value: float) -> None:
+    registry = metrics.add_stage(Lease(Path(server), stage))
+    Gauge("vllm:num_requests_running", "Running.", ["engine"], registry=registry).labels("0").set(value)
+
+
+def test_each_stage_has_its_own_value_and_no_other_engine_wipes_it(metrics: StageMetrics) -> None:
+    add_running(metrics, "/a", "thinker", 1)
+    add_running(metrics, "/a", "talker", 2)
+    unregister_vllm_metrics()
+    assert read(metrics)["vllm:num_requests_running"] == {
+        frozenset({("engine", "0"), ("stage", "thinker")}): 1,
+        frozenset({("engine", "0"), ("stage", "talker")}): 2,
+    }
+
+
+def test_servers_of_one_process_are_told_apart_and_leave_one_by_one(metrics: StageMetrics) -> None:
+    def collect() -> list[Metric]:
+        return [GaugeMetricFamily("vllm_omni:num_open_calls", "Open.", 3)]
+
+    for server in ("/a", "/b"):
+        metrics.add_graph(server, collect)
+        add_running(metrics, server, "thinker", 1)
+    samples = read(metrics)
+    assert set(samples["vllm_omni:num_open_calls"]) == {frozenset(), frozenset({("server", "1")})}
+    assert len(samples["vllm:num_requests_running"]) == 2
+    metrics.remove_server("/a")
+    assert set(read(metrics)["vllm_omni:num_open_calls"]) == {frozenset()}
+    metrics.remove_server("/b")
+    assert read(metrics) == {}
+
+
+def test_a_label_of_the_same_name_is_kept_under_another(metrics: StageMetrics) -> None:
+    registry = metrics.add_stage(Lease(Path("/a"), "thinker"))
+    Counter("vllm:fetches", "Fetches.", ["stage"], registry=registry).labels("waiting").inc()
+    (labels,) = read(metrics)["vllm:fetches_total"]
+    assert labels == {("exported_stage", "waiting"), ("stage", "thinker")}

@@ -1,0 +1,35 @@
+"""When a stage is started again; that it is, with real engines: tests/e2e/test_lifecycle.py."""
+
+from vllm_omni.engine.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_delays_double_up_to_a_limit_and_end() -> None:
+    budget = RestartBudget(8, window_s=1000.0, clock=Clock())
+    delays = [budget.next_delay_s() for _ in range(9)]
+    assert delays[:4] == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, 8 * FIRST_DELAY_S]
+    assert delays[7] == MAX_DELAY_S
+    assert delays[8] is None
+
+
+def test_an_attempt_is_forgotten_after_the_window() -> None:
+    clock = Clock()
+    budget = RestartBudget(2, window_s=10.0, clock=clock)
+    assert budget.next_delay_s() == FIRST_DELAY_S
+    clock.now = 9.0
+    assert budget.next_delay_s() == 2 * FIRST_DELAY_S
+    assert budget.next_delay_s() is None
+    clock.now = 10.0
+    assert budget.next_delay_s() == 2 * FIRST_DELAY_S
+    clock.now = 30.0
+    assert budget.next_delay_s() == FIRST_DELAY_S
+
+
+def test_no_restarts_is_none_at_all() -> None:
+    assert RestartBudget(0, window_s=10.0, clock=Clock()).next_delay_s() is None

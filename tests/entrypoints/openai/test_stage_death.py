@@ -1,0 +1,66 @@
+"""What clients see while stages die and come back. The last file of this directory's server, which it ends."""
+
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from tests.entrypoints.openai.conftest import END_TIMEOUT_S, START_TIMEOUT_S, Server, ask, read_audio, wait_for
+from tests.entrypoints.openai.test_server import image_part, png
+
+pytestmark = pytest.mark.slow
+
+
+def kill(server: Server, stage: str) -> None:
+    """A server's children are its engine cores; each has said in the run directory which stage's it is."""
+    for child in psutil.Process(server.process.pid).children():
+        for file in Path(child.environ().get("VLLM_RPC_BASE_PATH", "/nowhere")).glob(f"{stage}.{child.pid}.process"):
+            assert file.exists()
+            child.kill()
+            return
+    raise AssertionError(f"no engine core of {stage}")
+
+
+def states(server: Server) -> dict[str, str]:
+    return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
+
+
+def test_a_dead_vocoder_fails_speech_alone_and_comes_back(client: openai.OpenAI, server: Server, text: str) -> None:
+    kill(server, "token2wav")
+    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
+    response = server.get("/health")
+    message = "stage 'token2wav': restarting: its engine has died: killed by SIGKILL"
+    assert response.json()["error"]["message"] == message
+    assert states(server) == {"thinker": "running", "talker": "running", "token2wav": "restarting"}
+    assert server.metric(r'vllm_omni:stage_up\{stage="token2wav"\}') == 0
+    with pytest.raises(openai.InternalServerError) as error:  # the client's name for all from 500
+        ask(client, modalities=["text", "audio"])
+    assert error.value.status_code == 503
+    assert message in str(error.value)
+    assert ask(client).choices[0].message.content == text
+    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    assert server.metric(r'vllm_omni:stage_restarts_total\{stage="token2wav"\}') == 1
+    answer = ask(client, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"})
+    read_audio(answer.choices[0].message.audio.data)
+    assert server.holds_nothing()
+
+
+def test_a_dead_first_stage_comes_back_and_ends_the_server_when_it_dies_too_often(
+    client: openai.OpenAI, server: Server, text: str
+) -> None:
+    """The last test of the server."""
+    picture = [image_part(png()), {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": picture}]
+    seen = ask(client, messages=messages).choices[0].message.content
+    kill(server, "thinker")
+    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
+    with pytest.raises(openai.InternalServerError) as error:
+        ask(client)
+    assert error.value.status_code == 503
+    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    assert ask(client).choices[0].message.content == text
+    # The front end had cached the picture, and does not send what it believes the engine to have.
+    assert ask(client, messages=messages).choices[0].message.content == seen
+    kill(server, "thinker")
+    assert server.process.wait(END_TIMEOUT_S) == 1

@@ -1,0 +1,291 @@
+"""What an operator asks of a running ``AsyncOmni``, with real engines on a tiny checkpoint."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from tests.reference.media import format_prompt
+from vllm_omni import AsyncOmni, OmniLLM
+from vllm_omni.engine.stage import StageState
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+
+PROMPT = format_prompt("Hello, who are you?")
+STAGES = ("thinker", "talker", "token2wav")
+SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperature": 0.0, "max_tokens": 20}}
+LONG = {"thinker": {"temperature": 0.0, "max_tokens": 300}, "talker": {"temperature": 0.0, "max_tokens": 600}}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint: Path, traces: Path) -> Iterator[OmniLLM]:
+    profiler = f"{{profiler: torch, torch_profiler_dir: {traces}, ignore_frontend: true}}"
+    with OmniLLM(
+        tiny_checkpoint,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        skip_mm_profiling=True,
+        log_stats=True,
+        stage_overrides=[
+            "thinker.enable_lora=true",
+            "thinker.max_lora_rank=8",
+            *(f"{name}.profiler_config={profiler}" for name in STAGES),
+        ],
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture
+def omni(llm: OmniLLM) -> Iterator[AsyncOmni]:
+    """Engines that hold nothing, before and after."""
+    yield llm.engine
+    assert llm.engine.orchestrator.runtime.statistics().num_open_calls == 0
+    assert not llm._run(llm.engine.is_paused())
+
+
+async def ask(omni: AsyncOmni, params: Any = SHORT, **more: Any) -> tuple[str, list[Any]]:
+    """Text and codes of an answer."""
+    text, codes = "", []
+    async for output in omni.generate(PROMPT, params, **{"modalities": ["codec_ids"], **more}):
+        text += "".join(completion.text for completion in output.outputs)
+        codes += output.multimodal_output.get("codec_ids", [])
+    return text, codes
+
+
+async def begin(omni: AsyncOmni, request_id: str, modality: str) -> asyncio.Task[Any]:
+    """A long request that has come as far as to give something of this modality."""
+    begun = asyncio.Event()
+
+    async def read() -> tuple[str, list[Any]]:
+        text, codes = "", []
+        async for output in omni.generate(PROMPT, LONG, request_id, modalities=["text", "codec_ids"]):
+            text += "".join(completion.text for completion in output.outputs)
+            codes += output.multimodal_output.get("codec_ids", [])
+            if codes or modality == "text":
+                begun.set()
+        return text, codes
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(begun.wait(), 60)
+    return task
+
+
+# -- abort -------------------------------------------------------------------------------------------------------------
+
+
+async def holds_no_blocks(omni: AsyncOmni, stage: str) -> bool:
+    """An engine forgets its cached prefixes only when no request holds a block."""
+    return await omni.orchestrator.engines[stage].llm.reset_prefix_cache()
+
+
+def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> None:
+        for number in range(12):
+            modality, stage = (("text", "thinker"), ("codec_ids", "talker"))[number % 2]
+            task = await begin(omni, f"long {number}", modality)
+            assert not await holds_no_blocks(omni, stage)
+            await omni.abort(f"long {number}")
+            assert await holds_no_blocks(omni, "thinker")
+            assert await holds_no_blocks(omni, "talker")
+            with pytest.raises(CallAborted):
+                await task
+        for engine in omni.orchestrator.engines.values():
+            assert engine.llm.output_processor.request_states == {}
+            assert not engine.llm.output_processor.external_req_ids
+        statistics = omni.orchestrator.runtime.statistics()
+        assert statistics.num_running_activations == statistics.num_buffered_frames == 0
+
+    llm._run(run())
+
+
+# -- pausing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modality", ["text", "codec_ids"])
+def test_a_request_that_is_kept_goes_on_where_it_was(llm: OmniLLM, omni: AsyncOmni, modality: str) -> None:
+    async def run() -> None:
+        expected = await ask(omni, LONG)
+        task = await begin(omni, "kept", modality)
+        await omni.pause_generation(mode="keep", clear_cache=False)
+        assert await omni.is_paused()
+        assert not task.done()
+        await omni.resume_generation()
+        assert (await task)[1] == expected[1]
+
+    llm._run(run())
+
+
+def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> None:
+        task = await begin(omni, "runs", "text")
+        await omni.pause_generation(mode="wait")
+        assert omni.orchestrator.door.inside == set()
+        assert len((await task)[1]) == LONG["talker"]["max_tokens"]
+        await omni.resume_generation()
+
+    llm._run(run())
+
+
+def test_a_request_that_comes_during_a_pause_waits_and_can_be_aborted(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> None:
+        expected = await ask(omni)
+        running = await begin(omni, "runs", "codec_ids")
+        await omni.pause_generation()
+        with pytest.raises(CallAborted, match="paused"):
+            await running
+        late = asyncio.create_task(ask(omni))
+        unwanted = asyncio.create_task(ask(omni, request_id="unwanted"))
+        with pytest.raises(DeadlineExceeded):
+            await ask(omni, deadline_s=0.1)
+        await omni.abort("unwanted")
+        with pytest.raises(CallAborted):
+            await unwanted
+        assert not late.done()
+        await omni.resume_generation()
+        assert await late == expected
+        with pytest.raises(InvalidRequest, match="'kep': did you mean 'keep'"):
+            await omni.pause_generation(mode="kep")  # type: ignore[arg-type]
+
+    llm._run(run())
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_engines_sleep_and_wake_up(llm: OmniLLM, omni: AsyncOmni, level: int) -> None:
+    async def run() -> None:
+        expected = await ask(omni)
+        await omni.sleep(level)
+        assert await omni.is_sleeping()
+        assert await omni.is_paused()
+        late = asyncio.create_task(ask(omni))
+        assert await omni.wake_up()
+        assert not await omni.is_sleeping()
+        assert await late == expected
+
+    llm._run(run())
+
+
+# -- what else an operator asks ----------------------------------------------------------------------------------------
+
+
+def test_caches_of_every_stage_are_reset(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> None:
+        expected = await ask(omni)
+        await omni.reset_mm_cache()
+        await omni.reset_encoder_cache()
+        assert await omni.reset_prefix_cache()
+        assert await ask(omni) == expected
+
+    llm._run(run())
+
+
+def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, traces: Path) -> None:
+    async def run() -> None:
+        await omni.start_profile("run")
+        with pytest.raises(StageFailed, match=r"'thinker'.*already active"):
+            await omni.start_profile("run")
+        await ask(omni, modalities=["audio"])
+        await omni.stop_profile()
+
+    llm._run(run())
+    for stage in STAGES:
+        assert list(traces.glob(f"run_{stage}_*")), [path.name for path in traces.iterdir()]
+
+
+def test_health_is_told_by_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
+    llm._run(omni.check_health())
+    llm._run(omni.check_health("talker"))
+    assert {name: status.state for name, status in omni.stage_report().items()} == dict.fromkeys(
+        STAGES, StageState.RUNNING
+    )
+    with pytest.raises(InvalidRequest, match="'talkr': did you mean 'talker'"):
+        llm._run(omni.check_health("talkr"))
+
+
+def test_metrics_of_every_stage_are_in_the_registry(llm: OmniLLM, omni: AsyncOmni) -> None:
+    def value(name: str, stage: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(name, {**labels, "stage": stage})
+
+    def num_tokens(stage: str) -> float:
+        model_name = omni.model_config.served_model_name
+        tokens = value("vllm:generation_tokens_total", stage, engine="0", model_name=str(model_name))
+        assert tokens is not None
+        return tokens
+
+    before = {stage: num_tokens(stage) for stage in STAGES}
+    llm._run(ask(omni, modalities=["audio"]))
+    llm._run(omni.do_log_stats())
+    assert {stage: num_tokens(stage) - before[stage] for stage in STAGES} == {
+        "thinker": 8,
+        "talker": 20,
+        "token2wav": 1,
+    }
+    assert [value("vllm_omni:stage_up", stage) for stage in STAGES] == [1, 1, 1]
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    """In PEFT's layout, large enough to change the text."""
+    path = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(2):
+        for module, size in (("q_proj", 64), ("v_proj", 32)):
+            name = f"base_model.model.thinker.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 64, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = 4 * torch.randn(size, 8, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("adapter", 1, str(path))
+
+
+def test_an_adapter_of_the_thinker_changes_text_and_speech(llm: OmniLLM, omni: AsyncOmni, adapter: LoRARequest) -> None:
+    async def run() -> None:
+        modalities = ["text", "codec_ids"]
+        plain = await ask(omni, modalities=modalities)
+        adapted, again = await asyncio.gather(
+            ask(omni, modalities=modalities, lora_request=adapter), ask(omni, modalities=modalities)
+        )
+        assert again == plain
+        assert adapted[0] != plain[0]
+        assert adapted[1] != plain[1]
+        assert await omni.list_loras() == {1}
+        assert await omni.remove_lora(1)
+        assert await omni.list_loras() == set()
+        assert await omni.add_lora(adapter)
+        assert await omni.pin_lora(1)
+        assert await ask(omni, modalities=modalities, lora_request=adapter) == adapted
+        await omni.remove_lora(1)
+
+    llm._run(run())
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> None:
+        with pytest.raises(InvalidRequest, match=r"lora_request: .*/nowhere"):
+            await ask(omni, lora_request=LoRARequest("missing", 2, "/nowhere"))
+        with pytest.raises(StageFailed, match=r"'thinker'.*not registered"):
+            await omni.pin_lora(7)
+        assert (await ask(omni))[1]
+
+    llm._run(run())
+
+
+def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="'thinker': max_num_seqs = 4: with enable_lora on a CPU it must be 1"):
+        OmniLLM(tiny_checkpoint, stage_overrides=["thinker.enable_lora=true", "thinker.max_num_seqs=4"])

@@ -1,0 +1,131 @@
+"""``Supervisor``: a stage whose engine has died is started again, a bounded number of times."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from vllm_omni import envs
+from vllm_omni.engine.run_directory import RunDirectory
+from vllm_omni.engine.stage import StageEngine, StageState, StageStatus
+from vllm_omni.errors import StageFailed
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 1.0
+MAX_DELAY_S = 60.0
+POLL_S = 0.1  # how late a death is noticed; requests learn of it by themselves, and sooner
+END_TIMEOUT_S = 10.0  # how long an attempt that was given up may need to end
+
+
+class RestartBudget:
+    """When to try again: delays double with each attempt; after so many within a window, never.
+
+    An attempt counts for the window's length, whether it succeeded or not: an engine that starts well and dies of its
+    first request is given up, too.
+    """
+
+    def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_restarts = max_restarts
+        self._window_s = window_s
+        self._clock = clock
+        self._attempts: deque[float] = deque()
+
+    def next_delay_s(self) -> float | None:
+        """Count one more attempt; seconds to wait before it, or None when there are no more."""
+        now = self._clock()
+        while self._attempts and self._attempts[0] <= now - self._window_s:
+            self._attempts.popleft()
+        num_attempts = len(self._attempts)
+        if num_attempts >= self.max_restarts:
+            return None
+        self._attempts.append(now)
+        return min(FIRST_DELAY_S * 2.0**num_attempts, MAX_DELAY_S)
+
+
+class Supervisor:
+    """Watches one stage from a thread of its own, because starting an engine blocks."""
+
+    def __init__(self, engine: StageEngine, run_directory: RunDirectory) -> None:
+        self._engine = engine
+        self._run_directory = run_directory
+        self._budget = RestartBudget(envs.VLLM_OMNI_STAGE_RESTARTS, envs.VLLM_OMNI_STAGE_RESTART_WINDOW_S)
+        self._ready_timeout_s = envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"supervisor-{engine.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Restart nothing any more; an attempt that is under way is given up."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait, after ``stop``, until the attempt under way has ended."""
+        self._thread.join(2 * END_TIMEOUT_S)
+
+    def _run(self) -> None:
+        is_up = True
+        while is_up and not self._stopping.wait(POLL_S):
+            if self._engine.has_died:
+                is_up = self._restart()
+
+    def _restart(self) -> bool:
+        engine = self._engine
+        reason, num_restarts = engine.cause_of_death(), engine.status.num_restarts
+        while (delay_s := self._budget.next_delay_s()) is not None:
+            num_restarts += 1
+            engine.status = StageStatus(StageState.RESTARTING, reason, num_restarts)
+            logger.error("stage %s: %s; starting it again in %g s", engine.name, reason, delay_s)
+            if self._stopping.wait(delay_s):
+                return False
+            try:
+                self._try()
+            except StageFailed as exc:
+                reason = exc.reason
+            except Exception as exc:  # the supervisor must live: this attempt has failed, the next one may not
+                logger.exception("stage %s: restart failed", engine.name)
+                reason = f"did not start: {exc!r}"
+            else:
+                engine.status = StageStatus(StageState.RUNNING, None, num_restarts)
+                return True
+            if self._stopping.is_set():
+                return False
+        limit = f"{self._budget.max_restarts} restarts (VLLM_OMNI_STAGE_RESTARTS)"
+        reason = f"{reason}; given up after {limit}" if self._budget.max_restarts else reason
+        engine.status = StageStatus(StageState.FAILED, reason, num_restarts)
+        logger.error("stage %s: %s", engine.name, reason)
+        return False
+
+    def _try(self) -> None:
+        """One attempt, given up at its deadline and when the supervisor is stopped."""
+        with self._run_directory.inherited():
+            attempt = in_thread(self._engine.restart)
+            deadline = time.monotonic() + self._ready_timeout_s
+            while not wait([attempt], POLL_S).done:
+                is_late = time.monotonic() > deadline
+                if is_late or self._stopping.is_set():
+                    self._engine.kill()  # what waits for it then fails
+                    wait([attempt], END_TIMEOUT_S)
+                    why = f"not ready after {self._ready_timeout_s:g} s" if is_late else "the server is shut down"
+                    raise StageFailed(self._engine.name, why)
+            attempt.result()
+
+
+def in_thread(function: Callable[..., None], *args: object) -> Future[None]:
+    """As an executor's ``submit``, but the interpreter's end does not wait for the thread."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as exc:
+            future.set_exception(exc)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="stage-start", daemon=True).start()
+    return future
