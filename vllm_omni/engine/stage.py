@@ -455,9 +455,10 @@ class StageEngine:
                 raise ConfigError(f"stage {self.name!r}: {name} = {given!r}: this model runs with {value!r} only")
             args[name] = value
         if args.get("enable_lora") and current_platform.device_type == "cpu" and args.get("max_num_seqs") != 1:
+            given = args.get("max_num_seqs")
             raise ConfigError(
-                f"stage {self.name!r}: max_num_seqs = {args.get('max_num_seqs')!r}: with enable_lora on a CPU it "
-                "must be 1: vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
+                f"stage {self.name!r}: max_num_seqs = {given!r}: with enable_lora on a CPU it must be 1: "
+                "vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
             )
         args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
         if self.config.executor_class is not None:
