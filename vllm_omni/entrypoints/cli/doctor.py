@@ -216,6 +216,7 @@ def examine_vllm(findings: Findings) -> None:
     versions |= {name: _version(name) for name in ("torch", "transformers")}
     findings.sections["versions"] = versions
     versions["vllm_from"] = [f"{name} {_version(name)}" for name in providers]
+    examine_providers(findings, providers, is_called_vllm=_version("vllm") is not None)
     try:
         import vllm
         from vllm.platforms import current_platform
@@ -247,6 +248,20 @@ def examine_vllm(findings: Findings) -> None:
         findings.problem(str(exc), "use a machine of one of these platforms, or install a package that adds this one")
     if device == "cuda":
         _examine_gpus(findings)
+
+
+def examine_providers(findings: Findings, providers: Sequence[str], *, is_called_vllm: bool) -> None:
+    """The distributions whose files are the package ``vllm``: there should be one, and vLLM asks for one so called."""
+    if len(providers) > 1:
+        findings.problem(
+            f"several distributions have the package vllm, {' and '.join(providers)}: files of one replace another's",
+            f"{sys.executable} -m pip uninstall {' '.join(providers)}; then, {INSTALL}",
+        )
+    elif providers and not is_called_vllm:
+        findings.warn(
+            f"no distribution is called vllm, but {providers[0]}: vLLM's own commands (without --omni) do not start",
+            f"in the checkout of this project: {sys.executable} requirements/fix_cpu_env.py",
+        )
 
 
 def _examine_gpus(findings: Findings) -> None:

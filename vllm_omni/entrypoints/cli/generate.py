@@ -88,13 +88,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
             speaker=options.speaker,
             mm_processor_kwargs={"use_audio_in_video": True} if options.use_audio_in_video else None,
         )
-    saved = _save_audio(output, audio_path) if "audio" in modalities else None
-    if options.json:
-        print(json.dumps(_as_data(output, config, modalities, saved), ensure_ascii=False), file=stdout)
-        return
-    if "text" in modalities:
-        print(output.outputs[0].text, file=stdout)
-    _report(output, saved)
+    tell(output, config, modalities, audio_path, as_json=options.json, stdout=stdout)
 
 
 def _add_arguments(parser: DeploymentParser) -> None:
@@ -287,6 +281,36 @@ def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, 
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
+def tell(
+    output: OmniRequestOutput,
+    config: OmniConfig,
+    modalities: Sequence[str],
+    audio_path: Path,
+    *,
+    as_json: bool,
+    stdout: TextIO,
+) -> None:
+    """Print the answer, and write its speech.
+
+    Raises:
+        OmniError: the speech cannot be written; the text has been printed.
+    """
+    if "text" in modalities and not as_json:
+        print(output.outputs[0].text, file=stdout, flush=True)
+    has_speech = "audio" in modalities and len(output.multimodal_output["audio"]) > 0  # one token is too short for any
+    saved = _save_audio(output, audio_path) if has_speech else None
+    if as_json:
+        print(json.dumps(_as_data(output, config, modalities, saved), ensure_ascii=False), file=stdout)
+        return
+    if saved is not None:
+        rate = output.multimodal_output["sample_rate"]
+        print(f"speech  {saved} ({_num_seconds(output):.1f} s, {rate} Hz)", file=sys.stderr)
+    elif "audio" in modalities:
+        print("speech  none: the text is too short to be spoken", file=sys.stderr)
+    times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in output.stage_durations.items())
+    print(f"time    {times}", file=sys.stderr)
+
+
 def _save_audio(output: OmniRequestOutput, path: Path) -> Path:
     """Write the speech beside its place and move it there whole; what fails or is interrupted leaves nothing."""
     try:
@@ -302,14 +326,6 @@ def _num_seconds(output: OmniRequestOutput) -> float:
     return len(output.multimodal_output["audio"]) / float(output.multimodal_output["sample_rate"])
 
 
-def _report(output: OmniRequestOutput, saved: Path | None) -> None:
-    if saved is not None:
-        rate = output.multimodal_output["sample_rate"]
-        print(f"speech  {saved} ({_num_seconds(output):.1f} s, {rate} Hz)", file=sys.stderr)
-    times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in output.stage_durations.items())
-    print(f"time    {times}", file=sys.stderr)
-
-
 def _as_data(
     output: OmniRequestOutput, config: OmniConfig, modalities: Sequence[str], saved: Path | None
 ) -> dict[str, Any]:
@@ -317,6 +333,8 @@ def _as_data(
     data: dict[str, Any] = {"model": config.model}
     if "text" in modalities:
         data |= {"text": answer.text, "finish_reason": answer.finish_reason}
+    if "audio" in modalities:
+        data["audio"] = None
     if saved is not None:
         data["audio"] = {
             "path": str(saved),
