@@ -22,20 +22,27 @@ import asyncio
 import functools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from tests.reference.media import Case, format_prompt, make_video
+from vllm_omni.config import load_config
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.run_directory import RunDirectory
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.model_executor.models.qwen2_5_omni.tiny import TinyShape
+from vllm_omni.model_executor.models.qwen2_5_omni.tiny import TinyShape, build
 
 SHAPE = TinyShape(
     head_dim=64,
@@ -228,43 +235,223 @@ def summarize(jobs: Sequence[Job]) -> dict[str, float]:
     }
 
 
+def pss_mib(pid: int) -> float:
+    """Memory of a process and its children; pages that several share count once."""
+    process = psutil.Process(pid)
+    return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 2**20
+
+
+# -- start-up and floor ------------------------------------------------------------------------------------------------
+
+
+def start_stage(path: Path, stage: str) -> None:
+    """Start one stage alone, or all ("all"); prints the seconds."""
+    config = load_config(path, **ENGINE_ARGS)
+    orchestrator = Orchestrator(config)
+    started = time.perf_counter()
+    if stage == "all":
+        orchestrator.start()
+        elapsed_s = time.perf_counter() - started
+        orchestrator.shutdown()
+    else:
+        spec = next(one for one in orchestrator.pipeline.stages if one.name == stage)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        engine, run_directory = StageEngine(config.stage(stage), spec), RunDirectory()
+        with run_directory.inherited():
+            engine.start(run_directory.lease(stage))
+        elapsed_s = time.perf_counter() - started
+        engine.shutdown()
+        run_directory.remove()
+    print(f"started {elapsed_s}", flush=True)
+
+
+def measure_start(path: Path, stage: str) -> float:
+    """In a process of its own, from the configuration on: the parent's import of vLLM is the same for all."""
+    command = [sys.executable, "-m", "benchmarks.qwen_omni", "--checkpoint", str(path), "--start", stage]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (line,) = (line for line in output.splitlines() if line.startswith("started "))
+    return float(line.split()[1])
+
+
+class Floor(NamedTuple):
+    """A decode step's linear layers alone, on all cores: what no implementation of it can be faster than."""
+
+    step_ms: float
+    gigabytes_s: float
+    gigaflops: float
+
+
+def measure_floor(hidden_size: int, heads: int, kv_heads: int, mlp_size: int, num_layers: int, batch: int) -> Floor:
+    head_dim = SHAPE.head_dim
+    shapes = [
+        (hidden_size, (heads + 2 * kv_heads) * head_dim),
+        (heads * head_dim, hidden_size),
+        (hidden_size, 2 * mlp_size),
+        (mlp_size, hidden_size),
+    ]
+    layers = [[torch.randn(columns, rows) for rows, columns in shapes] for _ in range(num_layers)]
+    inputs = [torch.randn(batch, rows) for rows, _ in shapes]
+    num_weights = num_layers * sum(rows * columns for rows, columns in shapes)
+    times = []
+    for _ in range(30):
+        started = time.perf_counter()
+        for layer in layers:
+            for weight, x in zip(layer, inputs, strict=True):
+                torch.nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - started)
+    step_s = statistics.median(times)
+    return Floor(step_s * 1e3, 4 * num_weights / step_s / 1e9, 2 * num_weights * batch / step_s / 1e9)
+
+
+def measure_floors(batch: int) -> dict[str, Floor]:
+    sizes = {
+        "thinker": (SHAPE.hidden_size, SHAPE.thinker_heads, SHAPE.thinker_kv_heads, SHAPE.thinker_intermediate_size),
+        "talker": (SHAPE.talker_hidden_size, SHAPE.talker_heads, SHAPE.talker_kv_heads, SHAPE.talker_intermediate_size),
+    }
+    layers = {"thinker": SHAPE.thinker_layers, "talker": SHAPE.talker_layers}
+    return {name: measure_floor(*size, layers[name], batch) for name, size in sizes.items()}
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def compare(job: Job, reference: ReferenceJob) -> float:
+    """Distance of the sound from transformers' in dB, after asserting that the text is the same."""
+    assert job.token_ids == reference.token_ids, "the text is not transformers'"
+    audio = torch.cat(job.audio)
+    assert audio.shape == reference.waveform.shape, "the speech is not as long as transformers'"
+    error = (audio - reference.waveform).pow(2).mean()
+    return 10 * torch.log10(reference.waveform.pow(2).mean() / error).item()
+
+
+async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argparse.Namespace) -> dict[str, Any]:
+    """``options.runs`` rounds of: transformers, ours alone, ours at the concurrency; after one that warms up."""
+    times: dict[int, ReferenceJob] = {}
+    for num_threads in sorted({1, os.cpu_count() or 1}):
+        reference.answer(0, options.prompt_tokens, num_threads)
+        times[num_threads] = reference.answer(0, options.prompt_tokens, num_threads)
+    num_threads = min(times, key=lambda n: times[n].times["total"])
+    await run_jobs(omni, [0], options.prompt_tokens)
+    await run_jobs(omni, range(options.concurrency), options.prompt_tokens)
+    theirs: list[ReferenceJob] = []
+    alone: list[dict[str, float]] = []
+    together: list[dict[str, float]] = []
+    snr_db = []
+    for run in range(options.runs):
+        theirs.append(await asyncio.to_thread(reference.answer, run, options.prompt_tokens, num_threads))
+        jobs = await run_jobs(omni, [run], options.prompt_tokens)
+        snr_db.append(compare(jobs[0], theirs[-1]))
+        alone.append(summarize(jobs))
+        jobs = await run_jobs(omni, range(run, run + options.concurrency), options.prompt_tokens)
+        compare(jobs[0], theirs[-1])
+        together.append(summarize(jobs))
+        print(f"run {run + 1}: {theirs[-1].times['total']:.2f} s, {alone[-1]}, {together[-1]}", file=sys.stderr)
+    baseline = {
+        "completion_s": [job.times["total"] for job in theirs],
+        "first_audio_s": [job.times["total"] for job in theirs],
+        "thinker_tokens_s": [NUM_TEXT_TOKENS / job.times["thinker"] for job in theirs],
+        "thinker_decode_tokens_s": [
+            (NUM_TEXT_TOKENS - 1) / (job.times["thinker"] - job.times["thinker_step"]) for job in theirs
+        ],
+        "talker_tokens_s": [NUM_CODES / job.times["talker"] for job in theirs],
+        "jobs_s": [1 / job.times["total"] for job in theirs],
+    }
+    median = statistics.median
+    their_mib = pss_mib(reference.process.pid)  # a child of this process
+    return {
+        "num_prompt_tokens": theirs[0].num_prompt_tokens,
+        "reference_threads": num_threads,
+        "vocoder_share": median(job.times["token2wav"] / job.times["total"] for job in theirs),
+        "snr_db": min(snr_db),
+        "transformers": {name: median(values) for name, values in baseline.items()},
+        "alone": {name: median(one[name] for one in alone) for name in baseline},
+        "together": {name: median(one[name] for one in together) for name in baseline},
+        "memory_mib": {
+            "transformers": pss_mib(reference.process.pid),
+            "ours": pss_mib(os.getpid()) - pss_mib(reference.process.pid),
+        },
+    }
+
+
+def goals(result: dict[str, Any], starts: dict[str, float]) -> list[tuple[str, float, float, bool]]:
+    """(what, goal, measured, whether it is reached); a goal on a share is an upper bound."""
+    theirs, alone, together = result["transformers"], result["alone"], result["together"]
+    share = result["vocoder_share"]
+    rows = []
+    for name in ("thinker_decode_tokens_s", "talker_tokens_s"):
+        rows.append((f"{name}, times transformers'", 8.0, together[name] / theirs[name], True))
+    rows.append(("jobs/s, times", 0.7 / (share + (1 - share) / 8), together["jobs_s"] / theirs["jobs_s"], True))
+    rows.append(("completion alone, times sooner", 1.25, theirs["completion_s"] / alone["completion_s"], True))
+    rows.append(("first audio alone, share of the job", 1 / 3, alone["first_audio_s"] / alone["completion_s"], False))
+    slowest = max(seconds for name, seconds in starts.items() if name != "all")
+    rows.append(("start of all stages, times the slowest's", 2.0, starts["all"] / slowest, False))
+    return [(what, goal, got, got >= goal if is_least else got <= goal) for what, goal, got, is_least in rows]
+
+
+def report(result: dict[str, Any], starts: dict[str, float], floors: dict[int, dict[str, Floor]], n: int) -> None:
+    print(f"\n{os.cpu_count()} cores, torch {torch.__version__}, {platform.machine()}; float32, greedy")
+    print(
+        f"{result['num_prompt_tokens']} prompt tokens, {NUM_TEXT_TOKENS} of text, {NUM_CODES} codes "
+        f"({AUDIO_S:.1f} s of sound); transformers on {result['reference_threads']} thread(s); "
+        f"v = {result['vocoder_share']:.2f}; same text, sound within {result['snr_db']:.0f} dB\n"
+    )
+    print(f"| median | transformers, 1 | ours, 1 | ratio | ours, {n} | ratio |")
+    print("|---|---|---|---|---|---|")
+    columns = result["transformers"], result["alone"], result["together"]
+    for column in columns:
+        column["rtf"] = column["completion_s"] / AUDIO_S
+    for name in columns[0]:
+        theirs, alone, together = (column[name] for column in columns)
+        print(
+            f"| {name} | {theirs:.3g} | {alone:.3g} | {alone / theirs:.2f} | {together:.3g} | {together / theirs:.2f} |"
+        )
+    memory = result["memory_mib"]
+    print(f"| memory, MiB | {memory['transformers']:.0f} | {memory['ours']:.0f} | | | |")
+    print("\n| a step's linear layers | ms | GB/s | GFLOP/s |\n|---|---|---|---|")
+    for batch, stages in floors.items():
+        for name, floor in stages.items():
+            print(f"| {name}, {batch} | {floor.step_ms:.1f} | {floor.gigabytes_s:.1f} | {floor.gigaflops:.1f} |")
+    print("\n| start | s |\n|---|---|")
+    for name, seconds in starts.items():
+        print(f"| {name} | {seconds:.1f} |")
+    print("\n| goal | at least / at most | measured | |\n|---|---|---|---|")
+    for what, goal, got, reached in goals(result, starts):
+        print(f"| {what} | {goal:.2f} | {got:.2f} | {'reached' if reached else 'MISSED'} |")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--serve-reference", type=Path)
-    parser.add_argument("--checkpoint", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=842)
+    parser.add_argument("--checkpoint", type=Path, help="made beforehand; a new one by default")
+    parser.add_argument("--serve-reference", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--start", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_reference:
-        serve_reference(options.serve_reference)
-        return
-    path = options.checkpoint
-    ref = ReferenceProcess(path)
-    for threads in (1, 2, 1, 2):
-        job = ref.answer(0, options.prompt_tokens, threads)
-        print(threads, job.times, job.num_prompt_tokens, flush=True)
-    omni = AsyncOmni(path, **ENGINE_ARGS)
+        return serve_reference(options.serve_reference)
+    if options.start:
+        return start_stage(options.checkpoint, options.start)
+    with tempfile.TemporaryDirectory() as directory:
+        path = options.checkpoint or build(Path(directory), shape=SHAPE)
+        floors = {batch: measure_floors(batch) for batch in (1, options.concurrency)}
+        starts = {name: measure_start(path, name) for name in ("thinker", "talker", "token2wav", "all")}
+        reference = ReferenceProcess(path)
+        omni = AsyncOmni(path, **ENGINE_ARGS)
 
-    async def run():
-        for n in (1, 1, 1, 16, 16):
-            jobs = await run_jobs(omni, range(n), options.prompt_tokens)
-            print(n, summarize(jobs), flush=True)
-            if n == 1:
-                a = torch.cat(jobs[0].audio)
-                e = a - job.waveform
-                print(
-                    jobs[0].token_ids == job.token_ids,
-                    "snr",
-                    10 * torch.log10(job.waveform.pow(2).mean() / e.pow(2).mean()),
-                    jobs[0],
-                ) if 0 else print(
-                    jobs[0].token_ids == job.token_ids,
-                    "snr",
-                    10 * torch.log10(job.waveform.pow(2).mean() / e.pow(2).mean()),
-                )
-        await omni.aclose()
+        async def run() -> dict[str, Any]:
+            try:
+                return await measure(omni, reference, options)
+            finally:
+                await omni.aclose()
 
-    asyncio.run(run())
-    ref.close()
+        try:
+            result = asyncio.run(run())
+        finally:
+            reference.close()
+    report(result, starts, floors, options.concurrency)
+    floors_json = {batch: {name: floor._asdict() for name, floor in stages.items()} for batch, stages in floors.items()}
+    print(json.dumps({**result, "start_s": starts, "floor": floors_json, "goals": goals(result, starts)}))
 
 
 if __name__ == "__main__":
