@@ -366,10 +366,7 @@ async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argpars
         "transformers": {name: median(values) for name, values in baseline.items()},
         "alone": {name: median(one[name] for one in alone) for name in baseline},
         "together": {name: median(one[name] for one in together) for name in baseline},
-        "memory_mib": {
-            "transformers": pss_mib(reference.process.pid),
-            "ours": pss_mib(os.getpid()) - pss_mib(reference.process.pid),
-        },
+        "memory_mib": {"transformers": their_mib, "ours": pss_mib(os.getpid()) - their_mib},
     }
 
 
