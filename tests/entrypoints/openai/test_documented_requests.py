@@ -1,0 +1,51 @@
+"""The requests of the documents, as they stand but for the server's address and the model's name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from tests.documents import ROOT, Block, read_blocks
+from tests.entrypoints.openai.conftest import Server
+
+pytestmark = pytest.mark.slow
+
+
+def adapt(text: str, server: Server) -> str:
+    for address in ("http://127.0.0.1:8000", "http://localhost:8000"):
+        text = text.replace(address, server.url)
+    return text.replace("Qwen/Qwen2.5-Omni-7B", "tiny")
+
+
+def run_program(block: Block, server: Server, cwd: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", adapt(block.text, server)], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, f"{block.document}:{block.line}\n{result.stderr}"
+    return result.stdout
+
+
+def test_requests_by_curl(server: Server, tmp_path: Path) -> None:
+    requests = [command for block in read_blocks(ROOT / "docs" / "http.md") for command in block.commands]
+    requests = [command for command in requests if command[0] == "curl"]
+    assert len(requests) == 2
+    answers = []
+    for command in requests:
+        command = [adapt(word, server) for word in command]
+        answers.append(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120).stdout)
+    assert soundfile.info(tmp_path / "hello.mp3").frames >= 100 * 480
+    assert answers[1].endswith(b"data: [DONE]\n\n")
+    assert b'"audio":{' in answers[1]
+
+
+def test_program_that_streams_speech(server: Server, tmp_path: Path) -> None:
+    (program,) = [block for block in read_blocks(ROOT / "docs" / "http.md") if block.is_program]
+    run_program(program, server, tmp_path)
+    assert soundfile.info(tmp_path / "hello.wav").samplerate == 24000
+
+
+def test_client_of_the_readme(server: Server, tmp_path: Path) -> None:
+    (program,) = [block for block in read_blocks(ROOT / "README.md") if block.is_program and "OpenAI" in block.text]
+    assert run_program(program, server, tmp_path).strip()
