@@ -25,7 +25,7 @@ SMALL = ["--max-model-len=1024", "--enforce-eager", "--dtype=float32"]
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the commands read, and a checkpoint by the name of a real one, which ends its replies by itself."""
+    """A copy of what the commands read, and a checkpoint by a real one's name, whose replies end by themselves."""
     directory = tmp_path_factory.mktemp("checkout")
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE", "vllm_omni", "examples", "requirements"):
         source = ROOT / name
