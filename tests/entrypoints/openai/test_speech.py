@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
 from vllm.outputs import RequestOutput
 
 from tests.entrypoints.openai.conftest import (
@@ -75,7 +76,7 @@ async def outputs_with(pieces: Any) -> AsyncGenerator[OmniRequestOutput, None]:
 
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
 async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
-    sound, metrics = make_sound(2.0), AudioMetrics()
+    sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
     encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
     speech = Speech(encoder, 24000, AudioTimer(metrics))

@@ -13,7 +13,7 @@ import vllm.envs as envs
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
-from prometheus_client import REGISTRY, Gauge
+from prometheus_client import Gauge
 from starlette.routing import BaseRoute
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -161,8 +161,6 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.exception_handler(OmniError)(_on_omni_error)
     await init_app_state(omni, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
-    if metrics is not None:
-        REGISTRY.register(metrics)
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_speech = OmniServingSpeech(
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
