@@ -204,8 +204,9 @@ def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_
 def test_the_documents_commands_run_as_they_stand(server: Server, tmp_path: Path) -> None:
     document = Path(__file__).resolve().parents[3] / "docs" / "http.md"
     text = document.read_text().replace("http://127.0.0.1:8000", server.url)
-    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    commands = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if block.startswith("curl")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    programs = [block for language, block in blocks if language == "python"]
+    commands = [block for _, block in blocks if block.startswith("curl")]
     assert (len(programs), len(commands)) == (1, 2)
     if shutil.which("curl") is None:
         pytest.skip("no curl")
