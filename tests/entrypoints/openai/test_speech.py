@@ -3,8 +3,6 @@
 import base64
 import json
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
@@ -198,26 +196,6 @@ def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_
     played = tmp_path / "played"
     run_example("speech_client.py", server, "--format=pcm", "--player", f"{player} {played}", "--max-codes=20")
     assert int(played.read_text()) == 2 * 20 * SAMPLES_PER_CODE
-
-
-@slow
-def test_the_documents_commands_run_as_they_stand(server: Server, tmp_path: Path) -> None:
-    document = Path(__file__).resolve().parents[3] / "docs" / "http.md"
-    text = document.read_text().replace("http://127.0.0.1:8000", server.url)
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    programs = [block for language, block in blocks if language == "python"]
-    commands = [block for _, block in blocks if block.startswith("curl")]
-    assert (len(programs), len(commands)) == (1, 2)
-    if shutil.which("curl") is None:
-        pytest.skip("no curl")
-    run: Any = {"cwd": tmp_path, "check": True, "capture_output": True, "timeout": 60}
-    subprocess.run([sys.executable, "-c", programs[0]], **run)
-    assert len(decode("wav", (tmp_path / "hello.wav").read_bytes())) == 100 * SAMPLES_PER_CODE
-    subprocess.run(["bash", "-e", "-c", commands[0]], **run)
-    assert len(decode("mp3", (tmp_path / "hello.mp3").read_bytes())) == 100 * SAMPLES_PER_CODE
-    answer = subprocess.run(["bash", "-e", "-c", commands[1]], **run).stdout.decode()
-    assert '"audio":{"id"' in answer
-    assert answer.strip().endswith("data: [DONE]")
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
