@@ -31,10 +31,6 @@ def test_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "speech.wav"
-    first, whole, written = run(
-        "speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20"
-    ).splitlines()
-    assert first.startswith("first audio after ")
-    assert whole.startswith("all 0.40 s of it after ")
-    assert written == str(path)
+    out = run("speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20")
+    assert out.index("first audio after ") < out.index("all 0.40 s of it after ") < out.index(str(path))
     assert soundfile.info(path).frames == 20 * 480

@@ -172,6 +172,12 @@ def test_a_text_that_cannot_be_said_is_refused(
         omni.speak(text, **arguments)
 
 
+def test_a_model_that_says_no_given_text_says_so(omni: OmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(omni.engine.orchestrator.pipeline, "speech_stage", None)
+    with pytest.raises(InvalidRequest, match=r"this model \(qwen2_5_omni\) says no given text"):
+        omni.speak("Hello.")
+
+
 def broken_media() -> dict[str, dict[str, Any]]:
     image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": "not an image"}}
     empty_image = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": Image.new("RGB", (0, 0))}}

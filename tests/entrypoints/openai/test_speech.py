@@ -74,10 +74,10 @@ async def outputs_with(pieces: Any) -> AsyncGenerator[OmniRequestOutput, None]:
 
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
 async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
-    sound, registry = make_sound(2.0), CollectorRegistry()
+    sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
     encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
-    speech = Speech(encoder, 24000, AudioTimer(AudioMetrics(registry)))
+    speech = Speech(encoder, 24000, AudioTimer(metrics))
     sent = [await speech.encode(output) async for output in outputs_with(pieces)]
     joined = b"".join(sent) + await speech.finish()
     assert sum(map(bool, sent)) >= len(pieces) - 3
@@ -86,8 +86,9 @@ async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
         np.testing.assert_array_equal(decode(name, joined), decode(name, whole))
     else:
         assert whole.endswith(joined)
-    assert registry.get_sample_value("vllm_omni:audio_ttfp_s_count") == 1
-    assert registry.get_sample_value("vllm_omni:audio_duration_s_sum") == 2.0
+    values = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
+    assert values["vllm_omni:audio_ttfp_s_count"] == 1
+    assert values["vllm_omni:audio_duration_s_sum"] == 2.0
 
 
 # -- the routes --------------------------------------------------------------------------------------------------------
