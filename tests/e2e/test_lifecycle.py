@@ -315,7 +315,7 @@ def test_stage_killed_fails_requests_at_once_and_comes_back(run: Run) -> None:
         program.wait_for_event(rf"thinker has pid \d+, life {life + 1}")
         assert not any(process.is_running() for process in processes)
         assert not [path for path in shared_memory if os.path.exists(path)]
-        assert len(program.sockets()) == num_sockets
+        assert len(program.sockets()) <= num_sockets
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
     program.go_on()

@@ -24,7 +24,7 @@ import soundfile
 
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 SAMPLES_PER_CODE = 480
 NUM_CODES = 12
