@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 20.0
 
 # How long the end of a request waits for its engine to say that it has dropped it. An engine answers between two steps,
-# and a vocoder's step may take minutes: the engine then drops the request when that is over.
-ABORT_TIMEOUT_S = 5.0
+# and a vocoder's step may take minutes: the engine then drops the request when that is over. The failure of a request,
+# which ends its work in other stages, is told only afterwards.
+ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer what is asked of it beside requests, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
 
