@@ -310,12 +310,12 @@ def test_stage_killed_fails_requests_at_once_and_comes_back(run: Run) -> None:
         assert any("psm_" in path for path in shared_memory)
         num_sockets = len(program.sockets())
         processes[1 if victim == "worker" else 0].kill()
-        program.wait_for_event(f"request failed, life {life}: stage 'thinker': its engine has died: .+", timeout_s=3)
-        program.wait_for_event(f"unhealthy, life {life}: stage 'thinker': restarting: its engine .+", timeout_s=1)
+        program.wait_for_event(f"request failed, life {life}: stage 'thinker': its engine has died: .+", timeout_s=5)
+        program.wait_for_event(f"unhealthy, life {life}: stage 'thinker': restarting: its engine .+", timeout_s=5)
         program.wait_for_event(rf"thinker has pid \d+, life {life + 1}")
         assert not any(process.is_running() for process in processes)
         assert not [path for path in shared_memory if os.path.exists(path)]
-        assert len(program.sockets()) == num_sockets
+        assert len(program.sockets()) <= num_sockets
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
     program.go_on()

@@ -168,9 +168,11 @@ def test_what_is_left_of_a_stage_is_ended_and_removed_and_no_other_stage_is_touc
     other = start_stage(other_lease)
     semaphore = run_directory.SHM / f"sem.{here.recv().removeprefix('/')}"
     wait_for(lambda: any(directory.path.glob("thinker.*.process")))
-    lease.note_shared_memory()
+    lease.note_processes()
+    assert not lease.has_lost_process()
     process.kill()  # what it shares is told by nothing afterwards
     process.join()
+    assert lease.has_lost_process()
     assert (run_directory.SHM / name).exists()
     assert semaphore.exists()
     (directory.path / "talker.failure").write_text("the cause")

@@ -4,17 +4,17 @@ import binascii
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.errors import InvalidRequest, StageFailed
 
 
 def refusal(exc: BaseException, stage: str = "") -> InvalidRequest:
     """The error for a request whose text or media ``exc`` complains of; raise it from ``exc``.
 
-    What is no fault of the request (a missing package, no memory) is raised as it is.
+    What is no fault of the request (a missing package, no memory, a dead stage) is raised as it is.
 
     The cause is told as well: "the processor failed" says less than "the image is 1000 times as high as wide".
     """
-    if isinstance(exc, ImportError | MemoryError):
+    if isinstance(exc, ImportError | MemoryError | StageFailed):
         raise exc  # the installation's fault, or the machine's
     said = str(exc) or type(exc).__name__
     if not isinstance(exc, ValueError | VLLMClientError) or isinstance(exc, binascii.Error):

@@ -90,7 +90,8 @@ class Lease(dict[str, Any]):
         self.directory = directory
         self.stage = stage
         self.server_pid = os.getpid()
-        self._shared_memory: set[Path] = set()  # blocks in /dev/shm that the stage's processes have mapped
+        self._started: list[_Process] = []  # the stage's processes, from the moment when it was ready
+        self._shared_memory: set[Path] = set()  # blocks in /dev/shm that they have mapped
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -113,10 +114,23 @@ class Lease(dict[str, Any]):
         except OSError:
             return None
 
-    def note_shared_memory(self) -> None:
-        """Remember what the stage's processes share now: when they have died, nothing tells any more."""
-        for process in self._processes():
+    def note_processes(self) -> None:
+        """Remember the stage's processes and what they share: when they have died, nothing tells any more."""
+        self._started = self._processes()
+        for process in self._started:
             self._shared_memory |= _mapped_shared_memory(process.pid)
+
+    def has_lost_process(self) -> bool:
+        """Whether one of the processes noted, be it a worker, has ended."""
+        return not all(process.is_alive() for process in self._started)
+
+    def kill_processes(self) -> list[_Process]:
+        """Tell those that live to end; returns them."""
+        processes = self._processes()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return processes
 
     def end_processes(self) -> None:
         """Kill what still lives of the stage and remove what it left, so that it can be started again.
@@ -124,11 +138,10 @@ class Lease(dict[str, Any]):
         Raises:
             TimeoutError: a process is not gone after ``KILL_TIMEOUT_S``.
         """
-        self.note_shared_memory()
-        processes = self._processes()
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        for process in self._processes():
+            self._shared_memory |= _mapped_shared_memory(process.pid)
+        self._started = []
+        processes = self.kill_processes()
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while left := [process.pid for process in processes if process.is_alive()]:
             if time.monotonic() > deadline:

@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 20.0
 
 # How long the end of a request waits for its engine to say that it has dropped it. An engine answers between two steps,
-# and a vocoder's step may take minutes: the engine then drops the request when that is over.
-ABORT_TIMEOUT_S = 5.0
+# and a vocoder's step may take minutes: the engine then drops the request when that is over. The failure of a request,
+# which ends its work in other stages, is told only afterwards.
+ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer what is asked of it beside requests, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
 
@@ -184,7 +185,7 @@ class StageEngine:
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
         if self.config.stage_id:
             self.llm.profiler = None  # of the front end, where torch has one at a time
-        lease.note_shared_memory()
+        lease.note_processes()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
 
     def restart(self) -> None:
@@ -209,7 +210,7 @@ class StageEngine:
                 self._lease.end_processes()
             raise StageFailed(self.name, reason) from exc
         self._replace_engine_core(engine_core)
-        self._lease.note_shared_memory()
+        self._lease.note_processes()
         self._lease.remove_dead_sockets()
         logger.info("stage %s: ready again after %.1f s", self.name, time.monotonic() - started)
 
@@ -229,7 +230,11 @@ class StageEngine:
 
     def kill(self) -> None:
         """End the engine's processes at once, however far they are."""
-        self._lease.end_processes()
+        self._lease.kill_processes()
+
+    def has_lost_process(self) -> bool:
+        """Whether the engine core or a worker has ended."""
+        return self._lease.has_lost_process()
 
     async def aclose(self) -> None:
         """Stop reading the engine's outputs, so that its end is not taken for a death. Call it before ``shutdown``."""

@@ -72,6 +72,8 @@ class Supervisor:
         while is_up and not self._stopping.wait(POLL_S):
             if self._engine.has_died:
                 is_up = self._restart()
+            elif self._engine.has_lost_process():
+                self._engine.kill()  # without a worker the engine core would wait for seconds, and its requests with it
 
     def _restart(self) -> bool:
         engine = self._engine

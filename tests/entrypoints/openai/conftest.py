@@ -20,7 +20,7 @@ import psutil
 import pytest
 import soundfile
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 SAMPLES_PER_CODE = 480
 NUM_CODES = 12

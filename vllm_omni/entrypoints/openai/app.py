@@ -161,6 +161,7 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, router)
     app.exception_handler(OmniError)(_on_omni_error)
+    app.middleware_stack = None  # it has been built, and knows no handler that came later: have it built anew
     await init_app_state(omni, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
