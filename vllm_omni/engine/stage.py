@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -325,18 +325,20 @@ class StageEngine:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
-            async for output in self.generate(chunk.payload, context, activation.wanted, chunk.seq):
-                self._raise_error(output)
-                is_last = output.finished and chunk.last
-                if is_last:
-                    context.stage_durations[self.name] = duration_s + time.monotonic() - started
-                for field in activation.wanted:
-                    yield Emission(field, output, last=is_last)
+            # Closed here, whatever happens: its end is the engine's acknowledgement of an abort.
+            async with aclosing(self.generate(chunk.payload, context, activation.wanted, chunk.seq)) as outputs:
+                async for output in outputs:
+                    self._raise_error(output)
+                    is_last = output.finished and chunk.last
+                    if is_last:
+                        context.stage_durations[self.name] = duration_s + time.monotonic() - started
+                    for field in activation.wanted:
+                        yield Emission(field, output, last=is_last)
             duration_s += time.monotonic() - started
 
     async def generate(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
-    ) -> AsyncIterator[OmniRequestOutput]:
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request through the engine, as deltas; if left early, end when the engine has dropped it.
 
         ``seq`` tells it from the other requests of its activation.

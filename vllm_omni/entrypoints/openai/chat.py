@@ -68,14 +68,17 @@ class OmniServingChat(OpenAIServingChat):
 
         Raises:
             InvalidRequest: an unknown modality, voice, format, stage or parameter.
+            StageUnavailable: a stage that the answer needs is dead.
         """
         assert isinstance(request, OmniChatCompletionRequest)
         self._check(request)
+        modalities = ["text"] if request.modalities is None else request.modalities
+        self.engine_client.check_available(modalities)
         # Upstream hands its engine the prompt and the text's parameters; the rest of the request goes with the engine.
         view = copy.copy(self)
         view.timer = AudioTimer(self.audio_metrics)
         view.engine_client = self.engine_client.with_defaults(
-            modalities=["text"] if request.modalities is None else request.modalities,
+            modalities=modalities,
             speaker=request.audio.voice if request.audio else None,
             stage_params=request.sampling_params_list,
         )

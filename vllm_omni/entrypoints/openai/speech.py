@@ -92,6 +92,7 @@ class OmniServingSpeech:
             return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
         self._engine.check_admission()
         _check(request)
+        self._engine.check_available(["audio"])
         audio_format = find_audio_format(request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
