@@ -8,6 +8,7 @@ It tells how far it is by lines that begin with EVENT, and waits for a line of i
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 EVENT = "event: "
@@ -46,9 +47,9 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
         return
     tell_pids(omni, 1)
 
-    def generate(num_tokens: int = 4) -> None:
+    def generate(num_tokens: int = 4, modalities: Sequence[str] | None = None) -> None:
         params = {"thinker": {"max_tokens": num_tokens}, "talker": {"max_tokens": 2 * num_tokens}}
-        omni.generate([PROMPT] * 4, params, use_tqdm=False)
+        omni.generate([PROMPT] * 4, params, modalities, use_tqdm=False)
 
     generate()
     match scenario:
@@ -70,8 +71,8 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             for life in (1, 2):
                 tell(f"generating, life {life}")
                 try:
-                    while True:
-                        generate(num_tokens=500)
+                    while True:  # in the thinker all the time: a request that it has finished goes on without it
+                        generate(1500, ["text"])
                 except StageFailed as exc:
                     tell(f"request failed, life {life}: {exc}")
                 try:

@@ -310,7 +310,9 @@ def test_stage_killed_fails_requests_at_once_and_comes_back(run: Run) -> None:
         assert any("psm_" in path for path in shared_memory)
         num_sockets = len(program.sockets())
         processes[1 if victim == "worker" else 0].kill()
-        program.wait_for_event(f"request failed, life {life}: stage 'thinker': its engine has died: .+", timeout_s=5)
+        program.wait_for_event(
+            f"request failed, life {life}: stage 'thinker': (restarting: )?its engine has died: .+", 5
+        )
         program.wait_for_event(f"unhealthy, life {life}: stage 'thinker': restarting: its engine .+", timeout_s=5)
         program.wait_for_event(rf"thinker has pid \d+, life {life + 1}")
         assert not any(process.is_running() for process in processes)
