@@ -205,7 +205,7 @@ async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, re
         if ties:
             continue
         audio, waveform = output.multimodal_output["audio"], pair.vocode(codes, speaker)
-        assert audio.shape == expected.speech.waveform.shape == waveform.shape
+        assert audio.shape == waveform.shape == (480 * len(codes),)
         difference = (audio - waveform).abs().max().item()
         worst = max(worst, difference)
         assert difference < WAVEFORM_TOLERANCE, f"{case.name}: waveforms differ by {difference:.1e}"
@@ -295,7 +295,7 @@ async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair, 
         if num_equal_until_tie(codes, expected.codes, expected.margins, f"{text!r}, codes"):
             continue
         audio = output.multimodal_output["audio"]
-        assert audio.shape == expected.waveform.shape
+        assert audio.shape == (480 * len(codes),)
         assert (audio - pair.vocode(codes, speaker)).abs().max() < WAVEFORM_TOLERANCE
 
 

@@ -18,7 +18,9 @@ One property to know when calling the talker directly: its forward adds to ``inp
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +55,12 @@ class Speech:
     prefill_inputs: Tensor  # [P + 2, H], before projection and before the codec embeddings are added
     prefill_positions: Tensor  # [3, P + 2]
     stream: Tensor  # [N, H], added to the code embeddings: reply rows, text end, text pad
-    waveform: Tensor  # [samples], 24 kHz; empty for no codes
+    vocode: Callable[[], Tensor]
+
+    @cached_property
+    def waveform(self) -> Tensor:
+        """[samples], 24 kHz; empty for no codes."""
+        return self.vocode()
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ class Reference:
             prefill_inputs=prefill_inputs,
             prefill_positions=positions.first,
             stream=stream,
-            waveform=self.vocode(codes, speaker, seed),
+            vocode=partial(self.vocode, codes, speaker, seed),
         )
 
     @torch.no_grad()
