@@ -103,7 +103,7 @@ def main() -> None:
                 "snr_db": 20 * torch.log10(whole.pow(2).mean().sqrt() / error).item() if error else None,
             }
         )
-    print(f"{options.codes} codes, variant {options.variant}, {options.threads} thread(s), {platform.processor()}")
+    print(f"{options.codes} codes, variant {options.variant}, {options.threads} thread(s), {platform.machine()}")
     print(f"transformers, whole: {statistics.median(baseline_s):.2f} s (median of {options.runs})\n")
     print("| first | size | past | future | codes to first sound | time | rms error | dB |")
     print("|---|---|---|---|---|---|---|---|")
