@@ -82,7 +82,7 @@ def test_each_value_says_where_it_comes_from(
     assert origins["model_type: qwen2_5_omni"] == f"{tiny_checkpoint}/config.json"
     assert origins["generation_config: vllm"] == "set by the model"
     assert origins["# architecture: Qwen2_5OmniTalker"] == "set by the model"
-    assert origins["# load_format: auto"] == "default"
+    assert origins["# load_format: safetensors"] == "default"
     pinned = [origin for value, origin in origins.items() if value.startswith("stop_token_ids: [")]
     assert pinned == ["set by the model"]
 
