@@ -69,7 +69,7 @@ def test_the_commands_of_the_documents_are_these() -> None:
 def test_make_demo(checkout: Path) -> None:
     """In the environment of this test, which `make` has set up or somebody else."""
     assert ["make", "demo"] in commands("README.md")
-    out = run(["make", "demo", f"VENV={sys.prefix}", "STAMP=installed.stamp"], checkout)
+    out = run(["make", "--no-print-directory", "demo", f"VENV={sys.prefix}", "STAMP=installed.stamp"], checkout)
     assert "text    '" in out
     assert (checkout / "output" / "answer.wav").stat().st_size > 24000
     assert "token2wav" in out.splitlines()[-1]
