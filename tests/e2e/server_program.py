@@ -68,21 +68,20 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             while True:
                 generate(num_tokens=500)
         case "lose a stage":
-            for life in (1, 2):
-                tell(f"generating, life {life}")
-                try:
-                    while True:  # in the thinker all the time: a request that it has finished goes on without it
-                        generate(1500, ["text"])
-                except StageFailed as exc:
-                    tell(f"request failed, life {life}: {exc}")
-                try:
-                    omni._run(omni.engine.check_health())
-                except StageFailed as exc:
-                    tell(f"unhealthy, life {life}: {exc}")
-                while omni.engine.orchestrator.engines["thinker"].status.num_restarts < life or omni.engine.errored:
-                    time.sleep(0.05)
-                generate()
-                tell_pids(omni, life + 1)
+            tell("generating")
+            try:
+                while True:  # in the thinker all the time: a request that it has finished goes on without it
+                    generate(1500, ["text"])
+            except StageFailed as exc:
+                tell(f"request failed: {exc}")
+            try:
+                omni._run(omni.engine.check_health())
+            except StageFailed as exc:
+                tell(f"unhealthy: {exc}")
+            while omni.engine.errored or not omni.engine.orchestrator.engines["thinker"].status.num_restarts:
+                time.sleep(0.05)
+            generate()
+            tell_pids(omni, 2)
             omni.close()
             tell("closed")
             sys.stdin.readline()

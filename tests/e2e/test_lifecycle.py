@@ -297,27 +297,25 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
     program.expect_nothing_left()
 
 
-def test_stage_killed_fails_requests_at_once_and_comes_back(run: Run) -> None:
-    """First one of its two workers, then its engine core; nothing of a dead engine stays while the server lives."""
+def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run) -> None:
+    """One of two workers; nothing of the dead engine stays while the server lives. (A core: test_stage_death.py.)"""
     program = run("lose a stage", "thinker.tensor_parallel_size=2")
-    for life, victim in ((1, "worker"), (2, "engine core")):
-        (pid,) = program.wait_for_event(rf"thinker has pid (\d+), life {life}").groups()
-        program.wait_for_event(f"generating, life {life}")
-        engine_core = psutil.Process(int(pid))
-        processes = [engine_core, *engine_core.children()]
-        shared_memory = mapped_shared_memory(processes)
-        assert len(processes) == 3
-        assert any("psm_" in path for path in shared_memory)
-        num_sockets = len(program.sockets())
-        processes[1 if victim == "worker" else 0].kill()
-        program.wait_for_event(
-            f"request failed, life {life}: stage 'thinker': (restarting: )?its engine has died: .+", 5
-        )
-        program.wait_for_event(f"unhealthy, life {life}: stage 'thinker': restarting: its engine .+", timeout_s=5)
-        program.wait_for_event(rf"thinker has pid \d+, life {life + 1}")
-        assert not any(process.is_running() for process in processes)
-        assert not [path for path in shared_memory if os.path.exists(path)]
-        assert len(program.sockets()) <= num_sockets
+    (pid,) = program.wait_for_event(r"thinker has pid (\d+), life 1").groups()
+    program.wait_for_event("generating")
+    engine_core = psutil.Process(int(pid))
+    processes = [engine_core, *engine_core.children()]
+    shared_memory = mapped_shared_memory(processes)
+    assert len(processes) == 3
+    assert any("psm_" in path for path in shared_memory)
+    num_sockets = len(program.sockets())
+    processes[1].kill()
+    died = "stage 'thinker': (restarting: )?its engine has died: .+"
+    program.wait_for_event(f"request failed: {died}", timeout_s=5)
+    program.wait_for_event("unhealthy: stage 'thinker': restarting: its engine .+", timeout_s=5)
+    program.wait_for_event(r"thinker has pid \d+, life 2")
+    assert not any(process.is_running() for process in processes)
+    assert not [path for path in shared_memory if os.path.exists(path)]
+    assert len(program.sockets()) <= num_sockets
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
     program.go_on()

@@ -69,6 +69,10 @@ class Pair(NamedTuple):
     cases: list[Case]
     chunks: dict[str, int]  # of the vocoder
 
+    def repetition_penalty(self, index: int) -> float:
+        """None for every other request of a batch, the model's own for the rest; not the same in each deployment."""
+        return (1.0, 1.05)[(index + len(self.chunks)) % 2]
+
     def vocode(self, codes: list[int], speaker: str) -> torch.Tensor:
         if self.chunks.get("size") == 0:
             return self.reference.vocode(codes, speaker)
@@ -179,21 +183,24 @@ async def test_thinker_equals_transformers_in_one_batch(pair: Pair) -> None:
     print(f"thinker: {len(replies)} replies, {num_ties} ties, hidden states within {worst:.1e}")
 
 
-@pytest.mark.parametrize("repetition_penalty", [1.0, 1.05])
-async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, repetition_penalty: float) -> None:
+async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair) -> None:
     """Greedy codes over 200 steps and the waveform from the same noise, all cases running at once."""
+    penalties = [pair.repetition_penalty(index) for index in range(len(pair.cases))]
     outputs = await asyncio.gather(
-        *(answer(pair.omni, case, repetition_penalty=repetition_penalty) for case in pair.cases)
+        *(
+            answer(pair.omni, case, repetition_penalty=penalty)
+            for case, penalty in zip(pair.cases, penalties, strict=True)
+        )
     )
     num_ties = num_codes = 0
     worst = 0.0
     speaker = pair.omni.orchestrator.pipeline.validate({})["speaker"]
-    for case, output in zip(pair.cases, outputs, strict=True):
+    for case, penalty, output in zip(pair.cases, penalties, outputs, strict=True):
         expected: Answer = pair.reference.answer(
             case,
             max_tokens=MAX_TOKENS,
             max_codes=MAX_CODES,
-            repetition_penalty=repetition_penalty,
+            repetition_penalty=penalty,
             seed=0,
             speaker=speaker,
         )
@@ -278,19 +285,22 @@ def given_reply(reference: Reference, prompt_token_ids: list[int], text: str) ->
     return replace(computed, prompt_ids=ids[0, :num_prompt_tokens], token_ids=token_ids)
 
 
-@pytest.mark.parametrize("repetition_penalty", [1.0, 1.05])
-async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair, repetition_penalty: float) -> None:
+async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair) -> None:
     """Codes and waveform of transformers' talker and vocoder for that reply, several texts at once."""
     texts = ["!", "Hello, world.", "Say <|im_end|> and <|AUDIO|>.", "Grüße, 世界!", "One two three four five. " * 6]
     speaker = pair.omni.orchestrator.pipeline.speakers[-1]
     how = "Speak slowly."
     spoken = await asyncio.gather(
-        *(speak(pair.omni, text, repetition_penalty, speaker=speaker, instructions=how) for text in texts)
+        *(
+            speak(pair.omni, text, pair.repetition_penalty(index), speaker=speaker, instructions=how)
+            for index, text in enumerate(texts)
+        )
     )
-    for text, output in zip(texts, spoken, strict=True):
+    for index, (text, output) in enumerate(zip(texts, spoken, strict=True)):
         assert not output.outputs
         reply = given_reply(pair.reference, output.prompt_token_ids, text)
-        expected = pair.reference.speak({"use_audio_in_video": False}, reply, MAX_CODES, repetition_penalty, speaker)
+        penalty = pair.repetition_penalty(index)
+        expected = pair.reference.speak({"use_audio_in_video": False}, reply, MAX_CODES, penalty, speaker)
         codes = output.multimodal_output["codec_ids"]
         if num_equal_until_tie(codes, expected.codes, expected.margins, f"{text!r}, codes"):
             continue

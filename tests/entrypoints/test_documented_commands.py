@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -143,8 +144,7 @@ def test_commands_of_adding_a_model(checkout: Path) -> None:
 
 def test_benchmarks_tell_what_they_compare() -> None:
     for path in sorted((ROOT / "benchmarks").glob("[a-z]*.py")):
-        out = run([sys.executable, "-m", f"benchmarks.{path.stem}", "--help"], ROOT)
-        assert "Baseline: transformers" in out
+        assert "Baseline: transformers" in (import_module(f"benchmarks.{path.stem}").__doc__ or "")
 
 
 def excerpts(document: str) -> list[Block]:
