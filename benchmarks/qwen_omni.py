@@ -7,8 +7,8 @@ it can do with audio, in a process of its own, with the number of threads that s
 is ``AsyncOmni`` with the bundled deployment and ``STAGES``. Both sides keep their process; while one works, the other
 waits. Runs alternate: transformers, ours alone, ours at the given concurrency.
 
-Workload: the video case of the vLLM-Omni paper (section 4): 842 prompt tokens with a video, 150 tokens of text, 545
-codes. Thinker and talker have 34 and 33 million random parameters, float32, greedy; the vocoder is sized to take 10 to
+Workload: the video case of the vLLM-Omni paper (section 4): 842 prompt tokens with a video (777 here, as
+frames come in pairs), 150 tokens of text, 545 codes. Thinker and talker have 34 and 33 million random parameters, float32, greedy; the vocoder is sized to take 10 to
 20 % of transformers' time. Regime: on a CPU a step of one request is bound by reading the weights, one of sixteen by
 arithmetic; ``floor`` is the time of the linear layers of a step alone, as matmuls of their shapes.
 
@@ -82,8 +82,8 @@ PLACEHOLDER = "<|vision_bos|><|VIDEO|><|vision_eos|>"
 
 
 def make_case(index: int, num_prompt_tokens: int) -> Case:
-    """A question about a video; a pair of its 280 x 280 frames makes 100 tokens, the text about 100."""
-    video = make_video(2 * max(1, (num_prompt_tokens - 50) // 100), 280, 280, seed=index)
+    """A question about a video; the processor makes 144 tokens of a pair of its frames, and the text is 57."""
+    video = make_video(2 * max(1, round((num_prompt_tokens - 57) / 144)), 280, 280, seed=index)
     return Case(f"video {index}", format_prompt(f"{PLACEHOLDER}What happens?"), videos=(video,))
 
 
