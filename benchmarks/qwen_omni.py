@@ -4,15 +4,16 @@
 
 Baseline: transformers' ``Qwen2_5OmniForConditionalGeneration.generate``, one request after the other, which is all that
 it can do with audio, in a process of its own, with the number of threads that suits it best (tried at the start). Ours
-is ``AsyncOmni`` with the bundled deployment and ``STAGES``. Both sides keep their process; while one works, the other
-waits. Runs alternate: transformers, ours alone, ours at the given concurrency.
+is ``AsyncOmni`` with the bundled deployment and ``ENGINE_ARGS``. Both sides keep their process; while one works, the
+other waits. Runs alternate: transformers, ours alone, ours at the given concurrency.
 
-Workload: the video case of the vLLM-Omni paper (section 4): 842 prompt tokens with a video (777 here, as
-frames come in pairs), 150 tokens of text, 545 codes. Thinker and talker have 34 and 33 million random parameters, float32, greedy; the vocoder is sized to take 10 to
-20 % of transformers' time. Regime: on a CPU a step of one request is bound by reading the weights, one of sixteen by
-arithmetic; ``floor`` is the time of the linear layers of a step alone, as matmuls of their shapes.
+Workload: the video case of the vLLM-Omni paper (section 4): 842 prompt tokens with a video (777 here, as frames come in
+pairs), 150 tokens of text, 545 codes. Thinker and talker have 34 and 33 million random parameters, float32, greedy; the
+vocoder is sized to take 10 to 20 % of transformers' time. Regime: on a CPU a step of one request is bound by reading
+the weights, one of sixteen by arithmetic; ``floor`` is the time of the linear layers of a step alone, as matmuls of
+their shapes.
 
-Each request has a video of its own, so that no cache answers. The codes of both sides are compared.
+Each request has a video of its own, so that no cache answers. Text and sound of both sides are compared.
 """
 
 from __future__ import annotations
