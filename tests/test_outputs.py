@@ -1,10 +1,11 @@
 from pathlib import Path
 
 import pytest
-import soundfile
 import torch
 from vllm.outputs import RequestOutput
 
+from tests.test_audio_format import decode
+from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.errors import OmniError
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -27,13 +28,12 @@ def test_deltas_add_up_without_loss() -> None:
     assert later.multimodal_output["codec_ids"] == [4, 5]
 
 
-@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
+@pytest.mark.parametrize("suffix", sorted(AUDIO_SUFFIXES))
 def test_saved_audio_is_playable(tmp_path: Path, suffix: str) -> None:
     tone = torch.sin(torch.arange(24000) * 0.1) * 0.5
-    path = make_output(tone).save_audio(tmp_path / f"tone.{suffix}")
-    samples, sample_rate = soundfile.read(path)
-    assert sample_rate == 24000
-    assert len(samples) == 24000
+    path = make_output(tone).save_audio(tmp_path / f"tone{suffix}")
+    samples = decode(AUDIO_SUFFIXES[suffix], path.read_bytes())
+    assert 24000 <= len(samples) <= 24000 + 2048  # a lossy format ends in whole frames
     assert abs(samples).max() == pytest.approx(0.5, abs=0.05)
 
 

@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from vllm.outputs import RequestOutput
 
+from vllm_omni.audio_format import AUDIO_FORMATS, AUDIO_SUFFIXES, encode_audio
 from vllm_omni.errors import OmniError
 from vllm_omni.relay import Payload
-
-AUDIO_SUFFIXES = {  # suffix -> libsndfile's container and encoding
-    ".wav": ("WAV", "PCM_16"),
-    ".flac": ("FLAC", "PCM_16"),
-    ".ogg": ("OGG", "VORBIS"),
-    ".opus": ("OGG", "OPUS"),
-    ".mp3": ("MP3", "MPEG_LAYER_III"),
-}
 
 
 class OmniRequestOutput(RequestOutput):
@@ -59,17 +52,15 @@ class OmniRequestOutput(RequestOutput):
             OmniError: the request has no audio.
             ValueError: unknown suffix.
         """
-        import soundfile
-
         if "audio" not in self.multimodal_output:
             raise OmniError("this answer has no audio: ask for it with modalities=['text', 'audio']")
         path = Path(path)
         if path.suffix.lower() not in AUDIO_SUFFIXES:
             known = ", ".join(AUDIO_SUFFIXES)
             raise ValueError(f"cannot write audio to {path.name!r}: unknown suffix {path.suffix!r}; known: {known}")
-        audio = self.multimodal_output["audio"]
-        container, subtype = AUDIO_SUFFIXES[path.suffix.lower()]
-        soundfile.write(path, audio.numpy(), self.multimodal_output["sample_rate"], format=container, subtype=subtype)
+        audio_format = AUDIO_FORMATS[AUDIO_SUFFIXES[path.suffix.lower()]]
+        audio, sample_rate = self.multimodal_output["audio"], self.multimodal_output["sample_rate"]
+        path.write_bytes(encode_audio(audio, sample_rate, audio_format))
         return path
 
     def __repr__(self) -> str:

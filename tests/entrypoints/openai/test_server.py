@@ -25,9 +25,9 @@ from tests.entrypoints.openai.conftest import (
     run_example,
     wait_for,
 )
-from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
-from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS
+from tests.test_audio_format import LOSSLESS, decode
+from vllm_omni.audio_format import AUDIO_FORMATS
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,8 @@ from tests.entrypoints.openai.conftest import (
     run_example,
     wait_for,
 )
-from tests.entrypoints.openai.test_audio_format import LOSSLESS, decode, make_sound
-from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio
+from tests.test_audio_format import LOSSLESS, decode, make_sound
+from vllm_omni.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.outputs import OmniRequestOutput

@@ -1,6 +1,5 @@
 """``vllm-omni config show MODEL``: the deployment as it is resolved, each value with where it comes from."""
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ def config(args: Sequence[str]) -> None:
         return
     if what != "show":
         raise ConfigError(f"config {what}: {suggest(what, ['show'])}")
-    parsed = parse_deployment("config show", rest, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
+    parsed = parse_deployment("config show", rest, _add_arguments, description=DESCRIPTION, usage=USAGE)
     with only_the_answer_on_stdout() as stdout:
         configure_logging_from_args(parsed.args)
         deployment = parsed.load_config()
@@ -74,10 +73,6 @@ def _add_arguments(parser: DeploymentParser) -> None:
     group = parser.add_argument_group("Output", "How it is shown.")
     group.add_argument("--json", action="store_true", help="Print one JSON object, where each value has its origin.")
     parser.own_groups = ["Omni", "Output"]
-
-
-def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
-    pass
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def parse_deployment(
     command: str,
     args: Sequence[str],
     add_arguments: Callable[[DeploymentParser], None],
-    check: Callable[[DeploymentParser, argparse.Namespace], None],
+    check: Callable[[DeploymentParser, argparse.Namespace], None] | None = None,
     **parser_options: Any,
 ) -> Deployment:
     """Parse the arguments behind a command; exits with code 2 if they are wrong.
@@ -126,7 +126,8 @@ def parse_deployment(
         if parsed.model_tag is None:
             parser.error(f"no model: give the directory or hub name of a checkpoint, {parser.prog} MODEL")
         parsed.model = parsed.model_tag
-        check(parser, parsed)
+        if check is not None:
+            check(parser, parsed)
         for action in parser._actions:
             action.default = argparse.SUPPRESS
         given = vars(root.parse_args(command_line))

@@ -15,6 +15,7 @@ from vllm.connections import global_http_connection
 from vllm.logger import configure_logging_from_args
 from vllm.multimodal.media.connector import MediaConnector
 
+from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.refusal import refusal
@@ -23,7 +24,7 @@ from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
 from vllm_omni.names import suggest
-from vllm_omni.outputs import AUDIO_SUFFIXES, OmniRequestOutput
+from vllm_omni.outputs import OmniRequestOutput
 
 DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
 everything else (where the file is, how long each stage took, logs) to stderr."""
@@ -317,7 +318,7 @@ def _save_audio(output: OmniRequestOutput, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as directory:
             output.save_audio(Path(directory) / path.name).replace(path)
-    except (OSError, RuntimeError) as exc:  # libsndfile's errors are RuntimeErrors
+    except OSError as exc:
         raise OmniError(f"the speech cannot be written to {path}: {_reason(exc)}") from exc
     return path.resolve()
 

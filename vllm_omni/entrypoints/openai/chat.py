@@ -26,9 +26,9 @@ from vllm.exceptions import VLLMError
 from vllm.inputs import EngineInput
 from vllm.renderers.chat_utils import ConversationMessage
 
+from vllm_omni.audio_format import AudioEncoder, find_audio_format
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.audio_format import AudioEncoder, find_audio_format
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech

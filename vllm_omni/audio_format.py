@@ -43,6 +43,8 @@ AUDIO_FORMATS = {
     "opus": AudioFormat("ogg", "libopus", "flt", "audio/ogg", 64_000, {"page_duration": "100000"}),
     "aac": AudioFormat("adts", "aac", "fltp", "audio/aac", 96_000),
 }
+AUDIO_SUFFIXES = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aac": "aac"}
+"""A file's suffix -> the name of its format."""
 
 
 def find_audio_format(name: str) -> AudioFormat:

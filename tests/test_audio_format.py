@@ -11,7 +11,7 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 
-from vllm_omni.entrypoints.openai.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio, find_audio_format
+from vllm_omni.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio, find_audio_format
 from vllm_omni.errors import InvalidRequest
 
 RATE = 24000
