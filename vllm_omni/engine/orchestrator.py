@@ -30,6 +30,7 @@ from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.worker.step_threads import NUM_STAGES
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class Orchestrator:
         Raises:
             StageFailed: a stage did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
         """
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(self.config.stages))))
+        # Stages share the cores (worker/step_threads.py): a thread that waits must not keep one from another stage.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         for stage in self.config.stages:
             engine = StageEngine(stage, self._specs[stage.name], log_stats=self._log_stats)
             self.engines[stage.name] = engine
@@ -98,7 +100,9 @@ class Orchestrator:
         try:
             with run_directory.inherited():
                 for engine in self.engines.values():
-                    starts[engine.name] = in_thread(engine.start, run_directory.lease(engine.name))
+                    lease = run_directory.lease(engine.name)
+                    lease[NUM_STAGES] = len(self.engines)
+                    starts[engine.name] = in_thread(engine.start, lease)
                 _await_starts(starts)
         except BaseException:
             _shutdown(self.engines.values(), [], run_directory)

@@ -24,6 +24,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.relay import InlineRelay, Payload, pack
+from vllm_omni.worker.step_threads import StepThreads
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class OneShotExecutor(Executor):
         self.relay = InlineRelay()
         self.model = self._load_model()
         self._profiler: WorkerProfiler | None = None
+        if self.vllm_config.device_config.device_type == "cpu":
+            StepThreads(self.vllm_config.additional_config).take(
+                0
+            )  # its long steps would hold up the others' short ones
 
     def _load_model(self) -> GenerationModel:
         model_config = self.model_config

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.worker.ar_runner import ARModelRunner
+from vllm_omni.worker.step_threads import StepThreads
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class CPUARModelRunner(ARModelRunner, CPUModelRunner):
     """``ARModelRunner`` over the CPU's V1 runner."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_threads = StepThreads(self.vllm_config.additional_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.step_threads.take(scheduler_output.total_num_scheduled_tokens)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
 
 class CPUARWorker(CPUWorker):
