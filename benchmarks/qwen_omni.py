@@ -103,6 +103,7 @@ def serve_reference(path: Path) -> None:
         ("thinker", model.thinker, "generate"),
         ("thinker_step", model.thinker, "forward"),
         ("talker", model.talker, "generate"),
+        ("talker_step", model.talker, "forward"),
         ("token2wav", model.token2wav, "forward"),
     ):
         setattr(owner, method, _timed(times, name, getattr(owner, method)))
@@ -185,14 +186,11 @@ class Job:
     """Seconds since the start of its run."""
 
     started: float
-    first_token: float = 0.0
-    last_token: float = 0.0
-    first_code: float = 0.0
-    last_code: float = 0.0
     first_audio: float = 0.0
     done: float = 0.0
     token_ids: list[int] = field(default_factory=list)
-    num_codes: int = 0
+    token_times: list[float] = field(default_factory=list)  # one for each token
+    code_times: list[float] = field(default_factory=list)
     audio: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -214,11 +212,10 @@ async def run_jobs(
         async for output in omni.generate(case.vllm_prompt, PARAMS, modalities=modalities):
             media = output.multimodal_output
             if output.outputs and output.outputs[0].token_ids:
-                job.first_token, job.last_token = job.first_token or now(), now()
                 job.token_ids += output.outputs[0].token_ids
+                job.token_times += [now()] * len(output.outputs[0].token_ids)
             if media.get("codec_ids"):
-                job.first_code, job.last_code = job.first_code or now(), now()
-                job.num_codes += len(media["codec_ids"])
+                job.code_times += [now()] * len(media["codec_ids"])
             if "audio" in media and len(media["audio"]):
                 job.first_audio = job.first_audio or now()
                 job.audio.append(media["audio"])
@@ -229,19 +226,24 @@ async def run_jobs(
 
 
 def summarize(jobs: Sequence[Job]) -> dict[str, float]:
-    """Rates are over the time from the first job's start in a stage to the last one's end in it."""
-    talker_s = max(job.last_code for job in jobs) - min(job.last_token for job in jobs)
-    num_codes = sum(job.num_codes for job in jobs)
-    num_tokens = sum(len(job.token_ids) for job in jobs)
+    """A stage's rate is over the time from its first job's start to its last one's end, prompts included."""
+    tokens, codes = [job.token_times for job in jobs], [job.code_times for job in jobs]
+    last_token, last_code = max(times[-1] for times in tokens), max(times[-1] for times in codes)
     return {
         "completion_s": statistics.mean(job.done - job.started for job in jobs),
         "first_audio_s": statistics.mean(job.first_audio - job.started for job in jobs),
-        "thinker_tokens_s": num_tokens / max(job.last_token for job in jobs),
-        "thinker_decode_tokens_s": num_tokens
-        / (max(job.last_token for job in jobs) - min(job.first_token for job in jobs)),
-        "talker_tokens_s": num_codes / talker_s,
+        "thinker_tokens_s": sum(map(len, tokens)) / last_token,
+        "thinker_decode_tokens_s": decode_rate(tokens),
+        "talker_tokens_s": sum(map(len, codes)) / (last_code - min(times[-1] for times in tokens)),
+        "talker_decode_tokens_s": decode_rate(codes),
         "jobs_s": len(jobs) / max(job.done for job in jobs),
     }
+
+
+def decode_rate(times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second while every job decodes: from the last one's first token to the first one's last."""
+    start, end = max(one[0] for one in times), min(one[-1] for one in times)
+    return sum(start < time <= end for one in times for time in one) / (end - start)
 
 
 def pss_mib(pid: int) -> float:
@@ -385,6 +387,9 @@ async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argpars
             (NUM_TEXT_TOKENS - 1) / (job.times["thinker"] - job.times["thinker_step"]) for job in theirs
         ],
         "talker_tokens_s": [NUM_CODES / job.times["talker"] for job in theirs],
+        "talker_decode_tokens_s": [
+            (NUM_CODES - 1) / (job.times["talker"] - job.times["talker_step"]) for job in theirs
+        ],
         "jobs_s": [1 / job.times["total"] for job in theirs],
     }
     median = statistics.median
@@ -397,7 +402,7 @@ async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argpars
         "transformers": {name: median(values) for name, values in baseline.items()},
         "alone": {name: median(one[name] for one in alone) for name in baseline},
         "together": {name: median(one[name] for one in together) for name in baseline},
-        "talker_tokens_s_without_vocoder": median(one["talker_tokens_s"] for one in without_vocoder),
+        "without_vocoder": {name: median(one[name] for one in without_vocoder) for name in baseline},
         "memory_mib": {"transformers": their_mib, "ours": pss_mib(os.getpid()) - their_mib},
     }
 
@@ -407,9 +412,9 @@ def goals(result: dict[str, Any], starts: dict[str, float]) -> list[tuple[str, f
     theirs, alone, together = result["transformers"], result["alone"], result["together"]
     share = result["vocoder_share"]
     rows = []
-    for name in ("thinker_decode_tokens_s", "talker_tokens_s"):
+    for name in ("thinker_decode_tokens_s", "talker_decode_tokens_s"):
         rows.append((f"{name}, times transformers'", 8.0, together[name] / theirs[name], True))
-    without_vocoder = result["talker_tokens_s_without_vocoder"] / theirs["talker_tokens_s"]
+    without_vocoder = result["without_vocoder"][name] / theirs[name]
     rows.append(("the same where no vocoder works beside it", 8.0, without_vocoder, True))
     rows.append(("jobs/s, times", 0.7 / (share + (1 - share) / 8), together["jobs_s"] / theirs["jobs_s"], True))
     rows.append(("completion alone, times sooner", 1.25, theirs["completion_s"] / alone["completion_s"], True))
@@ -426,18 +431,16 @@ def report(result: dict[str, Any], starts: dict[str, float], floors: dict[int, d
         f"({AUDIO_S:.1f} s of sound); transformers on {result['reference_threads']} thread(s); "
         f"v = {result['vocoder_share']:.2f}; same text, sound within {result['snr_db']:.0f} dB\n"
     )
-    print(f"| median | transformers, 1 | ours, 1 | ratio | ours, {n} | ratio |")
-    print("|---|---|---|---|---|---|")
-    columns = result["transformers"], result["alone"], result["together"]
-    for column in columns:
+    print(f"| median | transformers, 1 | ours, 1 | ratio | ours, {n} | ratio | ours, {n}, codes only | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    theirs, *ours = (result[name] for name in ("transformers", "alone", "together", "without_vocoder"))
+    for column in (theirs, *ours):
         column["rtf"] = column["completion_s"] / AUDIO_S
-    for name in columns[0]:
-        theirs, alone, together = (column[name] for column in columns)
-        print(
-            f"| {name} | {theirs:.3g} | {alone:.3g} | {alone / theirs:.2f} | {together:.3g} | {together / theirs:.2f} |"
-        )
+    for name in theirs:
+        cells = " | ".join(f"{column[name]:.3g} | {column[name] / theirs[name]:.2f}" for column in ours)
+        print(f"| {name} | {theirs[name]:.3g} | {cells} |")
     memory = result["memory_mib"]
-    print(f"| memory, MiB | {memory['transformers']:.0f} | {memory['ours']:.0f} | | | |")
+    print(f"| memory, MiB | {memory['transformers']:.0f} | {memory['ours']:.0f} | | | | | |")
     print("\n| floor of a step | linear, ms | GB/s | GFLOP/s | KV cache, ms | tokens/s |\n|---|---|---|---|---|---|")
     for batch, stages in floors.items():
         for name, floor in stages.items():

@@ -183,9 +183,14 @@ class OmniConfig:
         return "inline"
 
 
+def bundled_model_types() -> tuple[str, ...]:
+    """Those of this package."""
+    return tuple(sorted(path.stem for path in _bundled_dir().glob("*.yaml")))
+
+
 def supported_model_types() -> tuple[str, ...]:
     """Those of this package, and those that other packages add."""
-    return tuple(sorted({path.stem for path in _bundled_dir().glob("*.yaml")} | added_pipelines().keys()))
+    return tuple(sorted({*bundled_model_types(), *added_pipelines()}))
 
 
 def added_pipelines() -> dict[str, EntryPoint]:

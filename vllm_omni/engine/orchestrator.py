@@ -28,9 +28,9 @@ from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
+from vllm_omni.model_executor.step_threads import NUM_STAGES
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.worker.step_threads import NUM_STAGES
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Orchestrator:
         Raises:
             StageFailed: a stage did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
         """
-        # Stages share the cores (worker/step_threads.py): a thread that waits must not keep one from another stage.
+        # Stages share the cores (model_executor/step_threads.py): who waits must not keep one from another stage.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         for stage in self.config.stages:
             engine = StageEngine(stage, self._specs[stage.name], log_stats=self._log_stats)

@@ -23,8 +23,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.relay import InlineRelay, Payload, pack
-from vllm_omni.worker.step_threads import StepThreads
 
 logger = logging.getLogger(__name__)
 

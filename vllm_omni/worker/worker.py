@@ -8,8 +8,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.worker.ar_runner import ARModelRunner
-from vllm_omni.worker.step_threads import StepThreads
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

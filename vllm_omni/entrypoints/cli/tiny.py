@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from vllm_omni.config import supported_model_types
+from vllm_omni.config import bundled_model_types
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError
 
@@ -16,7 +16,7 @@ def tiny(args: Sequence[str]) -> None:
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
     )
-    parser.add_argument("model_type", metavar="MODEL_TYPE", choices=supported_model_types(), help="%(choices)s")
+    parser.add_argument("model_type", metavar="MODEL_TYPE", choices=bundled_model_types(), help="%(choices)s")
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     parser.add_argument("--variant", default="base", help="one of the type's shapes (default: %(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +22,8 @@ from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageReque
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay.codec import encode
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = ("speaker", "num_reply_tokens")
 
@@ -178,6 +181,8 @@ class Qwen2_5OmniPipeline(Pipeline):
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
+            if chunk.payload.outputs[0].finish_reason == "length":
+                logger.info("request %s: its speech is cut at the talker's max_tokens", call.context.request_id)
             for window in cutter.push(self.codec_ids(chunk.payload)):
                 yield Chunk(_vocoder_request(window, args), seq, last=False)
                 seq += 1

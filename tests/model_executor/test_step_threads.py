@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from torch import get_num_threads
 
-from vllm_omni.worker.step_threads import MANY_TOKENS, NUM_STAGES, StepThreads, set_num_threads
+from vllm_omni.model_executor.step_threads import MANY_TOKENS, NUM_STAGES, StepThreads, set_num_threads
 
 
 @pytest.fixture(autouse=True)
