@@ -20,10 +20,22 @@ from tests.flow.builders import (
     think,
 )
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, OmniError
-from vllm_omni.flow import Chunk, Emission, EndReason, FlowStatistics, GraphRuntime
+from vllm_omni.flow import (
+    Chunk,
+    Emission,
+    EndReason,
+    Field,
+    FlowStatistics,
+    Graph,
+    GraphParser,
+    GraphRuntime,
+    Role,
+    interface,
+)
+from vllm_omni.flow.credit import WINDOW
 
 ALL = {"text", "audio", "codec_ids"}
-NOTHING_LEFT = FlowStatistics(num_open_calls=0, num_running_activations=0, num_buffered_frames=0)
+NOTHING_LEFT = FlowStatistics(0, 0, 0, 0)
 
 
 def make_runtime(*, clock=None, link=None, to_talker=None, to_token2wav=None, **nodes):
@@ -590,6 +602,7 @@ async def test_statistics_show_what_is_held():
     await spin()
     assert runtime.statistics() == FlowStatistics(
         num_open_calls=1,
+        num_waiting_calls=0,
         num_running_activations=1,  # the talker
         num_buffered_frames=6,  # three words unread by the user, three rows unread by the talker
     )
@@ -617,3 +630,180 @@ async def test_one_node_object_serves_concurrent_activations():
     runtime = make_runtime(thinker=thinker)
     await asyncio.gather(*(read(open_call(runtime, {"text"}, f"c{i}")) for i in range(3)))
     assert len({activation.call_id for activation in thinker.activations}) == 3
+
+
+# ---- sessions ----
+
+
+async def test_calls_of_one_session_run_one_after_the_other():
+    thinker = FunctionNode(think)
+    runtime = make_runtime(thinker=thinker)
+    calls = [open_call(runtime, {"text"}, call_id=f"c{i}", session="s") for i in range(3)]
+    assert runtime.statistics().num_waiting_calls == 2
+    answers = [await read_payloads(call) for call in reversed(calls)]
+    assert [activation.call_id for activation in thinker.activations] == ["c0", "c1", "c2"]
+    assert thinker.events == ["start", "clean"] * 3
+    assert all(answer == {"text": ["w0", "w1", "w2"]} for answer in answers)
+    assert runtime.statistics() == NOTHING_LEFT
+
+
+async def test_sessions_do_not_wait_for_one_another():
+    runtime = make_runtime(talker=FunctionNode(hang))
+    stuck = open_call(runtime, {"audio"}, call_id="stuck", session="a")
+    assert await read_payloads(open_call(runtime, {"text"}, call_id="b", session="b")) == {"text": ["w0", "w1", "w2"]}
+    await stuck.aclose()
+
+
+async def test_call_that_waits_for_its_session_can_be_aborted():
+    thinker = FunctionNode(hang)
+    runtime = make_runtime(thinker=thinker)
+    first = open_call(runtime, call_id="first", session="s")
+    waiting = open_call(runtime, call_id="waiting", session="s")
+    await waiting.abort()
+    with pytest.raises(CallAborted):
+        await read(waiting)
+    assert runtime.statistics().num_open_calls == 1
+    await first.aclose()
+    assert len(thinker.activations) <= 1
+    assert runtime.statistics() == NOTHING_LEFT
+
+
+async def test_deadline_holds_while_a_call_waits_for_its_session():
+    clock = ManualClock()
+    runtime = make_runtime(clock=clock, thinker=FunctionNode(hang))
+    first = open_call(runtime, call_id="first", session="s")
+    waiting = open_call(runtime, call_id="waiting", session="s", deadline_s=1.0)
+    clock.advance(1.0)
+    with pytest.raises(DeadlineExceeded, match="waited for another call of session 's'"):
+        await read(waiting)
+    await first.aclose()
+
+
+async def test_failure_of_a_call_lets_the_next_of_its_session_in():
+    runtime = make_runtime(talker=FunctionNode(fail))
+    broken = open_call(runtime, {"audio"}, call_id="broken", session="s")
+    following = open_call(runtime, {"text"}, call_id="following", session="s")
+    with pytest.raises(KeyError):
+        await read(broken)
+    assert await read_payloads(following) == {"text": ["w0", "w1", "w2"]}
+
+
+async def test_closing_the_runtime_ends_calls_that_wait_for_their_session():
+    runtime = make_runtime(thinker=FunctionNode(hang))
+    calls = [open_call(runtime, call_id=f"c{i}", session="s") for i in range(3)]
+    await runtime.aclose()
+    for call in calls:
+        with pytest.raises(CallAborted):
+            await read(call)
+    assert runtime.statistics() == NOTHING_LEFT
+
+
+# ---- back-pressure ----
+
+
+def emit_rows(number, sent):
+    async def forward(activation):
+        assert [chunk.payload async for chunk in activation.inputs["prompt"]] == ["w"]
+        for row in range(number):
+            yield Emission("rows", row, last=row == number - 1)
+            sent.append(row)
+
+    return FunctionNode(forward)
+
+
+def read_when_told(gate):
+    async def forward(activation):
+        await gate.wait()
+        async for chunk in activation.inputs["rows"]:
+            yield Emission("codes", chunk.payload, last=chunk.last)
+
+    return FunctionNode(forward)
+
+
+async def test_slow_consumer_holds_its_producer_back():
+    sent, gate = [], asyncio.Event()
+    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_when_told(gate))
+    call = open_call(runtime, {"codec_ids"})
+    await spin(200)
+    assert WINDOW - 1 <= len(sent) <= WINDOW
+    assert runtime.statistics().num_buffered_frames == WINDOW
+    gate.set()
+    assert await read_payloads(call) == {"codec_ids": list(range(1000))}
+
+
+async def test_user_who_does_not_read_holds_the_whole_chain_back():
+    sent, gate = [], asyncio.Event()
+    gate.set()
+    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_when_told(gate))
+    call = open_call(runtime, {"codec_ids"})
+    await spin(500)
+    assert runtime.statistics().num_buffered_frames <= 2 * WINDOW
+    assert len(sent) <= 2 * WINDOW + 1
+    assert await read_payloads(call) == {"codec_ids": list(range(1000))}
+
+
+async def test_producer_that_is_held_back_can_be_aborted():
+    sent, gate = [], asyncio.Event()
+    thinker = emit_rows(1000, sent)
+    runtime = make_runtime(thinker=thinker, talker=read_when_told(gate))
+    call = open_call(runtime, {"codec_ids"})
+    await spin(200)
+    await call.abort()
+    assert thinker.events == ["start", "clean"]  # closed where it yields
+    assert runtime.statistics() == NOTHING_LEFT
+
+
+@pytest.mark.parametrize("when", ["before it reads", "after it has read some"])
+async def test_consumer_that_stops_reading_lets_its_producer_go_on(when):
+    async def leave_early(activation):
+        if when == "after it has read some":
+            async for _ in activation.inputs["rows"]:
+                break
+        yield Emission("codes", 1, last=True)
+
+    async def talk_and_write(activation):
+        for row in range(1000):
+            yield Emission("rows", row, last=row == 999)
+        yield Emission("text", "done", last=True)
+
+    runtime = make_runtime(thinker=FunctionNode(talk_and_write), talker=FunctionNode(leave_early))
+    assert await read_payloads(open_call(runtime, {"codec_ids", "text"})) == {"codec_ids": [1], "text": ["done"]}
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_credit_survives_a_link_that_shuffles_and_repeats(seed):
+    gate = asyncio.Event()
+    gate.set()
+    link = ShufflingLink(random.Random(seed))
+    runtime = make_runtime(thinker=emit_rows(500, []), talker=read_when_told(gate), link=link)
+    assert await read_payloads(open_call(runtime, {"codec_ids"})) == {"codec_ids": list(range(500))}
+    await spin()
+
+
+class Splitter(Role):
+    split = interface(
+        inputs_or=[["prompt"]], outputs={"left": Field("text", streamed=True), "right": Field("text", streamed=True)}
+    )
+
+
+class Zipper(Role):
+    zip = interface(inputs_or=[["left", "right"]], outputs={"both": Field("text")})
+
+
+@pytest.mark.parametrize("first, second", [("left", "right"), ("right", "left")])
+async def test_reader_that_waits_for_one_field_lets_its_producer_fill_the_other(first, second):
+    async def split(activation):
+        for field in ("left", "right"):
+            for number in range(5 * WINDOW):
+                yield Emission(field, number, last=number == 5 * WINDOW - 1)
+
+    async def zip_up(activation):
+        numbers = [chunk.payload async for chunk in activation.inputs[first]]
+        yield Emission("both", numbers == [chunk.payload async for chunk in activation.inputs[second]])
+
+    graph = Graph("g")
+    halves = graph.role(Splitter, "splitter").split(prompt=graph.placeholder("prompt"))
+    graph.output(both=graph.role(Zipper, "zipper").zip(left=halves.left, right=halves.right).both)
+    nodes = {"splitter": FunctionNode(split), "zipper": FunctionNode(zip_up)}
+    runtime = GraphRuntime(GraphParser(graph).parse(), nodes)
+    assert await asyncio.wait_for(read_payloads(open_call(runtime, {"both"})), 10) == {"both": [True]}

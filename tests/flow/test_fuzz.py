@@ -119,7 +119,7 @@ async def test_random_trees_keep_order_and_leave_nothing():
                 assert not is_complete or len(payloads) == len(expected[name]), f"seed {seed}, output {name}"
             assert set(got) <= wanted, f"seed {seed}"
             complete += is_complete
-        assert runtime.statistics() == FlowStatistics(0, 0, 0), f"seed {seed}"
+        assert runtime.statistics() == FlowStatistics(0, 0, 0, 0), f"seed {seed}"
         assert asyncio.all_tasks() == before, f"seed {seed}"
         assert all(node.events.count("start") == node.events.count("clean") for node in nodes.values()), f"seed {seed}"
         seed += 1

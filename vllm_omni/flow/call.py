@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,11 +12,13 @@ from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidR
 from vllm_omni.flow.activity import Activity, ActivityTracker
 from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
 from vllm_omni.flow.controller import CallScope, Node, NodeController, derive_activation_id
+from vllm_omni.flow.credit import ReceiveWindow
 from vllm_omni.flow.dsl import what_exists
-from vllm_omni.flow.frame import ENTRY, Frame, OutputFrame
+from vllm_omni.flow.frame import ENTRY, Credit, Frame, OutputFrame
 from vllm_omni.flow.link import InProcessLink, Link
 from vllm_omni.flow.plan import Route, StaticPlan
 from vllm_omni.flow.sequence import SequenceQueue, Stream
+from vllm_omni.flow.session import GCScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ class FlowStatistics:
     """What a runtime holds at this moment; all zero when it is idle."""
 
     num_open_calls: int
+    num_waiting_calls: int  # of those that are open, for another one of their session
     num_running_activations: int
     num_buffered_frames: int  # arrived, not yet read by their node or user
 
@@ -37,15 +41,25 @@ class GraphCall:
     alone does not do: cancelling the reader leaves the call running.
     """
 
-    def __init__(self, call_id: str, route: Route, controllers: Sequence[NodeController], runtime: "GraphRuntime"):
+    def __init__(
+        self,
+        call_id: str,
+        session: str | None,
+        route: Route,
+        controllers: Sequence[NodeController],
+        runtime: "GraphRuntime",
+    ):
         self.call_id = call_id
+        self.session = session
         self._route = route
         self._controllers = controllers
         self._runtime = runtime
         self._tracker = ActivityTracker(self._close)
         self._queues = {name: SequenceQueue() for name in route.outputs}  # outputs that have not ended
-        self._frames: Stream[OutputFrame] = Stream()
+        self._windows: dict[str, ReceiveWindow] = {}  # of outputs a frame of which has come
+        self._frames: Stream[OutputFrame] = Stream(self._on_read)
         self._timer: TimerHandle | None = None
+        self._started = False  # it may have to wait for another call of its session
         self._stopping = False
         self._error: Exception | None = None
         self._closed = asyncio.Event()
@@ -86,15 +100,17 @@ class GraphCall:
 
     # ---- below: for the runtime ----
 
-    def _start(self, inputs: Mapping[str, Any], context: Any, deadline_s: float | None) -> None:
+    def _arm(self, deadline_s: float) -> None:
+        clock, opened_at = self._runtime.clock, self._runtime.clock.monotonic()
+        self._timer = clock.call_later(deadline_s, lambda: self._expire(clock.monotonic() - opened_at))
+
+    def _start(self, inputs: Mapping[str, Any], context: Any) -> None:
+        self._started = True
         scope = CallScope(self.call_id, self._route, self._tracker, context)
         for name in self._route.outputs:
             self._tracker.begin(Activity(ENTRY, output=name))
         for controller in self._controllers:
             controller.open(scope)
-        if deadline_s is not None:
-            clock, opened_at = self._runtime.clock, self._runtime.clock.monotonic()
-            self._timer = clock.call_later(deadline_s, lambda: self._expire(clock.monotonic() - opened_at))
         for field, edges in self._route.outbound[ENTRY].items():
             for edge in edges:
                 activation_id = derive_activation_id(0, edge.target)
@@ -106,10 +122,21 @@ class GraphCall:
         if not frame.field:
             self._fail(frame.source, frame.payload)
         elif not self._stopping and frame.field in self._queues:
+            window = self._windows.get(frame.field)
+            if window is None:
+                grant = partial(self._grant, frame.source, frame.origin, frame.field)
+                window = self._windows[frame.field] = ReceiveWindow(grant)
             for due in self._queues[frame.field].push(frame):
+                window.num_received += 1
                 self._frames.put_nowait(OutputFrame(due.field, due.payload, due.seq, due.last, due.reason))
                 if due.last:
                     self._end_output(due.field)
+
+    def _grant(self, source: str, activation_id: int, output: str, limit: int) -> None:
+        self._runtime.link.send(Credit(self.call_id, source, activation_id, ENTRY, output, limit))
+
+    def _on_read(self, frame: OutputFrame) -> None:
+        self._windows[frame.field].on_read()
 
     def _end_output(self, name: str) -> None:
         del self._queues[name]
@@ -135,10 +162,11 @@ class GraphCall:
     def _expire(self, elapsed_s: float) -> None:
         inflight = self._tracker.inflight
         nodes = ", ".join(sorted({activity.node for activity in inflight if activity.node != ENTRY}))
+        waits = "" if self._started else f"it still waited for another call of session {self.session!r}; "
         outputs = ", ".join(sorted(self._queues))
         self._stop(
             DeadlineExceeded(
-                f"call {self.call_id!r} is not done after {elapsed_s:.3g} s; "
+                f"call {self.call_id!r} is not done after {elapsed_s:.3g} s; {waits}"
                 f"nodes still running: {nodes or 'none'}; outputs not ended: {outputs or 'none'}"
             )
         )
@@ -150,6 +178,9 @@ class GraphCall:
         self._stopping = True
         self._error = error
         self._frames.clear()
+        if not self._started:
+            self._close()
+            return
         for controller in self._controllers:
             controller.cancel(self.call_id)
         for name in self._route.outputs:
@@ -158,10 +189,12 @@ class GraphCall:
     def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for controller in self._controllers:
-            controller.close(self.call_id)
+        if self._started:
+            for controller in self._controllers:
+                controller.close(self.call_id)
         self._runtime._forget(self)
         self._queues.clear()
+        self._windows.clear()
         self._frames.finish(self._error)
         self._closed.set()
 
@@ -192,6 +225,7 @@ class GraphRuntime:
             name: NodeController(node_plan, nodes[node_plan.role], self.link) for name, node_plan in plan.nodes.items()
         }
         self._calls: dict[str, GraphCall] = {}
+        self._scheduler = GCScheduler()
         self._routes: dict[frozenset[str], Route] = {}  # a handful: one for each set of outputs that is asked for
         self._closing = False
         for name, controller in self._controllers.items():
@@ -206,14 +240,16 @@ class GraphRuntime:
         *,
         context: Any = None,
         deadline_s: float | None = None,
+        session: str | None = None,
     ) -> GraphCall:
-        """Start a call; the nodes that its inputs feed have been fired when this returns.
+        """Start a call; the nodes that its inputs feed have been fired when this returns, unless its session is busy.
 
         Args:
             inputs: placeholder -> payload. Placeholders that ``outputs`` do not depend on may be left out.
             outputs: what the caller wants; nodes that none of it depends on are never activated.
             context: handed to every activation and transfer function as it is.
             deadline_s: a call not over by then is aborted, and raises ``DeadlineExceeded``.
+            session: calls of one session run one after the other, in the order in which they were opened.
 
         Raises:
             InvalidRequest: an output or input does not exist or is missing, or ``call_id`` is in use.
@@ -234,13 +270,17 @@ class GraphRuntime:
         route = self._routes.get(wanted) or self._routes.setdefault(wanted, self.plan.route(wanted))
         _match(f"{where}: outputs {sorted(wanted)} need input", route.placeholders, inputs, InvalidRequest)
 
-        call = GraphCall(call_id, route, [self._controllers[name] for name in route.nodes], self)
+        call = GraphCall(call_id, session, route, [self._controllers[name] for name in route.nodes], self)
         self._calls[call_id] = call
-        try:
-            call._start(inputs, context, deadline_s)
-        except Exception as exc:  # the link or the clock failed: what has been fired must not be left behind
-            call._stop(exc)
-            raise
+        if deadline_s is not None:
+            call._arm(deadline_s)
+        start = partial(self._start, call, inputs, context)
+        if session is None:
+            start()
+        else:
+            self._scheduler.enter(session, call_id, start)
+        if call._error is not None:
+            raise call._error
         return call
 
     async def abort(self, call_id: str, reason: str = "no reason given") -> None:
@@ -255,6 +295,7 @@ class GraphRuntime:
         read_by_users = sum(len(call._frames) + sum(map(len, list(call._queues.values()))) for call in calls)
         return FlowStatistics(
             num_open_calls=len(calls),
+            num_waiting_calls=self._scheduler.num_waiting,
             num_running_activations=sum(controller.num_running for controller in controllers),
             num_buffered_frames=read_by_users + sum(controller.num_buffered for controller in controllers),
         )
@@ -273,8 +314,16 @@ class GraphRuntime:
         if call is not None:
             call._receive(frame)
 
+    def _start(self, call: GraphCall, inputs: Mapping[str, Any], context: Any) -> None:
+        try:
+            call._start(inputs, context)
+        except Exception as exc:  # the link failed: what has been fired must not be left behind
+            call._stop(exc)
+
     def _forget(self, call: GraphCall) -> None:
         del self._calls[call.call_id]
+        if call.session is not None:
+            self._scheduler.leave(call.session, call.call_id)
 
 
 def _match(complaint: str, names: Iterable[str], existing: Collection[str], error: type[OmniError]) -> None:

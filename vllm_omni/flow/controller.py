@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow.activity import Activity, ActivityTracker
+from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, SendLimits, open_all
 from vllm_omni.flow.dsl import what_exists
-from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Emission, EndReason, Frame
-from vllm_omni.flow.link import Link
+from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Credit, Emission, EndReason, Frame
+from vllm_omni.flow.link import Link, Message
 from vllm_omni.flow.plan import Edge, NodePlan, Route
 from vllm_omni.flow.sequence import SequenceQueue, Stream
 
@@ -37,8 +38,9 @@ class Node(Protocol):
         """Serve one activation: an async generator of emissions.
 
         It is cancelled, at most once, when its call is aborted or fails, or when nobody can see its output any more:
-        ``CancelledError`` at whichever await it stands, be it in its ``finally``. The end of its clean-up is the
-        acknowledgement that the call waits for. What it raises fails that call alone.
+        ``CancelledError`` at whichever await it stands, be it in its ``finally``, or ``GeneratorExit`` at a yield where
+        it is held back by a slow reader. The end of its clean-up is the acknowledgement that the call waits for. What
+        it raises fails that call alone.
         """
 
 
@@ -66,8 +68,13 @@ def derive_activation_id(source_activation_id: int, target: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Input:
+    """One input field of an activation: its frames in order, and how many more of them may come."""
+
+    edge: Edge
     queue: SequenceQueue = field(default_factory=SequenceQueue)
     stream: Stream[Chunk] = field(default_factory=Stream)
+    window: ReceiveWindow | None = None  # from the first frame on, which tells where credit goes
+    origin: int = 0  # the producing activation
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +84,8 @@ class _Run:
     activation_id: int
     inputs: dict[str, _Input]
     next_seq: dict[str, int]  # wanted output fields that have not ended -> seq of their next frame
+    limits: SendLimits
+    credited: asyncio.Future[None] | None = None  # while it waits for credit
     task: asyncio.Task[None] | None = None
     cancelled: bool = False  # by its call
 
@@ -86,6 +95,10 @@ class _Call:
     scope: CallScope
     runs: dict[int, _Run] = field(default_factory=dict)  # activation id -> run
     cancelled: bool = False  # as a whole
+
+
+def _open_windows(run: _Run) -> None:
+    open_all(each.window for each in run.inputs.values() if each.window is not None)
 
 
 class NodeController:
@@ -136,16 +149,28 @@ class NodeController:
         runs = [run for call in list(self._calls.values()) for run in list(call.runs.values())]
         return sum(len(one.queue) + len(one.stream) for run in runs for one in list(run.inputs.values()))
 
-    def receive(self, frame: Frame) -> None:
-        """Inbound: put the frame in its place; fire the node if this is what it was waiting for."""
-        call = self._calls.get(frame.call_id)
+    def receive(self, message: Message) -> None:
+        """Inbound: put a frame in its place, and fire the node if this is what it was waiting for; take credit."""
+        call = self._calls.get(message.call_id)
         if call is None or call.cancelled:
             return
+        if isinstance(message, Credit):
+            self._take_credit(call, message)
+            return
+        frame = message
         run = call.runs.get(frame.activation_id) or self._begin(call, frame.activation_id)
         place = run.inputs.get(frame.field)
         if place is None:  # the activation ended without reading all of its input
+            if not frame.last:
+                self._grant(frame.call_id, self.plan.inputs[frame.field], frame.origin, UNLIMITED)
             return
+        if place.window is None and frame.source != ENTRY:
+            place.origin = frame.origin
+            place.window = ReceiveWindow(functools.partial(self._grant, frame.call_id, place.edge, frame.origin))
+            place.stream.on_read = place.window.on_read
         for due in place.queue.push(frame):
+            if place.window is not None:
+                place.window.num_received += 1
             if due.reason is EndReason.NONE:
                 place.stream.put_nowait(Chunk(due.payload, due.seq, due.last))
                 if run.task is None:
@@ -154,12 +179,29 @@ class NodeController:
                 place.stream.finish()
                 if run.task is None and all(each.queue.ended for each in run.inputs.values()):
                     self._end_outputs(call, run, EndReason.UNREACHABLE)
+        if len(run.inputs) > 1 and any(each.stream.is_waited_for for each in run.inputs.values()):
+            _open_windows(run)
 
     def _begin(self, call: _Call, activation_id: int) -> _Run:
         wanted = call.scope.route.outbound[self.plan.name]
-        run = _Run(activation_id, {name: _Input() for name in self.plan.inputs}, dict.fromkeys(wanted, 0))
+        readers = {name: tuple((edge.target, edge.target_field) for edge in edges) for name, edges in wanted.items()}
+        inputs = {name: _Input(edge) for name, edge in self.plan.inputs.items()}
+        run = _Run(activation_id, inputs, dict.fromkeys(wanted, 0), SendLimits(readers))
+        if len(inputs) > 1:  # who waits for one field may need frames behind which another waits
+            for place in inputs.values():
+                place.stream.on_wait = functools.partial(_open_windows, run)
         call.runs[activation_id] = run
         return run
+
+    def _grant(self, call_id: str, edge: Edge, origin: int, limit: int) -> None:
+        self._link.send(Credit(call_id, edge.source, origin, edge.target, edge.target_field, limit))
+
+    def _take_credit(self, call: _Call, credit: Credit) -> None:
+        run = call.runs.get(credit.activation_id)
+        if run is not None:
+            run.limits.on_credit((credit.reader, credit.field), credit.limit)
+            if run.credited is not None and not run.limits.full and not run.credited.done():
+                run.credited.set_result(None)
 
     def _fire(self, call: _Call, run: _Run) -> None:
         scope, name = call.scope, self.plan.name
@@ -187,6 +229,9 @@ class NodeController:
                 if run.cancelled:  # the node swallowed its cancellation; closing it below is the second notice
                     return
                 self._emit(call, run, emission)
+                while run.limits.full:
+                    run.credited = asyncio.get_running_loop().create_future()
+                    await run.credited
         if not run.cancelled:
             self._end_outputs(call, run, EndReason.EMPTY)
 
@@ -208,6 +253,7 @@ class NodeController:
             del run.next_seq[name]
         else:
             run.next_seq[name] = seq + 1
+            run.limits.on_sent(name)
         self._send(call, run, edges, seq, last, emission.payload, EndReason.NONE)
 
     def _end_outputs(self, call: _Call, run: _Run, reason: EndReason) -> None:
@@ -222,10 +268,24 @@ class NodeController:
         for edge in edges:
             aid = derive_activation_id(run.activation_id, edge.target)
             self._link.send(
-                Frame(call_id, edge.source, edge.target, edge.target_field, aid, seq, last, payload, reason)
+                Frame(
+                    call_id,
+                    edge.source,
+                    edge.target,
+                    edge.target_field,
+                    aid,
+                    seq,
+                    last,
+                    payload,
+                    reason,
+                    run.activation_id,
+                )
             )
 
     def _on_done(self, call: _Call, run: _Run, task: asyncio.Task[None]) -> None:
+        for place in run.inputs.values():  # who produces for it still must not wait for it
+            if place.window is not None and not place.queue.ended:
+                self._grant(call.scope.call_id, place.edge, place.origin, UNLIMITED)
         run.inputs = {}
         where = f"node {self.plan.name!r} of call {call.scope.call_id!r}"
         if not task.cancelled():

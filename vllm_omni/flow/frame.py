@@ -35,6 +35,21 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     last: bool  # nothing follows on this field
     payload: Any  # opaque to flow: in process by reference, otherwise what the link can encode
     reason: EndReason = EndReason.NONE  # anything else: there is no payload to deliver and `last` is true
+    origin: int = 0  # the activation of `source` that made it: where credit for it goes
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True):
+    """The way back of a streamed edge: how far its reader lets the producer go.
+
+    The limit is absolute and only grows, so that a link may repeat and reorder these, too.
+    """
+
+    call_id: str
+    target: str  # the node that produces
+    activation_id: int  # its activation
+    reader: str  # the consuming node, or ENTRY
+    field: str  # its input field, or the graph output
+    limit: int  # frames with a smaller `seq` may be sent
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -1,24 +1,26 @@
 """How a frame reaches another controller."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from vllm_omni.flow.frame import Frame
+from vllm_omni.flow.frame import Credit, Frame
 
-Receiver: TypeAlias = Callable[[Frame], None]
+Message: TypeAlias = Frame | Credit
+Receiver: TypeAlias = Callable[[Any], None]
+"""Takes what its target is sent: an entry frames alone, a node ``Message``."""
 
 
 class Link(Protocol):
-    """Carries frames to where their target lives.
+    """Carries frames to where their target lives, and credit back.
 
-    A link may reorder and repeat frames, never lose one. A frame of a call that is over is dropped by its receiver.
+    A link may reorder and repeat messages, never lose one. One of a call that is over is dropped by its receiver.
     """
 
     def bind(self, target: str, receive: Receiver) -> None:
-        """Frames for ``target`` (a node, or ENTRY) go to ``receive``, on the event loop that bound it."""
+        """What is for ``target`` (a node, or ENTRY) goes to ``receive``, on the event loop that bound it."""
 
-    def send(self, frame: Frame) -> None:
-        """Hand a frame over; never waits for the target."""
+    def send(self, message: Message) -> None:
+        """Hand a message over; never waits for the target."""
 
 
 class InProcessLink:
@@ -30,5 +32,5 @@ class InProcessLink:
     def bind(self, target: str, receive: Receiver) -> None:
         self._receivers[target] = receive
 
-    def send(self, frame: Frame) -> None:
-        self._receivers[frame.target](frame)
+    def send(self, message: Message) -> None:
+        self._receivers[message.target](message)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar
 
 from vllm_omni.flow.frame import Frame
@@ -56,11 +56,17 @@ class Stream(Generic[T]):
 
     A deque and at most one future. asyncio.Queue would do, but it keeps a list of waiting readers and cannot end.
     Cancelling the reader loses nothing.
+
+    Args:
+        on_read: told each item that the reader takes.
+        on_wait: called whenever the reader begins to wait, because nothing is there.
     """
 
-    __slots__ = ("_error", "_finished", "_items", "_waiter")
+    __slots__ = ("_error", "_finished", "_items", "_waiter", "on_read", "on_wait")
 
-    def __init__(self) -> None:
+    def __init__(self, on_read: Callable[[T], None] | None = None, on_wait: Callable[[], None] | None = None) -> None:
+        self.on_read = on_read
+        self.on_wait = on_wait
         self._items: deque[T] = deque()
         self._finished = False
         self._error: Exception | None = None
@@ -78,6 +84,7 @@ class Stream(Generic[T]):
         """Nothing follows; the reader then stops, or meets ``error`` each time it asks."""
         self._finished = True
         self._error = error
+        self.on_read = self.on_wait = None  # whoever produced is done
         if self._waiter is not None:
             self._wake(self._waiter)
 
@@ -98,10 +105,19 @@ class Stream(Generic[T]):
                 raise RuntimeError("a stream has one reader, and it is waiting already")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
+                if self.on_wait is not None:
+                    self.on_wait()
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._items.popleft()
+        item = self._items.popleft()
+        if self.on_read is not None:
+            self.on_read(item)
+        return item
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
 
     @staticmethod
     def _wake(waiter: asyncio.Future[None]) -> None:

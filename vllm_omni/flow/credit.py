@@ -1,0 +1,86 @@
+"""Back-pressure: a producer may be so many frames ahead of its reader and no further.
+
+The book is kept by the reader: each ``ReceiveWindow`` belongs to one field of one activation. A reader that waits for
+one of its fields opens all others that are full, for the frame that it waits for may stand behind them: so a slow
+reader holds its producers back, and a waiting one never does. Memory is bounded where the reader reads.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+Reader: TypeAlias = tuple[str, str]  # a node, or ENTRY, and its input field or the graph output
+
+WINDOW = 64  # frames
+UNLIMITED = 1 << 62  # the reader has stopped reading
+
+
+class ReceiveWindow:
+    """How many frames of one field were let in.
+
+    Args:
+        grant: told the new limit (see ``Credit``) whenever it grows.
+    """
+
+    __slots__ = ("_grant", "_limit", "_num_read", "num_received", "size")
+
+    def __init__(self, grant: Callable[[int], None], size: int = WINDOW):
+        self.size = size
+        self.num_received = 0  # in order
+        self._num_read = 0
+        self._limit = size
+        self._grant = grant
+
+    def on_read(self, _: object = None) -> None:
+        """The reader has taken a frame. Half a window at a time is given back: credit costs a message."""
+        self._num_read += 1
+        if self._limit - self._num_read <= self.size // 2:
+            self._extend(self._num_read + self.size)
+
+    def open_if_full(self) -> None:
+        if self.num_received >= self._limit:
+            self._extend(self.num_received + self.size)
+
+    def _extend(self, limit: int) -> None:
+        if limit > self._limit:
+            self._limit = limit
+            self._grant(limit)
+
+
+def open_all(windows: Iterable[ReceiveWindow]) -> None:
+    """For a reader that begins to wait."""
+    for window in windows:
+        window.open_if_full()
+
+
+class SendLimits:
+    """The producer's side, for one activation: how far each field may go, by the slowest of its readers.
+
+    Args:
+        readers: output field -> who reads it, as (node, input field).
+    """
+
+    __slots__ = ("_fields", "_limits", "_readers", "_sent", "full")
+
+    def __init__(self, readers: Mapping[str, tuple[Reader, ...]], size: int = WINDOW):
+        self._readers = readers
+        self._limits = {reader: size for each in readers.values() for reader in each}
+        self._fields = {reader: name for name, each in readers.items() for reader in each}
+        self._sent = dict.fromkeys(readers, 0)
+        self.full: set[str] = set()  # fields that may not go on
+
+    def on_sent(self, field: str) -> None:
+        self._sent[field] += 1
+        if self._is_full(field):
+            self.full.add(field)
+
+    def on_credit(self, reader: Reader, limit: int) -> None:
+        """A limit smaller than one that came before is old news."""
+        if limit > self._limits[reader]:
+            self._limits[reader] = limit
+            field = self._fields[reader]
+            if field in self.full and not self._is_full(field):
+                self.full.remove(field)
+
+    def _is_full(self, field: str) -> bool:
+        sent = self._sent[field]
+        return any(sent >= self._limits[reader] for reader in self._readers[field])
