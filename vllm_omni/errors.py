@@ -34,6 +34,14 @@ class DeadlineExceeded(OmniError, TimeoutError):
     """A wait passed its deadline; the message names what was awaited."""
 
 
+class RegistryUnavailable(OmniError):
+    """The registry of instances did not answer in time."""
+
+
+class NoInstance(OmniError):
+    """No instance of a role is registered: nobody could serve the activation."""
+
+
 class RelayError(OmniError):
     """A tensor could not travel between two stages."""
 

@@ -106,7 +106,7 @@ class GraphCall:
 
     def _start(self, inputs: Mapping[str, Any], context: Any) -> None:
         self._started = True
-        scope = CallScope(self.call_id, self._route, self._tracker, context)
+        scope = CallScope(self.call_id, self._route, self._tracker, context, self.session)
         for name in self._route.outputs:
             self._tracker.begin(Activity(ENTRY, output=name))
         for controller in self._controllers:

@@ -29,6 +29,7 @@ class Activation:
     inputs: Mapping[str, AsyncIterator[Chunk]]  # input field -> its chunks in order, behind the transfer function
     wanted: frozenset[str]  # output fields that somebody needs in this call; others may be emitted and go nowhere
     context: Any  # as passed to GraphRuntime.open
+    session: str | None = None  # likewise
 
 
 class Node(Protocol):
@@ -52,6 +53,7 @@ class CallScope:
     route: Route
     tracker: ActivityTracker
     context: Any
+    session: str | None = None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +223,16 @@ class NodeController:
                     inputs[name] = await cleanup.enter_async_context(aclosing(_transfer(edge, inputs[name], info)))
             wanted = frozenset(run.next_seq)
             emissions = self._node.forward(
-                Activation(scope.call_id, plan.name, plan.interface, run.activation_id, inputs, wanted, scope.context)
+                Activation(
+                    scope.call_id,
+                    plan.name,
+                    plan.interface,
+                    run.activation_id,
+                    inputs,
+                    wanted,
+                    scope.context,
+                    scope.session,
+                )
             )
             if isinstance(emissions, AsyncGenerator):
                 await cleanup.enter_async_context(aclosing(emissions))
