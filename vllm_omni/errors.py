@@ -34,6 +34,22 @@ class DeadlineExceeded(OmniError, TimeoutError):
     """A wait passed its deadline; the message names what was awaited."""
 
 
+class LinkError(OmniError):
+    """A message could not be handed to another process."""
+
+
+class RemoteError(OmniError):
+    """What a node in another process raised; ``error_type`` names the exception there."""
+
+    def __init__(self, error_type: str, message: str):
+        super().__init__(f"{error_type}: {message}")
+        self.error_type = error_type
+
+
+class RoleUnavailable(OmniError):
+    """The process that serves a role has died, or is not there yet; the message names the role."""
+
+
 class RegistryUnavailable(OmniError):
     """The registry of instances did not answer in time."""
 

@@ -1,7 +1,7 @@
 """When is a call over? When nothing of it is in flight any more."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Activity(NamedTuple):
@@ -10,6 +10,14 @@ class Activity(NamedTuple):
     node: str
     activation_id: int = 0
     output: str = ""
+
+
+class Tracker(Protocol):
+    """Where a controller reports its activations: the call's own, or what tells that of another process."""
+
+    def begin(self, activity: Activity) -> None: ...
+
+    def end(self, activity: Activity) -> None: ...
 
 
 class ActivityTracker:

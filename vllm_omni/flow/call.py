@@ -2,20 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, OmniError
+from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, OmniError, RoleUnavailable
 from vllm_omni.flow.activity import Activity, ActivityTracker
 from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
 from vllm_omni.flow.controller import CallScope, Node, NodeController, derive_activation_id
 from vllm_omni.flow.credit import ReceiveWindow
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, Frame, OutputFrame
-from vllm_omni.flow.link import InProcessLink, Link
+from vllm_omni.flow.host import Remote, RemoteController, cancellation, error_of
+from vllm_omni.flow.link import Began, Cancelled, Ended, Failed, InProcessLink, Link
 from vllm_omni.flow.plan import Route, StaticPlan
 from vllm_omni.flow.sequence import SequenceQueue, Stream
 from vllm_omni.flow.session import GCScheduler
@@ -46,7 +47,7 @@ class GraphCall:
         call_id: str,
         session: str | None,
         route: Route,
-        controllers: Sequence[NodeController],
+        controllers: Sequence[NodeController | RemoteController],
         runtime: "GraphRuntime",
     ):
         self.call_id = call_id
@@ -59,6 +60,7 @@ class GraphCall:
         self._windows: dict[str, ReceiveWindow] = {}  # of outputs a frame of which has come
         self._frames: Stream[OutputFrame] = Stream(self._on_read)
         self._timer: TimerHandle | None = None
+        self._opened: list[NodeController | RemoteController] = []
         self._started = False  # it may have to wait for another call of its session
         self._stopping = False
         self._error: Exception | None = None
@@ -111,6 +113,7 @@ class GraphCall:
             self._tracker.begin(Activity(ENTRY, output=name))
         for controller in self._controllers:
             controller.open(scope)
+            self._opened.append(controller)
         for field, edges in self._route.outbound[ENTRY].items():
             for edge in edges:
                 activation_id = derive_activation_id(0, edge.target)
@@ -118,7 +121,26 @@ class GraphCall:
                     Frame(self.call_id, ENTRY, edge.target, edge.target_field, activation_id, 0, True, inputs[field])
                 )
 
-    def _receive(self, frame: Frame) -> None:
+    def _receive(self, message: Any) -> None:
+        match message:
+            case Frame():
+                self._receive_frame(message)
+            case Began():
+                self._tracker.begin(Activity(message.node, message.activation_id))
+            case Ended():
+                self._tracker.end(Activity(message.node, message.activation_id))
+            case Cancelled():
+                self._tracker.end(cancellation(message.node))
+            case Failed():
+                self._fail(message.node, error_of(message))
+
+    def _lose(self, nodes: Set[str], error: Exception) -> None:
+        self._stop(error)
+        for activity in self._tracker.inflight:
+            if activity.node in nodes:
+                self._tracker.end(activity)
+
+    def _receive_frame(self, frame: Frame) -> None:
         if not frame.field:
             self._fail(frame.source, frame.payload)
         elif not self._stopping and frame.field in self._queues:
@@ -148,7 +170,7 @@ class GraphCall:
     def _cancel_unheard(self) -> None:
         """All outputs have ended, so who still produces does it for nobody."""
         if not self._stopping and not self._closed.is_set():
-            for controller in self._controllers:
+            for controller in self._opened:
                 controller.cancel(self.call_id, unfinished_only=True)
 
     def _fail(self, node: str, error: Exception) -> None:
@@ -181,7 +203,7 @@ class GraphCall:
         if not self._started:
             self._close()
             return
-        for controller in self._controllers:
+        for controller in self._opened:
             controller.cancel(self.call_id)
         for name in self._route.outputs:
             self._tracker.end(Activity(ENTRY, output=name))
@@ -189,9 +211,8 @@ class GraphCall:
     def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._started:
-            for controller in self._controllers:
-                controller.close(self.call_id)
+        for controller in self._opened:
+            controller.close(self.call_id)
         self._runtime._forget(self)
         self._queues.clear()
         self._windows.clear()
@@ -203,7 +224,7 @@ class GraphRuntime:
     """Runs calls of one plan on the event loop it is used from.
 
     Args:
-        nodes: role name -> the node that serves it; one for each role of the plan.
+        nodes: role name -> the node that serves it, or ``Remote()``; one for each role of the plan.
         clock: where deadlines come from; the event loop's by default.
         link: how frames travel between controllers; within the process by default.
 
@@ -214,22 +235,31 @@ class GraphRuntime:
     """
 
     def __init__(
-        self, plan: StaticPlan, nodes: Mapping[str, Node], *, clock: Clock | None = None, link: Link | None = None
+        self,
+        plan: StaticPlan,
+        nodes: Mapping[str, Node | Remote],
+        *,
+        clock: Clock | None = None,
+        link: Link | None = None,
     ):
         _match(f"graph {plan.name!r}: no node is bound to role", plan.roles, nodes, GraphError)
         _match(f"graph {plan.name!r}: has no role", nodes, plan.roles, GraphError)
         self.plan = plan
         self.clock: Clock = clock or LoopClock()
         self.link: Link = link or InProcessLink()
-        self._controllers = {
-            name: NodeController(node_plan, nodes[node_plan.role], self.link) for name, node_plan in plan.nodes.items()
-        }
+        self._controllers: dict[str, NodeController | RemoteController] = {}
         self._calls: dict[str, GraphCall] = {}
         self._scheduler = GCScheduler()
         self._routes: dict[frozenset[str], Route] = {}  # a handful: one for each set of outputs that is asked for
         self._closing = False
-        for name, controller in self._controllers.items():
-            self.link.bind(name, controller.receive)
+        self._lost: dict[str, str] = {}  # role served elsewhere -> why it is not
+        for name, node_plan in plan.nodes.items():
+            node = nodes[node_plan.role]
+            if isinstance(node, Remote):
+                self._controllers[name] = RemoteController(node_plan, self.link)
+            else:
+                controller = self._controllers[name] = NodeController(node_plan, node, self.link)
+                self.link.bind(name, controller.receive)
         self.link.bind(ENTRY, self._receive)
 
     def open(
@@ -253,6 +283,7 @@ class GraphRuntime:
 
         Raises:
             InvalidRequest: an output or input does not exist or is missing, or ``call_id`` is in use.
+            RoleUnavailable: a role that the outputs need was lost.
             OmniError: the runtime is closed.
         """
         where = f"call {call_id!r} of graph {self.plan.name!r}"
@@ -269,6 +300,9 @@ class GraphRuntime:
         _match(f"{where}: no input", inputs, self.plan.placeholders, InvalidRequest)
         route = self._routes.get(wanted) or self._routes.setdefault(wanted, self.plan.route(wanted))
         _match(f"{where}: outputs {sorted(wanted)} need input", route.placeholders, inputs, InvalidRequest)
+        for name in route.nodes if self._lost else ():
+            if (reason := self._lost.get(self.plan.nodes[name].role)) is not None:
+                raise RoleUnavailable(f"{where}: role {self.plan.nodes[name].role!r} is not there: {reason}")
 
         call = GraphCall(call_id, session, route, [self._controllers[name] for name in route.nodes], self)
         self._calls[call_id] = call
@@ -309,10 +343,25 @@ class GraphRuntime:
         for call in calls:
             await call._closed.wait()
 
-    def _receive(self, frame: Frame) -> None:
-        call = self._calls.get(frame.call_id)
+    def lose(self, role: str, reason: str) -> None:
+        """The process that serves a role has died: calls that need it fail, and new ones are refused until ``regain``.
+
+        Nobody is waited for there any more.
+        """
+        self._lost[role] = reason
+        names = {name for name, node in self.plan.nodes.items() if node.role == role}
+        for call in list(self._calls.values()):
+            if names.intersection(call._route.nodes):
+                call._lose(names, RoleUnavailable(f"role {role!r} was lost: {reason}"))
+
+    def regain(self, role: str) -> None:
+        """The role is served again."""
+        self._lost.pop(role, None)
+
+    def _receive(self, message: Any) -> None:
+        call = self._calls.get(message.call_id)
         if call is not None:
-            call._receive(frame)
+            call._receive(message)
 
     def _start(self, call: GraphCall, inputs: Mapping[str, Any], context: Any) -> None:
         try:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_omni.errors import CallAborted, GraphError
-from vllm_omni.flow.activity import Activity, ActivityTracker
+from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, SendLimits, open_all
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Credit, Emission, EndReason, Frame
-from vllm_omni.flow.link import Link, Message
+from vllm_omni.flow.link import Link
 from vllm_omni.flow.plan import Edge, NodePlan, Route
 from vllm_omni.flow.sequence import SequenceQueue, Stream
 
@@ -51,7 +51,7 @@ class CallScope:
 
     call_id: str
     route: Route
-    tracker: ActivityTracker
+    tracker: Tracker
     context: Any
     session: str | None = None
 
@@ -151,7 +151,7 @@ class NodeController:
         runs = [run for call in list(self._calls.values()) for run in list(call.runs.values())]
         return sum(len(one.queue) + len(one.stream) for run in runs for one in list(run.inputs.values()))
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Frame | Credit) -> None:
         """Inbound: put a frame in its place, and fire the node if this is what it was waiting for; take credit."""
         call = self._calls.get(message.call_id)
         if call is None or call.cancelled:

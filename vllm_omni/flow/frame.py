@@ -23,7 +23,7 @@ class EndReason(enum.Enum):
     UNREACHABLE = "unreachable"  # the producer was never activated: all of its inputs ended without a payload
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The only message between controllers: one piece of one field on one edge. From: Omni-Flow sections 3.2.2, 3.4."""
 
     call_id: str  # the graph call it belongs to
@@ -38,7 +38,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     origin: int = 0  # the activation of `source` that made it: where credit for it goes
 
 
-class Credit(msgspec.Struct, frozen=True, array_like=True):
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The way back of a streamed edge: how far its reader lets the producer go.
 
     The limit is absolute and only grows, so that a link may repeat and reorder these, too.

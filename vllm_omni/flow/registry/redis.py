@@ -83,6 +83,7 @@ class RedisRegistry:
         self._own: dict[Instance, None] = {}
         self._lock = asyncio.Lock()  # a heartbeat under way must not bring back who has just left
         self._heart: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
 
     def _connect(self) -> Redis:
         redis: Redis = Redis.from_url(
@@ -120,9 +121,9 @@ class RedisRegistry:
         return bound
 
     async def aclose(self) -> None:
+        self._stopped.set()
         if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.gather(self._heart, return_exceptions=True)
+            await self._heart  # not cancelled: the client may swallow that
         with contextlib.suppress(RegistryUnavailable):  # then their leases run out
             for instance in list(self._own):
                 await self.deregister(instance)
@@ -130,8 +131,7 @@ class RedisRegistry:
 
     async def _beat(self) -> None:
         async with self._connect() as redis:
-            while True:
-                await asyncio.sleep(self._heartbeat_s)
+            while not await self._has_stopped_within(self._heartbeat_s):
                 try:
                     async with self._lock, redis.pipeline(transaction=False) as pipe:
                         for instance in self._own:  # the hash again, too: somebody may have evicted us meanwhile
@@ -140,6 +140,11 @@ class RedisRegistry:
                         await pipe.execute()
                 except (RedisError, OSError) as exc:
                     logger.warning("registry: no heartbeat: %s", exc)
+
+    async def _has_stopped_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+        return self._stopped.is_set()
 
     async def _ask(self, answer: Awaitable[T] | Any) -> Any:
         try:

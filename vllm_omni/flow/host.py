@@ -1,0 +1,180 @@
+"""A graph over several processes: the entry's runtime has a ``RemoteController`` where another process, a ``RoleHost``,
+has the node.
+
+The entry owns calls, deadlines and aborts; hosts own activations, and tell the entry when they begin and end. A host
+that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni import errors
+from vllm_omni.errors import GraphError, RemoteError
+from vllm_omni.flow.activity import Activity, Tracker
+from vllm_omni.flow.controller import CallScope, Node, NodeController
+from vllm_omni.flow.dsl import what_exists
+from vllm_omni.flow.frame import ENTRY, Credit, Frame
+from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Failed, Link, Open
+from vllm_omni.flow.plan import NodePlan, Route, StaticPlan
+
+MAX_CALLS_REMEMBERED = 4096
+MAX_EARLY_MESSAGES = 4096
+"""Frames of calls that the entry has not opened here yet: they come from other hosts, whose way may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Stands for the node of a role that another process serves."""
+
+
+class RemoteController:
+    """The entry's side of a node elsewhere: what is done to it is sent to it."""
+
+    num_running = 0  # unknown here
+    num_buffered = 0
+
+    def __init__(self, plan: NodePlan, link: Link) -> None:
+        self.plan = plan
+        self._link = link
+        self._trackers: dict[str, Tracker] = {}
+
+    def open(self, scope: CallScope) -> None:
+        name = self.plan.name
+        outputs = sorted(scope.route.outputs)
+        self._link.send(Open(scope.call_id, name, outputs, scope.context, scope.session))
+        self._trackers[scope.call_id] = scope.tracker
+
+    def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
+        if not unfinished_only:
+            # Its activations may have begun without being heard of yet: the answer is what the call waits for.
+            self._trackers[call_id].begin(cancellation(self.plan.name))
+        self._link.send(Cancel(call_id, self.plan.name, unfinished_only))
+
+    def close(self, call_id: str) -> None:
+        del self._trackers[call_id]
+        self._link.send(Close(call_id, self.plan.name))
+
+
+def cancellation(node: str) -> Activity:
+    return Activity(node, activation_id=-1)
+
+
+def error_of(failed: Failed) -> Exception:
+    """The failure as the entry raises it: ours as they were, others as ``RemoteError``."""
+    cls = getattr(errors, failed.error_type, None)
+    error: Exception = RemoteError(failed.error_type, failed.message)
+    if isinstance(cls, type) and issubclass(cls, errors.OmniError):
+        with contextlib.suppress(TypeError):  # one that is made of more than its message
+            error = cls(failed.message)
+    for note in failed.notes:
+        error.add_note(note)
+    return error
+
+
+class _RemoteTracker:
+    """Tells the entry what is in flight in this process."""
+
+    def __init__(self, host: RoleHost, call_id: str, node: str) -> None:
+        self._host = host
+        self._call_id = call_id
+        self._node = node
+        self.num_inflight = 0
+        self.is_cancelled = False
+
+    def begin(self, activity: Activity) -> None:
+        self.num_inflight += 1
+        self._host.link.send(Began(self._call_id, ENTRY, self._node, activity.activation_id))
+
+    def end(self, activity: Activity) -> None:
+        self.num_inflight -= 1
+        self._host.link.send(Ended(self._call_id, ENTRY, self._node, activity.activation_id))
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        if self.is_cancelled and not self.num_inflight:
+            self._host.link.send(Cancelled(self._call_id, ENTRY, self._node))
+
+
+@dataclass(slots=True)
+class _Node:
+    controller: NodeController
+    trackers: dict[str, _RemoteTracker] = field(default_factory=dict)  # by open call
+    early: OrderedDict[str, deque[Frame | Credit]] = field(default_factory=OrderedDict)  # by call not opened yet
+    over: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed lately
+
+
+class RoleHost:
+    """Serves roles of a plan for an entry elsewhere.
+
+    Args:
+        plan: the same as the entry's.
+        nodes: role -> the node that serves it, for the roles that live in this process.
+
+    Raises:
+        GraphError: a role is not in the plan.
+    """
+
+    def __init__(self, plan: StaticPlan, nodes: Mapping[str, Node], link: Link) -> None:
+        for role in sorted(nodes):
+            if role not in plan.roles:
+                raise GraphError(f"graph {plan.name!r}: has no role {role!r}; {what_exists(role, plan.roles)}")
+        self.plan = plan
+        self.link = link
+        self._routes: dict[frozenset[str], Route] = {}
+        self._nodes: dict[str, _Node] = {}
+        for name, node_plan in plan.nodes.items():
+            if node_plan.role in nodes:
+                self._nodes[name] = _Node(NodeController(node_plan, nodes[node_plan.role], link))
+                link.bind(name, self._receive)
+
+    @property
+    def num_open_calls(self) -> int:
+        return len({call_id for node in self._nodes.values() for call_id in node.trackers})
+
+    def _receive(self, message: Any) -> None:
+        node = self._nodes[message.target]
+        match message:
+            case Open():
+                self._open(node, message)
+            case Cancel():
+                self._cancel(node, message)
+            case Close():
+                self._close(node, message)
+            case _ if message.call_id in node.trackers:
+                node.controller.receive(message)
+            case _ if message.call_id not in node.over:
+                self._keep(node, message)
+
+    def _open(self, node: _Node, message: Open) -> None:
+        wanted = frozenset(message.outputs)
+        route = self._routes.get(wanted) or self._routes.setdefault(wanted, self.plan.route(wanted))
+        tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
+        node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
+        for early in node.early.pop(message.call_id, ()):
+            node.controller.receive(early)
+
+    def _cancel(self, node: _Node, message: Cancel) -> None:
+        tracker = node.trackers.get(message.call_id)
+        if tracker is not None:
+            node.controller.cancel(message.call_id, unfinished_only=message.unfinished_only)
+            if not message.unfinished_only:
+                tracker.is_cancelled = True
+                tracker.acknowledge()
+
+    def _close(self, node: _Node, message: Close) -> None:
+        if node.trackers.pop(message.call_id, None) is not None:
+            node.controller.cancel(message.call_id)  # nothing runs any more, if the entry is right
+            node.controller.close(message.call_id)
+        node.over[message.call_id] = None
+        if len(node.over) > MAX_CALLS_REMEMBERED:
+            node.over.popitem(last=False)
+
+    def _keep(self, node: _Node, message: Frame | Credit) -> None:
+        node.early.setdefault(message.call_id, deque()).append(message)
+        while sum(map(len, node.early.values())) > MAX_EARLY_MESSAGES:
+            node.early.popitem(last=False)
