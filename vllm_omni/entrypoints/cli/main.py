@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
     "generate": "answer one prompt, media included, without a server",
     "config": "show a model's deployment, and where each value comes from",
+    "graph": "print the graph of a model, or of a Python file, and check it",
     "doctor": "say whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
@@ -82,6 +83,11 @@ def _run(command: str, args: list[str]) -> None:
         from vllm_omni.entrypoints.cli.config import config
 
         config(args)
+    elif command == "graph":
+        hush()
+        from vllm_omni.entrypoints.cli.graph import graph
+
+        graph(args)
     elif command == "doctor":
         from vllm_omni.entrypoints.cli.doctor import doctor
 

@@ -1,0 +1,86 @@
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.entrypoints.cli.main import main
+
+GOOD = """
+from vllm_omni.flow import Field, Graph, Role, interface
+
+class Echo(Role):
+    run = interface(inputs_or=[["x"]], outputs={"y": Field("text")})
+
+graph = Graph("echo")
+graph.output(y=graph.role(Echo, "echo").run(x=graph.placeholder("x")).y)
+"""
+BAD = """
+bad = Graph("bad")
+bad.output(y=bad.role(Echo, "echo").run(x=bad.placeholder("x")).y)
+bad.placeholder("unused")
+"""
+
+
+def write(directory: Path, text: str) -> str:
+    path = directory / "graphs.py"
+    path.write_text(text)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        main(["graph", *args])
+    except SystemExit as exc:
+        code = int(str(exc.code))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_graph_of_a_model_is_printed(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
+    code, out, _ = run(capsys, str(tiny_checkpoint))
+    assert code == 0
+    assert "rows <- thinker.generate.rows by thinker_to_talker()" in out
+
+
+def test_graphs_of_a_file_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, write(tmp_path, GOOD), "--format", "mermaid")
+    assert (code, out.splitlines()[0]) == (0, "flowchart LR")
+
+
+def test_svg_goes_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg = tmp_path / "graph.svg"
+    assert run(capsys, write(tmp_path, GOOD), "--format", "svg", "--output", str(svg))[:2] == (0, "")
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+
+
+def test_wrong_graph_is_told_after_the_right_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, write(tmp_path, GOOD + BAD))
+    assert code == 1
+    assert "graph echo" in out
+    assert "placeholder 'unused' feeds no node" in err
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [("x = 1", "defines no Graph"), ("1 / 0", "ZeroDivisionError"), ("import nowhere", "No module named 'nowhere'")],
+)
+def test_file_without_a_graph_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, complaint: str
+) -> None:
+    code, out, err = run(capsys, write(tmp_path, text))
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+@pytest.mark.parametrize("source", ["nowhere.py", "/nowhere/model"])
+def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str], source: str) -> None:
+    code, _, err = run(capsys, source)
+    assert code == 2
+    assert source in err
+
+
+def test_output_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, write(tmp_path, GOOD), "--output", str(tmp_path / "no" / "where"))
+    assert code == 2
+    assert "--output" in err

@@ -1,0 +1,84 @@
+"""``vllm-omni graph MODEL_OR_FILE``: what the graph of a model looks like, and whether it is right."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_omni.entrypoints.cli.parser import RefusingParser
+from vllm_omni.errors import ConfigError, GraphError
+from vllm_omni.flow import Graph, GraphParser, StaticPlan
+from vllm_omni.flow.render import to_mermaid, to_svg, to_text
+
+FORMATS = {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
+
+DESCRIPTION = """Print the graph of a model, or each graph that a Python file defines, as text, Mermaid or SVG, after
+every check that a start makes. What is wrong is told with node and field, and exits with 1. No stage is started."""
+
+
+def graph(args: Sequence[str]) -> None:
+    """Print graphs.
+
+    Raises:
+        ConfigError: no such model or file, or it has no graph.
+        GraphError: a graph is wrong; what the others look like has been printed.
+    """
+    parser = RefusingParser(prog="vllm-omni graph", description=DESCRIPTION)
+    parser.add_argument("source", metavar="MODEL_OR_FILE", help="a checkpoint, or a Python file: it is run")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: stdout)")
+    options = parser.parse_args(args)
+    graphs = _of_file(Path(options.source)) if options.source.endswith(".py") else [_of_model(options.source)]
+    plans: list[StaticPlan] = []
+    errors: list[GraphError] = []
+    for one in graphs:
+        try:
+            plans.append(GraphParser(one).parse())
+        except GraphError as exc:
+            errors.append(exc)
+    _write("\n".join(FORMATS[options.format](plan) for plan in plans), options.output)
+    for error in errors[:-1]:
+        print(f"vllm-omni: error: {error}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
+
+
+def _of_file(path: Path) -> list[Graph]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        names = runpy.run_path(str(path), run_name="__graph__")
+    except GraphError:
+        raise
+    except Exception as exc:
+        raise ConfigError(f"{path}: running it failed: {type(exc).__name__}: {exc}") from exc
+    graphs = {id(value): value for value in names.values() if isinstance(value, Graph)}
+    if not graphs:
+        raise ConfigError(f"{path}: defines no Graph at its top level")
+    return list(graphs.values())
+
+
+def _of_model(model: str) -> Graph:
+    from vllm_omni.compat import require_vllm
+
+    require_vllm("vllm-omni graph MODEL")
+    from vllm.transformers_utils.config import get_config
+
+    from vllm_omni.config import read_model_type
+    from vllm_omni.model_executor.pipeline import load_pipeline
+
+    model_type = read_model_type(model)
+    try:
+        return load_pipeline(model_type, model, get_config(model, trust_remote_code=False)).graph
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{model}: {exc}") from exc
+
+
+def _write(text: str, path: Path | None) -> None:
+    if path is None:
+        print(text, end="")
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--output {path}: {exc.strerror}") from exc
