@@ -37,7 +37,8 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     main(args)
     out = capsys.readouterr().out
-    assert [name for name in ("serve", "generate", "config", "graph", "doctor", "tiny") if f"  {name} " not in out] == []
+    commands = ("serve", "generate", "config", "graph", "doctor", "tiny")
+    assert [name for name in commands if f"  {name} " not in out] == []
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
