@@ -437,7 +437,10 @@ def report(result: dict[str, Any], starts: dict[str, float], floors: dict[int, d
     for column in (theirs, *ours):
         column["rtf"] = column["completion_s"] / AUDIO_S
     for name in theirs:
-        cells = " | ".join(f"{column[name]:.3g} | {column[name] / theirs[name]:.2f}" for column in ours)
+        # Codes only: there is no audio to wait for.
+        cells = " | ".join(
+            f"{one[name]:.3g} | {one[name] / theirs[name]:.2f}" if one[name] > 0 else "|" for one in ours
+        )
         print(f"| {name} | {theirs[name]:.3g} | {cells} |")
     memory = result["memory_mib"]
     print(f"| memory, MiB | {memory['transformers']:.0f} | {memory['ours']:.0f} | | | | | |")

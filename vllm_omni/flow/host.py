@@ -8,6 +8,7 @@ that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, Frame
 from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Failed, Link, Open
 from vllm_omni.flow.plan import NodePlan, Route, StaticPlan
+
+logger = logging.getLogger(__name__)
 
 MAX_CALLS_REMEMBERED = 4096
 MAX_EARLY_MESSAGES = 4096
@@ -153,6 +156,7 @@ class RoleHost:
     def _open(self, node: _Node, message: Open) -> None:
         wanted = frozenset(message.outputs)
         route = self._routes.get(wanted) or self._routes.setdefault(wanted, self.plan.route(wanted))
+        node.over.pop(message.call_id, None)  # an id may be used again
         tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
         for early in node.early.pop(message.call_id, ()):
@@ -177,4 +181,5 @@ class RoleHost:
     def _keep(self, node: _Node, message: Frame | Credit) -> None:
         node.early.setdefault(message.call_id, deque()).append(message)
         while sum(map(len, node.early.values())) > MAX_EARLY_MESSAGES:
-            node.early.popitem(last=False)
+            call_id, lost = node.early.popitem(last=False)
+            logger.warning("dropped %d messages of call %r, which nobody opened here", len(lost), call_id)
