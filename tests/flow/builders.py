@@ -131,7 +131,7 @@ async def spin(rounds: int = 20) -> None:
 
 
 def make_frame(seq: int, *, last: bool = False, field: str = "x", payload: object = None) -> Frame:
-    return Frame("call", "a.run", "b.run", field, 7, seq, last, payload)
+    return Frame("call", "a.run", "b.run", 0, field, 7, seq, last, payload)
 
 
 class ManualTimer:

@@ -8,12 +8,12 @@ import pytest
 from tests.flow.builders import FunctionNode, hang, spin
 from vllm_omni.flow import ENTRY, Emission, EndReason, Field, Frame, Graph, GraphParser, NodeController, Role, interface
 from vllm_omni.flow.activity import ActivityTracker
-from vllm_omni.flow.controller import CallScope, derive_activation_id
+from vllm_omni.flow.controller import CallScope
 
 
 class Worker(Role):
     run = interface(
-        inputs_or=[["a", "b"]],
+        inputs_or=[["a"]],
         outputs={"stream": Field("text", streamed=True), "whole": Field("text"), "unasked": Field("text")},
     )
 
@@ -33,25 +33,25 @@ class RecordingLink:
 
 
 class World:
-    """A controller of `worker.run`, whose inputs `a` and `b` come from the entry, in one open call."""
+    """A controller of `worker.run`, whose input `a` comes from the entry, in one open call."""
 
     def __init__(self, forward):
         graph = Graph("g")
-        reply = graph.role(Worker, "worker").run(a=graph.placeholder("a"), b=graph.placeholder("b"))
+        reply = graph.role(Worker, "worker").run(a=graph.placeholder("a"))
         graph.output(stream=reply.stream, whole=reply.whole, unasked=reply.unasked)
         plan = GraphParser(graph).parse()
         self.link = RecordingLink()
         self.node = FunctionNode(forward)
         self.ended = False
         self.tracker = ActivityTracker(self._on_idle)
-        self.controller = NodeController(plan.nodes["worker.run"], self.node, self.link)
+        self.controller = NodeController("worker.run", self.node, self.link)
         self.controller.open(CallScope("call", plan.route({"stream", "whole"}), self.tracker, "context"))
 
     def _on_idle(self):
         self.ended = True
 
     def arrive(self, field, seq, payload=None, *, last=False, reason=EndReason.NONE, call_id="call", activation_id=7):
-        self.controller.receive(Frame(call_id, ENTRY, "worker.run", field, activation_id, seq, last, payload, reason))
+        self.controller.receive(Frame(call_id, ENTRY, "worker.run", 0, field, activation_id, seq, last, payload, reason))
 
 
 async def copy_a(activation):
@@ -86,7 +86,8 @@ async def test_activation_says_what_it_is():
     assert (activation.call_id, activation.node, activation.interface) == ("call", "worker.run", "run")
     assert (activation.activation_id, activation.context) == (7, "context")
     assert activation.wanted == {"stream", "whole"}
-    assert set(activation.inputs) == {"a", "b"}
+    assert set(activation.inputs) == {"a"}
+    assert (activation.path, activation.turn) == ((), 0)
 
 
 async def test_field_left_open_is_closed_as_empty():
@@ -101,28 +102,15 @@ async def test_field_left_open_is_closed_as_empty():
     }
 
 
-async def test_node_whose_inputs_all_end_empty_is_unreachable():
+async def test_node_whose_input_ends_empty_is_unreachable():
     world = World(copy_a)
     world.arrive("a", 0, last=True, reason=EndReason.EMPTY)
-    assert world.link.sent() == []
-    world.arrive("b", 0, last=True, reason=EndReason.EMPTY)
     await spin()
     assert world.node.activations == []
     assert sorted(world.link.sent(), key=str) == [
         ("stream", 0, None, True, EndReason.UNREACHABLE),
         ("whole", 0, None, True, EndReason.UNREACHABLE),
     ]
-
-
-async def test_empty_input_is_an_empty_stream_to_a_node_that_fires():
-    async def count(activation):
-        yield Emission("whole", len([chunk async for chunk in activation.inputs["a"]]))
-
-    world = World(count)
-    world.arrive("a", 0, last=True, reason=EndReason.EMPTY)
-    world.arrive("b", 0, "x", last=True)
-    await spin()
-    assert world.link.sent()[0] == ("whole", 0, 0, True, EndReason.NONE)
 
 
 async def test_field_that_is_not_streamed_is_last_without_being_told():
@@ -295,14 +283,8 @@ async def test_frames_of_a_call_that_is_not_open_are_dropped():
 async def test_buffered_frames_are_counted_early_ones_too():
     world = World(hang)
     world.arrive("a", 0, "x")
-    world.arrive("b", 1, "early")
+    world.arrive("a", 2, "early")
     assert world.controller.num_buffered == 2
     world.controller.cancel("call")
     await spin()
     assert world.controller.num_buffered == 0
-
-
-def test_activation_id_depends_on_source_and_target_only():
-    ids = {derive_activation_id(source, target) for source in (0, 1) for target in ("a.run", "b.run")}
-    assert len(ids) == 4
-    assert derive_activation_id(0, "thinker.generate") == 61673252900558883  # same in every process and version

@@ -32,7 +32,7 @@ from vllm_omni.errors import (
 from vllm_omni.flow import ENTRY, Emission, FlowStatistics, Frame, GraphRuntime
 from vllm_omni.flow.credit import WINDOW
 from vllm_omni.flow.host import Remote, RoleHost
-from vllm_omni.flow.link import ZmqLink
+from vllm_omni.flow.link import Open, ZmqLink
 
 ROLES = ("thinker", "talker", "token2wav")
 ALL = {"text", "audio", "codec_ids"}
@@ -239,23 +239,15 @@ async def test_message_of_a_stranger_is_dropped(make_world, tmp_path, caplog):
 async def test_frames_that_overtake_the_opening_of_their_call_are_kept(make_world):
     world = make_world()
     host = world.hosts[1]
-    frames = [Frame("call", "thinker.generate", "talker.generate", "rows", 7, 0, True, 4)]
+    frames = [Frame("call", "thinker.generate", "talker.generate", 0, "rows", 7, 0, True, 4)]
     for frame in frames:
         host._receive(frame)
     world.runtime._calls.clear()
     received = []
     world.link.bind(ENTRY, received.append)
-    world.runtime._controllers["talker.generate"]._link.send(
-        msgspec.convert(["Open", "call", "talker.generate", ["codec_ids"], None, None], type=_open_type())
-    )
+    world.link.send(Open("call", "talker.generate", "speech", ["codec_ids"], None, None))
     await until(lambda: any(isinstance(one, Frame) for one in received))
     assert [one.payload for one in received if isinstance(one, Frame)] == [40]
-
-
-def _open_type():
-    from vllm_omni.flow.link import Open
-
-    return Open
 
 
 async def test_role_that_was_lost_fails_its_calls_and_refuses_new_ones_until_it_is_back(make_world):
@@ -287,7 +279,7 @@ async def test_address_that_is_taken_is_named(make_world, tmp_path):
 
 async def test_target_that_nobody_knows_is_named(make_world):
     with pytest.raises(LinkError, match=r"'b\.run'"):
-        make_world().link.send(Frame("call", "a.run", "b.run", "x", 7, 0, True, None))
+        make_world().link.send(Frame("call", "a.run", "b.run", 0, "x", 7, 0, True, None))
 
 
 # ---- processes ----

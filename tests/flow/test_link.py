@@ -20,5 +20,5 @@ def test_frame_for_a_target_that_is_not_bound_is_an_error():
 
 @pytest.mark.parametrize("reason", EndReason)
 def test_frame_survives_the_wire(reason):
-    frame = Frame("call", "a.run", "b.run", "x", 2**56 - 1, 3, True, {"text": "hello"}, reason)
+    frame = Frame("call", "a.run", "b.run", 0, "x", 2**56 - 1, 3, True, {"text": "hello"}, reason)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=Frame) == frame

@@ -2,7 +2,7 @@ import pytest
 
 from tests.flow.builders import Talker, Thinker, Token2Wav, make_speech_graph
 from vllm_omni.errors import GraphError, PlanError
-from vllm_omni.flow import Field, Graph, GraphParser, Role, interface
+from vllm_omni.flow import ENTRY, Field, Graph, GraphParser, Role, Scheduling, interface, parse_graphs
 
 
 class Echo(Role):
@@ -42,66 +42,270 @@ def test_input_left_open_names_node_field_and_what_could_feed_it():
         parse(graph)
 
 
-def test_several_or_groups_are_not_planned_yet():
-    class Either(Role):
-        run = interface(inputs_or=[["text"], ["image"]], outputs={"y": Field("text")})
+class Either(Role):
+    run = interface(inputs_or=[["text"], ["image", "mask"]], outputs={"y": Field("text")})
 
+
+class Fork(Role):
+    run = interface(
+        inputs_or=[["x"]],
+        outputs={"y": Field("text", streamed=True), "z": Field("text", streamed=True), "whole": Field("text")},
+    )
+
+
+class Each(Role):
+    run = interface(inputs_or=[["x"]], inputs={"x": Field("text")}, outputs={"y": Field("text")})
+
+
+class EachPair(Role):
+    run = interface(
+        inputs_or=[["left", "right"]],
+        inputs={"left": Field("text"), "right": Field("text")},
+        outputs={"y": Field("text", streamed=True)},
+    )
+
+
+def make_count(**counts):
+    class Count(Role):
+        run = interface(inputs_or=[["x", "n"]], outputs={"y": Field("text")}, activate_by_count=counts)
+
+    return Count
+
+
+def test_or_group_that_is_not_connected_is_left_out():
     graph = Graph("g")
     graph.output(y=graph.role(Either, "llm").run(text=graph.placeholder("text")).y)
-    with pytest.raises(
-        PlanError, match=r"node 'llm.run': several OR groups \[\['text'\], \['image'\]\].*one interface per"
-    ):
+    (group,) = parse(graph).nodes["llm.run"].groups
+    assert list(group.slots) == ["text"]
+
+
+def test_or_group_that_can_never_fill_is_refused():
+    graph = Graph("g")
+    llm = graph.role(Either, "llm")
+    graph.output(y=llm.run(text=graph.placeholder("text")).y)
+    llm.run(image=graph.placeholder("image"))
+    with pytest.raises(GraphError, match=r"'llm.run': input 'mask' is not connected, so that its group \['image', 'mask'\]"):
         parse(graph)
 
 
-def test_activate_by_count_is_not_planned_yet():
-    class Count(Role):
-        run = interface(inputs_or=[["x"]], outputs={"y": Field("text")}, activate_by_count={"x": 2})
+def test_field_that_two_groups_share_does_not_ask_for_both():
+    class Shared(Role):
+        run = interface(inputs_or=[["text", "image"], ["text", "audio"]], outputs={"y": Field("text")})
 
     graph = Graph("g")
-    graph.output(y=graph.role(Count, "join").run(x=graph.placeholder("x")).y)
-    with pytest.raises(PlanError, match=r"node 'join.run': activate_by_count \{'x': 2\}.*let one upstream node"):
-        parse(graph)
+    graph.output(y=graph.role(Shared, "llm").run(text=graph.placeholder("text"), audio=graph.placeholder("audio")).y)
+    (group,) = parse(graph).nodes["llm.run"].groups
+    assert list(group.slots) == ["text", "audio"]
 
 
-def test_join_is_not_planned_yet():
-    graph, x, a, b = make_echo("a", "b")
-    left, right = a.run(x=x).y, b.run(x=x).y
-    graph.output(y=graph.role(Pair, "pair").run(left=left, right=right).y)
-    with pytest.raises(PlanError, match=r"'pair.run' joins several nodes \('left' by a.run.y, 'right' by b.run.y\)"):
-        parse(graph)
+def test_root_of_a_join_is_the_nearest_node_above_all_of_its_edges():
+    graph, x, a, b, c = make_echo("a", "b", "c")
+    top = a.run(x=x)
+    graph.output(y=graph.role(Pair, "pair").run(left=b.run(x=top.y).y, right=c.run(x=top.z).y).y)
+    (group,) = parse(graph).nodes["pair.run"].groups
+    assert (group.root, group.root_per_frame) == ("a.run", False)
 
 
-def test_join_of_a_node_with_a_placeholder_is_not_planned_yet():
+def test_join_is_per_frame_where_every_way_out_of_its_root_is():
+    graph, x = Graph("g"), None
+    fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
+    left, right = graph.role(Each, "left").run(x=fork.y), graph.role(Each, "right").run(x=fork.z)
+    graph.output(y=graph.role(Pair, "pair").run(left=left.y, right=right.y).y)
+    (group,) = parse(graph).nodes["pair.run"].groups
+    assert (group.root, group.root_per_frame) == ("fork.run", True)
+
+
+def test_join_is_per_activation_where_one_way_out_of_its_root_is_read_whole():
+    graph = Graph("g")
+    fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
+    graph.output(
+        y=graph.role(Pair, "pair").run(left=graph.role(Each, "left").run(x=fork.y).y, right=fork.whole).y
+    )
+    (group,) = parse(graph).nodes["pair.run"].groups
+    assert (group.root, group.root_per_frame) == ("fork.run", False)
+
+
+def test_join_with_a_placeholder_is_per_call():
     graph, x, a = make_echo("a")
     graph.output(y=graph.role(Pair, "pair").run(left=a.run(x=x).y, right=x).y)
-    with pytest.raises(PlanError, match=r"'pair.run' joins several nodes \('left' by a.run.y, 'right' by entry.x\)"):
-        parse(graph)
+    (group,) = parse(graph).nodes["pair.run"].groups
+    assert group.root == ENTRY
 
 
-def test_node_called_twice_is_a_join_that_is_not_planned_yet():
+def test_slot_that_is_the_only_one_of_its_field_is_critical():
+    graph, x, a, b = make_echo("a", "b")
+    pair = graph.role(Pair, "pair")
+    graph.output(y=pair.run(left=a.run(x=x).y, right=x).y)
+    pair.run(left=b.run(x=x).y)
+    node = parse(graph).nodes["pair.run"]
+    assert [node.slots[slot].target_field for slot in node.groups[0].critical] == ["right"]
+
+
+def test_node_called_twice_reads_both_sources_of_a_field():
     graph, x, a, b = make_echo("a", "b")
     reply = a.run(x=x)
     b.run(x=reply.y)
     graph.output(y=b.run(x=reply.z).y)
-    with pytest.raises(PlanError, match=r"'b.run' is called 2 times, so that several sources feed 'x'.*second role"):
+    assert [str(edge) for edge in parse(graph).nodes["b.run"].inputs["x"]] == ["a.run.y -> b.run.x", "a.run.z -> b.run.x"]
+
+
+def test_join_whose_paths_have_no_common_fork_is_refused():
+    graph = Graph("g")
+    x = graph.placeholder("x")
+    one, two = graph.role(Fork, "one").run(x=x), graph.role(Fork, "two").run(x=x)
+    left, right = graph.role(Each, "left").run(x=one.y), graph.role(Each, "right").run(x=two.y)
+    graph.output(y=graph.role(EachPair, "pair").run(left=left.y, right=right.y).y)
+    with pytest.raises(
+        GraphError,
+        match=r"'pair.run' joins what has no common fork source: 'left' for each frame of 'one.run', 'right' for each "
+        r"frame of 'two.run'.*activate_by_count",
+    ):
         parse(graph)
 
 
-def test_loop_is_not_planned_yet():
+def test_loop_leads_back_to_its_header():
     graph, x, llm, tool = make_echo("llm", "tool")
     first = llm.run(x=x)
-    again = llm.run(x=tool.run(x=first.y).y)
-    graph.output(y=again.z)
-    with pytest.raises(PlanError, match=r"'llm.run': input 'x' from tool.run.y closes the loop .*unroll it"):
-        parse(graph)
+    llm.run(x=tool.run(x=first.y).y)
+    graph.output(y=first.z)
+    node = parse(graph).nodes["llm.run"]
+    assert [group.loop for group in node.groups] == [None, 0]
+    assert [edge.is_back for edge in node.slots] == [False, True]
+    assert node.groups[1].root == "llm.run"
 
 
-def test_loop_of_one_node_is_not_planned_yet():
+def test_loop_of_one_node_is_planned():
     graph, x, llm = make_echo("llm")
-    graph.output(y=llm.run(x=llm.run(x=x).y).z)
-    with pytest.raises(PlanError, match=r"input 'x' from llm.run.y closes the loop llm.run -> llm.run"):
+    first = llm.run(x=x)
+    llm.run(x=first.y)
+    graph.output(y=first.z)
+    assert parse(graph).nodes["llm.run"].loops == (0,)
+
+
+def test_loop_without_an_exit_is_refused():
+    graph, x, llm, tool, other = make_echo("llm", "tool", "other")
+    llm.run(x=tool.run(x=llm.run(x=x).y).y)
+    graph.output(y=other.run(x=x).y)
+    with pytest.raises(GraphError, match=r"the loop llm.run -> tool.run -> llm.run has no exit.*field of 'llm.run'"):
         parse(graph)
+
+
+def test_loop_that_nothing_starts_is_refused():
+    graph, x, llm, tool, other = make_echo("llm", "tool", "other")
+    first = llm.run()
+    llm.run(x=tool.run(x=first.y).y)
+    graph.output(y=first.z, z=other.run(x=x).z)
+    with pytest.raises(GraphError, match=r"nothing outside of the loop llm.run -> tool.run -> llm.run feeds it"):
+        parse(graph)
+
+
+def test_loop_that_is_entered_at_two_nodes_is_refused():
+    graph, x, llm, tool = make_echo("llm", "tool")
+    first = llm.run(x=x)
+    result = tool.run(x=first.y)
+    tool.run(x=x)
+    llm.run(x=result.y)
+    graph.output(y=first.z)
+    with pytest.raises(PlanError, match=r"entered at 2 nodes \('x' of 'llm.run' by entry.x, 'x' of 'tool.run' by entry.x"):
+        parse(graph)
+
+
+def test_loop_within_a_loop_is_refused():
+    graph, x, outer, inner, tool = make_echo("outer", "inner", "tool")
+    first = outer.run(x=x)
+    second = inner.run(x=first.y)
+    inner.run(x=tool.run(x=second.y).y)
+    outer.run(x=second.z)
+    graph.output(y=first.z)
+    with pytest.raises(PlanError, match=r"a loop within the loop of inner.run, tool.run.*inner loop inside of one node"):
+        parse(graph)
+
+
+def test_join_whose_turn_lacks_a_field_can_never_complete():
+    class Chat(Role):
+        run = interface(inputs_or=[["question", "image"]], outputs={"y": Field("text"), "z": Field("text")})
+
+    graph, x, tool = make_echo("tool")
+    chat = graph.role(Chat, "chat")
+    first = chat.run(question=x, image=x)
+    chat.run(question=tool.run(x=first.y).y)
+    graph.output(y=first.z)
+    with pytest.raises(
+        GraphError, match=r"'chat.run': the join \['question', 'image'\] can never complete: 'image' only comes from outside"
+    ):
+        parse(graph)
+
+
+def test_count_that_can_never_be_reached_is_refused():
+    graph, x, a = make_echo("a")
+    count = graph.role(make_count(x=2), "count")
+    graph.output(y=count.run(x=a.run(x=x).z, n=x).y)
+    with pytest.raises(GraphError, match=r"'count.run': activate_by_count wants 2 of 'x', but no more than 1 can come"):
+        parse(graph)
+
+
+def test_count_of_a_stream_may_be_any():
+    graph, x, a = make_echo("a")
+    graph.output(y=graph.role(make_count(x=2), "count").run(x=a.run(x=x).y, n=x).y)
+    (group,) = parse(graph).nodes["count.run"].groups
+    assert (group.root, group.counts) == (ENTRY, {"x": 2})
+
+
+def test_count_within_a_loop_is_refused():
+    graph, x, llm = make_echo("llm")
+    first = llm.run(x=x)
+    counted = graph.role(make_count(x=2), "count").run(x=first.y, n=first.z)
+    llm.run(x=counted.y)
+    graph.output(y=first.z)
+    with pytest.raises(PlanError, match=r"'count.run': activate_by_count fires once in a call, and the loop of"):
+        parse(graph)
+
+
+def test_order_that_nothing_gives_is_refused():
+    class Ordered(Role):
+        run = interface(
+            inputs_or=[["a"], ["b"]],
+            inputs={"b": Field("text")},
+            outputs={"y": Field("text")},
+            scheduling=Scheduling.SESSION,
+        )
+
+    graph = Graph("g")
+    fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
+    node = graph.role(Ordered, "ordered")
+    graph.output(y=node.run(a=fork.whole, b=fork.y).y)
+    with pytest.raises(GraphError, match=r"'ordered.run' has scheduling SESSION, but nothing says in which order"):
+        parse(graph)
+
+
+def test_two_graphs_that_disagree_about_a_role_are_refused():
+    one, x, a = make_echo("llm")
+    one.output(y=a.run(x=x).y)
+    two = Graph("h")
+    two.output(y=two.role(Each, "llm").run(x=two.placeholder("x")).y)
+    with pytest.raises(GraphError, match=r"graphs 'g' and 'h' disagree about role 'llm': it is Echo in the one and Each"):
+        parse_graphs([one, two])
+
+
+def test_role_ref_lets_two_graphs_share_a_role():
+    one, x, a = make_echo("llm")
+    one.output(y=a.run(x=x).y)
+    two = Graph("h")
+    two.output(y=two.role_ref(a).run(x=two.placeholder("x")).y)
+    assert set(parse_graphs([one, two])) == {"g", "h"}
+
+
+def test_two_graphs_of_one_name_are_refused():
+    one, x, a = make_echo("llm")
+    one.output(y=a.run(x=x).y)
+    with pytest.raises(GraphError, match="two graphs are named 'g'"):
+        parse_graphs([one, one])
+
+
+def test_output_field_that_nobody_reads_is_found():
+    graph, x, a = make_echo("a")
+    graph.output(y=a.run(x=x).y)
+    assert parse(graph).findings == ("nobody reads output 'z' of node 'a.run'",)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +357,7 @@ def test_output_that_is_a_placeholder_is_refused():
 def test_transfer_function_on_an_output_is_refused():
     graph, x, a = make_echo("a")
     graph.output(y=a.run(x=x).y.via(convert))
-    with pytest.raises(PlanError, match=r"output 'y': a.run.y has a transfer function, but no node to run it in"):
+    with pytest.raises(GraphError, match=r"output 'y': a.run.y has a transfer function, but no node to run it in"):
         parse(graph)
 
 
@@ -186,18 +390,16 @@ def test_plan_lists_nodes_in_topological_order():
 
 def test_plan_keeps_the_transfer_function_on_its_edge():
     plan = parse(make_speech_graph(to_talker=convert))
-    assert plan.nodes["talker.generate"].inputs["rows"].transfer is convert
-    assert plan.nodes["token2wav.decode"].inputs["codes"].transfer is None
+    assert plan.nodes["talker.generate"].inputs["rows"][0].transfer is convert
+    assert plan.nodes["token2wav.decode"].inputs["codes"][0].transfer is None
 
 
-def test_several_fields_of_one_predecessor_are_no_join():
+def test_several_fields_of_one_predecessor_meet_in_a_bucket_of_its_activation():
     graph, x, a = make_echo("a")
     reply = a.run(x=x)
     graph.output(y=graph.role(Pair, "pair").run(left=reply.y, right=reply.z).y)
-    assert [str(edge) for edge in parse(graph).nodes["pair.run"].inputs.values()] == [
-        "a.run.y -> pair.run.left",
-        "a.run.z -> pair.run.right",
-    ]
+    (group,) = parse(graph).nodes["pair.run"].groups
+    assert (group.root, group.root_per_frame) == ("a.run", False)
 
 
 def test_one_field_may_feed_several_nodes():

@@ -5,11 +5,11 @@ From: Omni-Flow section 3. Depends on the standard library and msgspec only.
 
 from vllm_omni.flow.call import FlowStatistics, GraphCall, GraphRuntime
 from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
-from vllm_omni.flow.controller import Activation, Node, NodeController
-from vllm_omni.flow.dsl import Field, Graph, Placeholder, Role, interface
+from vllm_omni.flow.controller import Activation, Node, NodeController, Yield
+from vllm_omni.flow.dsl import Field, GlobalParameters, Graph, Placeholder, Role, Scheduling, interface
 from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Emission, EndReason, Frame, OutputFrame, TransferFunction
 from vllm_omni.flow.link import InProcessLink, Link
-from vllm_omni.flow.parser import GraphParser
+from vllm_omni.flow.parser import GraphParser, parse_graphs
 from vllm_omni.flow.plan import StaticPlan
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Field",
     "FlowStatistics",
     "Frame",
+    "GlobalParameters",
     "Graph",
     "GraphCall",
     "GraphParser",
@@ -35,8 +36,11 @@ __all__ = [
     "OutputFrame",
     "Placeholder",
     "Role",
+    "Scheduling",
     "StaticPlan",
     "TimerHandle",
     "TransferFunction",
+    "Yield",
     "interface",
+    "parse_graphs",
 ]

@@ -2,20 +2,37 @@
 
 import asyncio
 import functools
-import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from vllm_omni.errors import CallAborted, GraphError
+from vllm_omni.errors import CallAborted
 from vllm_omni.flow.activity import Activity, Tracker
-from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, SendLimits, open_all
-from vllm_omni.flow.dsl import what_exists
-from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Credit, Emission, EndReason, Frame
+from vllm_omni.flow.bucket import Bucket, Slot, State, read
+from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, open_all
+from vllm_omni.flow.dsl import Scheduling
+from vllm_omni.flow.frame import (
+    ENTRY,
+    NO_BUCKET,
+    TURN,
+    CallInfo,
+    Chunk,
+    Credit,
+    Death,
+    Emission,
+    EndReason,
+    Frame,
+    Lineage,
+    Path,
+    SlotEos,
+)
+from vllm_omni.flow.identity import above, find_root
 from vllm_omni.flow.link import Link
-from vllm_omni.flow.plan import Edge, NodePlan, Route
-from vllm_omni.flow.sequence import SequenceQueue, Stream
+from vllm_omni.flow.order import PathOrder
+from vllm_omni.flow.outbound import Outbound
+from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +43,32 @@ class Activation:
     node: str
     interface: str
     activation_id: int
-    inputs: Mapping[str, AsyncIterator[Chunk]]  # input field -> its chunks in order, behind the transfer function
+    inputs: Mapping[str, AsyncIterator[Chunk]]  # of the group that fired: field -> chunks, behind the transfer functions
     wanted: frozenset[str]  # output fields that somebody needs in this call; others may be emitted and go nowhere
     context: Any  # as passed to GraphRuntime.open
     session: str | None = None  # likewise
+    path: Path = ()  # its place in the order of the node's activations
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # what the session shares, see GlobalParameters
+
+    @property
+    def turn(self) -> int:
+        """How often a loop has come back to here."""
+        return sum(key >= TURN for key in self.path)
+
+
+Yield: TypeAlias = Emission | Sequence[Emission]
 
 
 class Node(Protocol):
     """What a role brings to the graph."""
 
-    def forward(self, activation: Activation) -> AsyncIterator[Emission]:
-        """Serve one activation: an async generator of emissions.
+    def forward(self, activation: Activation) -> AsyncIterator[Yield]:
+        """Serve one activation: an async generator of emissions, or of lists of those that belong together.
 
         It is cancelled, at most once, when its call is aborted or fails, or when nobody can see its output any more:
         ``CancelledError`` at whichever await it stands, be it in its ``finally``, or ``GeneratorExit`` at a yield where
         it is held back by a slow reader. The end of its clean-up is the acknowledgement that the call waits for. What
-        it raises fails that call alone.
+        it raises fails that call, unless somebody further down can do without this node.
         """
 
 
@@ -54,88 +81,92 @@ class CallScope:
     tracker: Tracker
     context: Any
     session: str | None = None
-
-
-@functools.lru_cache(maxsize=4096)
-def derive_activation_id(source_activation_id: int, target: str) -> int:
-    """The activation of ``target`` fed by an activation of its predecessor, the same in every process.
-
-    All frames of a streamed field feed one activation, so the yield index takes no part.
-
-    From: Omni-Flow appendix A, Algorithm 2, rule A; the call is the other half of the key.
-    """
-    seed = f"{source_activation_id}:{target}".encode()
-    return int.from_bytes(hashlib.blake2b(seed, digest_size=7).digest())  # 56 bits: fits any wire integer
-
-
-@dataclass(slots=True, eq=False)
-class _Input:
-    """One input field of an activation: its frames in order, and how many more of them may come."""
-
-    edge: Edge
-    queue: SequenceQueue = field(default_factory=SequenceQueue)
-    stream: Stream[Chunk] = field(default_factory=Stream)
-    window: ReceiveWindow | None = None  # from the first frame on, which tells where credit goes
-    origin: int = 0  # the producing activation
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """An activation from the first frame on; after its end it stays, empty, to swallow what still arrives."""
+    """An activation from the first frame on."""
 
     activation_id: int
-    inputs: dict[str, _Input]
-    next_seq: dict[str, int]  # wanted output fields that have not ended -> seq of their next frame
-    limits: SendLimits
+    lineage: Lineage
+    bucket: Bucket
+    num_frames: list[ReceiveWindow] = field(default_factory=list)  # of edges that are per frame: one frame each
+    out: Outbound | None = None
     credited: asyncio.Future[None] | None = None  # while it waits for credit
     task: asyncio.Task[None] | None = None
     cancelled: bool = False  # by its call
 
 
+class _Turn(NamedTuple):
+    """A place in the order of a node's activations; what PathOrder puts in order."""
+
+    run: _Run | None  # None: dead
+    seq: int = 0
+    last: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """Groups of which the first one wins, for one frame of what is above them."""
+
+    runs: list[_Run] = field(default_factory=list)
+    num_dead: int = 0
+    is_decided: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     scope: CallScope
+    plan: NodePlan
     runs: dict[int, _Run] = field(default_factory=dict)  # activation id -> run
+    over: set[int] = field(default_factory=set)  # activations that are, to swallow what still arrives
+    windows: dict[tuple[int, int], ReceiveWindow] = field(default_factory=dict)  # (slot, origin), edges per frame
+    counted: set[Path] = field(default_factory=set)  # paths the yields of which were passed on
+    choices: dict[Path, _Choice] = field(default_factory=dict)
+    order: PathOrder[_Turn] = field(default_factory=PathOrder)  # of a node that keeps it
+    due: deque[_Run] = field(default_factory=deque)  # whose turn it is, behind `running`
+    running: _Run | None = None
     cancelled: bool = False  # as a whole
-
-
-def _open_windows(run: _Run) -> None:
-    open_all(each.window for each in run.inputs.values() if each.window is not None)
+    closing: bool = False  # nobody hears it any more: nothing new fires
 
 
 class NodeController:
-    """Inbound routing, firing and outbound dispatch of one node, for all calls.
+    """Inbound routing, firing and outbound dispatch of one node, for all calls and graphs.
 
-    A node with a single predecessor has no bucket: it fires with the first frame that carries a payload and reads the
-    rest as a stream. If all inputs end without one, it never fires, and says UNREACHABLE downstream. Each activation is
-    one task, so branches do not wait for each other; everything else happens synchronously in whoever delivers a frame.
+    A frame goes to the bucket that its activation id names. Once that has what it needs the node fires: each activation
+    is one task, so branches do not wait for each other; everything else happens synchronously in whoever delivers a
+    frame. Only a node with session scheduling keeps its activations in order.
 
     From: Omni-Flow section 3.4.
     """
 
-    def __init__(self, plan: NodePlan, node: Node, link: Link):
-        self.plan = plan
+    def __init__(self, name: str, node: Node, link: Link):
+        self.name = name
         self._node = node
         self._link = link
         self._calls: dict[str, _Call] = {}
 
     def open(self, scope: CallScope) -> None:
         """Accept frames of a call from now on."""
-        self._calls[scope.call_id] = _Call(scope)
+        self._calls[scope.call_id] = _Call(scope, scope.route.nodes[self.name])
 
     def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
         """Cancel the activations of a call; each acknowledges by ending its activity.
 
         Args:
             unfinished_only: spare those that have ended all of their wanted fields and are merely tidying up, and go on
-                delivering frames to them. Otherwise the call is dead: nothing is delivered, nothing fires.
+                delivering frames to them. Otherwise the call is dead: nothing is delivered. In both cases nothing fires.
         """
         call = self._calls[call_id]
+        call.closing = True
         call.cancelled = call.cancelled or not unfinished_only
         for run in call.runs.values():
-            if run.task is not None and not run.cancelled and (run.next_seq or not unfinished_only):
-                run.cancelled = True
-                run.task.cancel()
+            if run.task is not None and not run.cancelled:
+                assert run.out is not None
+                if run.out.next_seq or not unfinished_only:
+                    run.cancelled = True
+                    run.task.cancel()
 
     def close(self, call_id: str) -> None:
         """Forget a call none of whose activations is in flight; frames that still arrive are dropped."""
@@ -149,79 +180,248 @@ class NodeController:
     @property
     def num_buffered(self) -> int:
         runs = [run for call in list(self._calls.values()) for run in list(call.runs.values())]
-        return sum(len(one.queue) + len(one.stream) for run in runs for one in list(run.inputs.values()))
+        return sum(run.bucket.num_buffered for run in runs)
 
-    def receive(self, message: Frame | Credit) -> None:
-        """Inbound: put a frame in its place, and fire the node if this is what it was waiting for; take credit."""
+    # ---- inbound ----
+
+    def receive(self, message: Frame | SlotEos | Credit) -> None:
+        """Put a frame in its place, and fire the node if this is what it was waiting for; take a count, or credit."""
         call = self._calls.get(message.call_id)
         if call is None or call.cancelled:
             return
         if isinstance(message, Credit):
             self._take_credit(call, message)
             return
-        frame = message
-        run = call.runs.get(frame.activation_id) or self._begin(call, frame.activation_id)
-        place = run.inputs.get(frame.field)
-        if place is None:  # the activation ended without reading all of its input
-            if not frame.last:
-                self._grant(frame.call_id, self.plan.inputs[frame.field], frame.origin, UNLIMITED)
+        edge = call.plan.slots[message.slot]
+        group = call.plan.groups[edge.group]
+        if isinstance(message, SlotEos) and message.activation_id == NO_BUCKET:
+            self._pass_count(call, group, message)
             return
-        if place.window is None and frame.source != ENTRY:
-            place.origin = frame.origin
-            place.window = ReceiveWindow(functools.partial(self._grant, frame.call_id, place.edge, frame.origin))
-            place.stream.on_read = place.window.on_read
-        for due in place.queue.push(frame):
-            if place.window is not None:
-                place.window.num_received += 1
-            if due.reason is EndReason.NONE:
-                place.stream.put_nowait(Chunk(due.payload, due.seq, due.last))
-                if run.task is None:
-                    self._fire(call, run)
-            if due.last:
-                place.stream.finish()
-                if run.task is None and all(each.queue.ended for each in run.inputs.values()):
-                    self._end_outputs(call, run, EndReason.UNREACHABLE)
-        if len(run.inputs) > 1 and any(each.stream.is_waited_for for each in run.inputs.values()):
-            _open_windows(run)
+        run = call.runs.get(message.activation_id)
+        if run is None:
+            if message.activation_id in call.over:
+                self._refuse(edge, message)
+                return
+            run = self._begin(call, group, message.lineage, message.activation_id)
+            if run is None:
+                self._refuse(edge, message)
+                return
+        try:
+            if isinstance(message, Frame):
+                if message.source != ENTRY:
+                    self._watch(call, run, edge, message)
+                state = run.bucket.push(message)
+            else:
+                state = run.bucket.set_count(message)
+        except Exception as exc:  # a count that is no number
+            self._fail(call, run, exc)
+            return
+        if run.task is None and run.out is None:
+            if state is State.FIRED:
+                self._on_fired(call, run)
+            elif state is State.DEAD:
+                self._on_dead(call, run)
+            elif isinstance(message, Frame):
+                open_all(run.bucket.windows())  # it waits, so nobody may wait for it
+        elif run.task is None:
+            self._open_pending(call)
+        elif run.bucket.group.counts or len(run.bucket.slots) > 1 and run.bucket.is_waited_for:
+            open_all(run.bucket.windows())
 
-    def _begin(self, call: _Call, activation_id: int) -> _Run:
-        wanted = call.scope.route.outbound[self.plan.name]
-        readers = {name: tuple((edge.target, edge.target_field) for edge in edges) for name, edges in wanted.items()}
-        inputs = {name: _Input(edge) for name, edge in self.plan.inputs.items()}
-        run = _Run(activation_id, inputs, dict.fromkeys(wanted, 0), SendLimits(readers))
-        if len(inputs) > 1:  # who waits for one field may need frames behind which another waits
-            for place in inputs.values():
-                place.stream.on_wait = functools.partial(_open_windows, run)
+    def _begin(self, call: _Call, group: GroupPlan, lineage: Lineage, activation_id: int) -> _Run | None:
+        """The activation that a frame or a count is the first to speak of."""
+        plan = call.plan
+        path, roots, turns = lineage.path, lineage.roots, lineage.turns
+        depth, outside = len(path), turns
+        if group.root is not None:
+            root = find_root(lineage, group.root)
+            assert root is not None
+            depth = root.depth + group.root_per_frame
+            outside = () if group.root_per_frame else root.turns
+            path, turns = path[:depth], outside
+            if group.loop is not None:
+                path, roots, turns = (*path, TURN + group.loop), above(lineage, root, inclusive=False), ()
+            else:
+                roots = above(lineage, root)
+        bucket = Bucket(plan, group, depth, outside)
+        own = Lineage(path, roots, turns)
+        if plan.choice_root is not None and group.loop is None and not plan.first_wins:
+            own = self._insert_choice(call, group, own)
+        if plan.loops:
+            own = Lineage(own.path, own.roots, own.turns + plan.loops)
+        run = _Run(activation_id, own, bucket)
+        if plan.first_wins and group.loop is None:
+            choice = call.choices.setdefault(own.path, _Choice())
+            if choice.is_decided:
+                call.over.add(activation_id)
+                return None
+            choice.runs.append(run)
         call.runs[activation_id] = run
         return run
 
+    def _insert_choice(self, call: _Call, group: GroupPlan, lineage: Lineage) -> Lineage:
+        """Of several groups: the group takes its place in the path, below what is above all groups."""
+        root = find_root(lineage, call.plan.choice_root or "")
+        if root is None:
+            return lineage
+        depth = root.depth + call.plan.choice_per_frame
+        if len(lineage.path) < depth:
+            return lineage
+        base = lineage.path[:depth]
+        outside = () if call.plan.choice_per_frame else root.turns
+        roots = above(lineage, root)
+        self._count_once(call, Lineage(base, roots, outside), call.plan.num_choices)
+        turns = lineage.turns
+        if len(lineage.path) == depth:
+            turns = tuple(loop for loop in turns if loop not in outside)
+        return Lineage((*base, group.index, *lineage.path[depth:]), roots, turns, lineage.death)
+
+    def _pass_count(self, call: _Call, group: GroupPlan, eos: SlotEos) -> None:
+        """What was counted above this node holds for what is below it as well."""
+        lineage = eos.lineage
+        if call.plan.choice_root is not None and not call.plan.first_wins:
+            lineage = self._insert_choice(call, group, lineage)
+        self._count_once(call, lineage, eos.count)
+
+    def _count_once(self, call: _Call, lineage: Lineage, count: int) -> None:
+        if lineage.path in call.counted:
+            return
+        call.counted.add(lineage.path)
+        self._outbound(call, 0, lineage).pass_count(lineage, count)
+        if call.plan.scheduling is Scheduling.SESSION:
+            self._take_turns(call, call.order.set_count(lineage.path, count, lineage.turns))
+
+    def _watch(self, call: _Call, run: _Run, edge: Edge, frame: Frame) -> None:
+        """See to it that the producer learns how far its reader is."""
+        if edge.per_frame:
+            key = (edge.slot, frame.origin)
+            window = call.windows.get(key)
+            if window is None:
+                window = call.windows[key] = ReceiveWindow(functools.partial(self._grant, frame.call_id, edge, frame.origin))
+            if not run.bucket.slots[edge.slot].order.done:  # no duplicate
+                window.num_received += 1
+                run.num_frames.append(window)
+        elif frame.origin not in run.bucket.slots[edge.slot].windows:
+            grant = functools.partial(self._grant, frame.call_id, edge, frame.origin)
+            run.bucket.slots[edge.slot].add_window(frame.origin, ReceiveWindow(grant))
+
     def _grant(self, call_id: str, edge: Edge, origin: int, limit: int) -> None:
-        self._link.send(Credit(call_id, edge.source, origin, edge.target, edge.target_field, limit))
+        self._link.send(Credit(call_id, edge.source, origin, edge.target, edge.slot, edge.target_field, limit))
+
+    def _refuse(self, edge: Edge, message: Frame | SlotEos) -> None:
+        """It comes for an activation that is over, which does not read it: who sends more must not wait."""
+        if isinstance(message, Frame) and message.source != ENTRY and not message.last:
+            self._grant(message.call_id, edge, message.origin, UNLIMITED)
 
     def _take_credit(self, call: _Call, credit: Credit) -> None:
         run = call.runs.get(credit.activation_id)
-        if run is not None:
-            run.limits.on_credit((credit.reader, credit.field), credit.limit)
-            if run.credited is not None and not run.limits.full and not run.credited.done():
+        if run is not None and run.out is not None:
+            limits = run.out.limits
+            limits.on_credit((credit.reader, credit.slot, credit.field), credit.limit)
+            if run.credited is not None and not limits.full and not run.credited.done():
                 run.credited.set_result(None)
 
-    def _fire(self, call: _Call, run: _Run) -> None:
-        scope, name = call.scope, self.plan.name
-        scope.tracker.begin(Activity(name, run.activation_id))
-        run.task = asyncio.get_running_loop().create_task(self._forward(call, run), name=f"{scope.call_id}/{name}")
+    # ---- firing ----
+
+    def _on_fired(self, call: _Call, run: _Run) -> None:
+        plan, group = call.plan, run.bucket.group
+        if call.closing:
+            return
+        if group.loop is not None and plan.max_turns is not None:
+            if run.lineage.path.count(TURN + group.loop) > plan.max_turns:
+                self._on_dead(call, run)
+                return
+        if plan.first_wins and group.loop is None:
+            choice = call.choices[run.lineage.path]
+            choice.is_decided = True
+            for other in choice.runs:
+                if other is not run:
+                    self._forget(call, other)
+            choice.runs.clear()
+        self._prepare(call, run)
+        if plan.scheduling is Scheduling.SESSION:
+            self._take_turns(call, call.order.push(run.lineage.path, _Turn(run), run.lineage.turns))
+        else:
+            self._start(call, run)
+
+    def _on_dead(self, call: _Call, run: _Run) -> None:
+        plan, group = call.plan, run.bucket.group
+        reason, error, death = run.bucket.why_dead()
+        if plan.first_wins and group.loop is None:
+            choice = call.choices[run.lineage.path]
+            choice.num_dead += 1
+            if choice.num_dead < plan.num_choices:
+                self._forget(call, run)
+                return
+        if group.loop is not None:
+            death = Death.NO_TURN
+        lineage = run.lineage
+        turns = () if death is Death.NO_TURN else lineage.turns
+        self._forget(call, run)
+        self._outbound(call, run.activation_id, Lineage(lineage.path, lineage.roots, turns, death)).end(reason, error)
+        if plan.scheduling is Scheduling.SESSION:
+            self._take_turns(call, call.order.push(lineage.path, _Turn(None), turns))
+
+    def _take_turns(self, call: _Call, due: Sequence[_Turn]) -> None:
+        call.due.extend(turn.run for turn in due if turn.run is not None)
+        self._next_turn(call)
+
+    def _next_turn(self, call: _Call) -> None:
+        if call.running is None and call.due and not call.closing:
+            call.running = call.due.popleft()
+            self._start(call, call.running)
+        self._open_pending(call)
+
+    def _open_pending(self, call: _Call) -> None:
+        """An activation whose turn has not come may hold nobody back on whom those before it may depend."""
+        if call.running is None or call.running.bucket.is_waited_for:
+            for run in call.runs.values():
+                if run.task is None:
+                    open_all(run.bucket.windows())
+            open_all(call.windows.values())
+
+    def _prepare(self, call: _Call, run: _Run) -> None:
+        run.out = self._outbound(call, run.activation_id, run.lineage)
+        on_wait = None
+        if call.plan.scheduling is Scheduling.SESSION:
+            on_wait = functools.partial(self._on_wait_in_order, call, run)
+        elif len(run.bucket.slots) > 1 or run.bucket.group.root is not None:
+            on_wait = functools.partial(_open_windows, run)
+        for slot in run.bucket.slots.values():
+            slot.stream.on_wait = on_wait
+
+    def _on_wait_in_order(self, call: _Call, run: _Run) -> None:
+        open_all(run.bucket.windows())
+        self._open_pending(call)
+
+    def _outbound(self, call: _Call, activation_id: int, lineage: Lineage) -> Outbound:
+        scope = call.scope
+        return Outbound(call.plan, scope.route.outlets[self.name], self._link, scope.call_id, activation_id, lineage)
+
+    def _start(self, call: _Call, run: _Run) -> None:
+        scope = call.scope
+        scope.tracker.begin(Activity(self.name, run.activation_id))
+        run.task = asyncio.get_running_loop().create_task(self._forward(call, run), name=f"{scope.call_id}/{self.name}")
         # A task cancelled before its first step runs no line of its own: its end is only seen from outside.
         run.task.add_done_callback(functools.partial(self._on_done, call, run))
 
     async def _forward(self, call: _Call, run: _Run) -> None:
-        scope, plan = call.scope, self.plan
+        scope, plan, out = call.scope, call.plan, run.out
+        assert out is not None
         async with AsyncExitStack() as cleanup:
             inputs: dict[str, AsyncIterator[Chunk]] = {}
-            for name, edge in plan.inputs.items():
-                inputs[name] = run.inputs[name].stream
-                if edge.transfer is not None:
-                    info = CallInfo(scope.call_id, scope.context, edge.source, edge.target)
-                    inputs[name] = await cleanup.enter_async_context(aclosing(_transfer(edge, inputs[name], info)))
-            wanted = frozenset(run.next_seq)
+            for name, slots in run.bucket.inputs():
+                streams: list[AsyncIterator[Chunk]] = []
+                for slot in slots:
+                    streams.append(slot.stream)
+                    if slot.edge.transfer is not None:
+                        info = CallInfo(scope.call_id, scope.context, slot.edge.source, slot.edge.target)
+                        streams[-1] = await cleanup.enter_async_context(aclosing(_transfer(slot, info)))
+                limit = run.bucket.limit(name)
+                if len(streams) == 1 and limit is None:
+                    inputs[name] = streams[0]
+                else:
+                    inputs[name] = await cleanup.enter_async_context(aclosing(read(streams, limit)))
             emissions = self._node.forward(
                 Activation(
                     scope.call_id,
@@ -229,97 +429,82 @@ class NodeController:
                     plan.interface,
                     run.activation_id,
                     inputs,
-                    wanted,
+                    frozenset(out.next_seq),
                     scope.context,
                     scope.session,
+                    run.lineage.path,
+                    {name: scope.parameters[name] for name in plan.parameters},
                 )
             )
             if isinstance(emissions, AsyncGenerator):
                 await cleanup.enter_async_context(aclosing(emissions))
+            limits = out.limits
             async for emission in emissions:
                 if run.cancelled:  # the node swallowed its cancellation; closing it below is the second notice
                     return
-                self._emit(call, run, emission)
-                while run.limits.full:
+                out.emit((emission,) if isinstance(emission, Emission) else emission)
+                while limits.full:
                     run.credited = asyncio.get_running_loop().create_future()
                     await run.credited
         if not run.cancelled:
-            self._end_outputs(call, run, EndReason.EMPTY)
-
-    def _emit(self, call: _Call, run: _Run, emission: Emission) -> None:
-        name = emission.field
-        declared = self.plan.outputs.get(name)
-        if declared is None:
-            known = what_exists(name, self.plan.outputs)
-            raise GraphError(f"node {self.plan.name!r} emitted field {name!r}, which it does not declare; {known}")
-        edges = call.scope.route.outbound[self.plan.name].get(name)
-        if edges is None:
-            return
-        seq = run.next_seq.get(name)
-        if seq is None:
-            why = "after its last frame" if declared.streamed else "twice; declare Field(streamed=True)"
-            raise GraphError(f"node {self.plan.name!r} emitted field {name!r} {why}")
-        last = emission.last or not declared.streamed
-        if last:
-            del run.next_seq[name]
-        else:
-            run.next_seq[name] = seq + 1
-            run.limits.on_sent(name)
-        self._send(call, run, edges, seq, last, emission.payload, EndReason.NONE)
-
-    def _end_outputs(self, call: _Call, run: _Run, reason: EndReason) -> None:
-        while run.next_seq:
-            name, seq = run.next_seq.popitem()
-            self._send(call, run, call.scope.route.outbound[self.plan.name][name], seq, True, None, reason)
-
-    def _send(
-        self, call: _Call, run: _Run, edges: tuple[Edge, ...], seq: int, last: bool, payload: Any, reason: EndReason
-    ) -> None:
-        call_id = call.scope.call_id
-        for edge in edges:
-            aid = derive_activation_id(run.activation_id, edge.target)
-            self._link.send(
-                Frame(
-                    call_id,
-                    edge.source,
-                    edge.target,
-                    edge.target_field,
-                    aid,
-                    seq,
-                    last,
-                    payload,
-                    reason,
-                    run.activation_id,
-                )
-            )
+            out.end(EndReason.EMPTY)
 
     def _on_done(self, call: _Call, run: _Run, task: asyncio.Task[None]) -> None:
-        for place in run.inputs.values():  # who produces for it still must not wait for it
-            if place.window is not None and not place.queue.ended:
-                self._grant(call.scope.call_id, place.edge, place.origin, UNLIMITED)
-        run.inputs = {}
-        where = f"node {self.plan.name!r} of call {call.scope.call_id!r}"
+        assert run.out is not None
+        where = f"node {self.name!r} of call {call.scope.call_id!r}"
+        self._forget(call, run)
         if not task.cancelled():
             error = task.exception()
             if error is not None:
                 error.add_note(f"in {where}")
-                self._report(call, error, EndReason.ERROR)
+                self._raise(call, run, error)
         elif not run.cancelled:
             self._report(call, CallAborted(f"{where} was cancelled from outside"), EndReason.CANCEL)
         if run.cancelled and not call.cancelled:  # a reader that is merely tidying up must not wait for more
-            self._end_outputs(call, run, EndReason.CANCEL)
-        call.scope.tracker.end(Activity(self.plan.name, run.activation_id))
+            run.out.end(EndReason.CANCEL)
+        if call.running is run:
+            call.running = None
+            self._next_turn(call)
+        call.scope.tracker.end(Activity(self.name, run.activation_id))
+
+    def _raise(self, call: _Call, run: _Run, error: BaseException) -> None:
+        """What a node raised fails the call at once, unless somebody further down can do without the node."""
+        if call.plan.tolerates and run.out is not None and isinstance(error, Exception) and not call.cancelled:
+            run.out.end(EndReason.ERROR, error)
+        else:
+            self._report(call, error, EndReason.ERROR)
+
+    def _fail(self, call: _Call, run: _Run, error: Exception) -> None:
+        self._forget(call, run)
+        self._report(call, error, EndReason.ERROR)
+
+    def _forget(self, call: _Call, run: _Run) -> None:
+        """An activation is over: give back what it did not read."""
+        if call.runs.pop(run.activation_id, None) is None:
+            return
+        call.over.add(run.activation_id)
+        for slot in run.bucket.slots.values():  # who produces for it still must not wait for it
+            if not slot.order.done:
+                for origin in slot.windows:
+                    self._grant(call.scope.call_id, slot.edge, origin, UNLIMITED)
+        for window in run.num_frames:
+            window.on_read()
 
     def _report(self, call: _Call, error: BaseException, reason: EndReason) -> None:
-        self._link.send(Frame(call.scope.call_id, self.plan.name, ENTRY, "", 0, 0, True, error, reason))
+        self._link.send(Frame(call.scope.call_id, self.name, ENTRY, 0, "", 0, 0, True, error, reason))
 
 
-async def _transfer(edge: Edge, chunks: AsyncIterator[Chunk], info: CallInfo) -> AsyncGenerator[Chunk, None]:
+def _open_windows(run: _Run) -> None:
+    open_all(run.bucket.windows())
+
+
+async def _transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
     """Run an edge's transfer function lazily, in the consumer's task; number its chunks, name it in its errors."""
+    edge = slot.edge
     assert edge.transfer is not None
     try:
         async with AsyncExitStack() as cleanup:
-            converted = edge.transfer(chunks, info)
+            converted = edge.transfer(slot.stream, info)
             if isinstance(converted, AsyncGenerator):
                 await cleanup.enter_async_context(aclosing(converted))
             seq = 0

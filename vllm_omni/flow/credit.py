@@ -8,7 +8,7 @@ reader holds its producers back, and a waiting one never does. Memory is bounded
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-Reader: TypeAlias = tuple[str, str]  # a node, or ENTRY, and its input field or the graph output
+Reader: TypeAlias = tuple[str, int, str]  # a node, or ENTRY, its slot, and its input field or the graph output
 
 WINDOW = 64  # frames
 UNLIMITED = 1 << 62  # the reader has stopped reading
@@ -56,7 +56,7 @@ class SendLimits:
     """The producer's side, for one activation: how far each field may go, by the slowest of its readers.
 
     Args:
-        readers: output field -> who reads it, as (node, input field).
+        readers: output field -> who reads it.
     """
 
     __slots__ = ("_fields", "_limits", "_readers", "_sent", "full")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,9 @@ from vllm_omni.errors import GraphError, RemoteError
 from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.controller import CallScope, Node, NodeController
 from vllm_omni.flow.dsl import what_exists
-from vllm_omni.flow.frame import ENTRY, Credit, Frame
+from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
 from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Failed, Link, Open
-from vllm_omni.flow.plan import NodePlan, Route, StaticPlan
+from vllm_omni.flow.plan import Route, StaticPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +41,25 @@ class RemoteController:
     num_running = 0  # unknown here
     num_buffered = 0
 
-    def __init__(self, plan: NodePlan, link: Link) -> None:
-        self.plan = plan
+    def __init__(self, name: str, link: Link) -> None:
+        self.name = name
         self._link = link
         self._trackers: dict[str, Tracker] = {}
 
     def open(self, scope: CallScope) -> None:
-        name = self.plan.name
         outputs = sorted(scope.route.outputs)
-        self._link.send(Open(scope.call_id, name, outputs, scope.context, scope.session))
+        self._link.send(Open(scope.call_id, self.name, scope.route.graph, outputs, scope.context, scope.session))
         self._trackers[scope.call_id] = scope.tracker
 
     def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
         if not unfinished_only:
             # Its activations may have begun without being heard of yet: the answer is what the call waits for.
-            self._trackers[call_id].begin(cancellation(self.plan.name))
-        self._link.send(Cancel(call_id, self.plan.name, unfinished_only))
+            self._trackers[call_id].begin(cancellation(self.name))
+        self._link.send(Cancel(call_id, self.name, unfinished_only))
 
     def close(self, call_id: str) -> None:
         del self._trackers[call_id]
-        self._link.send(Close(call_id, self.plan.name))
+        self._link.send(Close(call_id, self.name))
 
 
 def cancellation(node: str) -> Activity:
@@ -107,33 +106,42 @@ class _RemoteTracker:
 class _Node:
     controller: NodeController
     trackers: dict[str, _RemoteTracker] = field(default_factory=dict)  # by open call
-    early: OrderedDict[str, deque[Frame | Credit]] = field(default_factory=OrderedDict)  # by call not opened yet
+    early: OrderedDict[str, deque[Frame | SlotEos | Credit]] = field(default_factory=OrderedDict)  # by call not opened yet
     over: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed lately
 
 
 class RoleHost:
-    """Serves roles of a plan for an entry elsewhere.
+    """Serves roles of a plan, or of several, for an entry elsewhere.
 
     Args:
-        plan: the same as the entry's.
+        plans: the same as the entry's.
         nodes: role -> the node that serves it, for the roles that live in this process.
 
     Raises:
-        GraphError: a role is not in the plan.
+        GraphError: a role is not in the plans, or shares parameters, which are the entry's.
     """
 
-    def __init__(self, plan: StaticPlan, nodes: Mapping[str, Node], link: Link) -> None:
+    def __init__(self, plans: StaticPlan | Sequence[StaticPlan], nodes: Mapping[str, Node], link: Link) -> None:
+        all_plans = [plans] if isinstance(plans, StaticPlan) else list(plans)
+        roles = frozenset[str]().union(*(plan.roles for plan in all_plans))
+        graphs = ", ".join(repr(plan.name) for plan in all_plans)
         for role in sorted(nodes):
-            if role not in plan.roles:
-                raise GraphError(f"graph {plan.name!r}: has no role {role!r}; {what_exists(role, plan.roles)}")
-        self.plan = plan
+            if role not in roles:
+                raise GraphError(f"graph {graphs}: has no role {role!r}; {what_exists(role, roles)}")
+        self.plans = {plan.name: plan for plan in all_plans}
         self.link = link
-        self._routes: dict[frozenset[str], Route] = {}
+        self._routes: dict[tuple[str, frozenset[str]], Route] = {}
         self._nodes: dict[str, _Node] = {}
-        for name, node_plan in plan.nodes.items():
-            if node_plan.role in nodes:
-                self._nodes[name] = _Node(NodeController(node_plan, nodes[node_plan.role], link))
-                link.bind(name, self._receive)
+        for plan in all_plans:
+            for name, node_plan in plan.nodes.items():
+                if node_plan.role in nodes and name not in self._nodes:
+                    if node_plan.parameters:
+                        raise GraphError(
+                            f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the process of "
+                            "the entry; serve the role there"
+                        )
+                    self._nodes[name] = _Node(NodeController(name, nodes[node_plan.role], link))
+                    link.bind(name, self._receive)
 
     @property
     def num_open_calls(self) -> int:
@@ -154,8 +162,8 @@ class RoleHost:
                 self._keep(node, message)
 
     def _open(self, node: _Node, message: Open) -> None:
-        wanted = frozenset(message.outputs)
-        route = self._routes.get(wanted) or self._routes.setdefault(wanted, self.plan.route(wanted))
+        key = (message.graph, frozenset(message.outputs))
+        route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
         node.over.pop(message.call_id, None)  # an id may be used again
         tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
@@ -178,7 +186,7 @@ class RoleHost:
         if len(node.over) > MAX_CALLS_REMEMBERED:
             node.over.popitem(last=False)
 
-    def _keep(self, node: _Node, message: Frame | Credit) -> None:
+    def _keep(self, node: _Node, message: Frame | SlotEos | Credit) -> None:
         node.early.setdefault(message.call_id, deque()).append(message)
         while sum(map(len, node.early.values())) > MAX_EARLY_MESSAGES:
             call_id, lost = node.early.popitem(last=False)

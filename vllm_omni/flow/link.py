@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgspec
 
 from vllm_omni.errors import LinkError
-from vllm_omni.flow.frame import Credit, Frame
+from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
 
 if TYPE_CHECKING:
     import zmq
@@ -24,6 +24,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call_id: str
     target: str
+    graph: str
     outputs: list[str]  # the graph outputs that the call asks for
     context: Any
     session: str | None
@@ -81,7 +82,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     notes: list[str]
 
 
-Message: TypeAlias = Frame | Credit | Open | Cancel | Cancelled | Close | Began | Ended | Failed
+Message: TypeAlias = Frame | SlotEos | Credit | Open | Cancel | Cancelled | Close | Began | Ended | Failed
 Receiver: TypeAlias = Callable[[Any], None]
 """Takes every ``Message`` that is for its target."""
 

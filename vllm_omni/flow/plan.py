@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_omni.flow.dsl import Field
+from vllm_omni.flow.credit import Reader
+from vllm_omni.flow.dsl import Field, GlobalParameters, GraphCallEntry, Scheduling
 from vllm_omni.flow.frame import ENTRY, TransferFunction
 
 
@@ -18,9 +19,28 @@ class Edge:
     target: str
     target_field: str
     transfer: TransferFunction | None = field(default=None, compare=False)  # runs in the target's activation
+    slot: int = 0  # index in NodePlan.slots of the target
+    group: int = 0  # index in NodePlan.groups of the target
+    per_frame: bool = False  # every yield is an activation, or a bucket, of its own
+    root: str | None = None  # of the target's bucket; None: the target has none
+    root_per_frame: bool = False
+    is_back: bool = False  # closes a loop
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_field} -> {self.target}.{self.target_field}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """An AND group of a node as it is connected: what fires it."""
+
+    index: int
+    slots: Mapping[str, tuple[int, ...]]  # input field -> the edges that feed it, read one after the other
+    root: str | None  # the nearest node that is above all of its slots; None: one edge, no bucket
+    root_per_frame: bool  # a bucket for each yield of the root, rather than for each of its activations
+    loop: int | None  # what leads back to this node: which loop it closes
+    counts: Mapping[str, int | str] | None  # activate_by_count
+    critical: frozenset[int]  # slots that are the only ones of their field
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +50,34 @@ class NodePlan:
     name: str  # "role.interface"
     role: str
     interface: str
-    inputs: Mapping[str, Edge]  # input field -> the edge that feeds it; all edges come from one node, or from ENTRY
+    slots: tuple[Edge, ...]
+    groups: tuple[GroupPlan, ...]  # those that lead back come last
     outputs: Mapping[str, Field]
+    scheduling: Scheduling = Scheduling.ROUND_ROBIN
+    first_wins: bool = False
+    max_turns: int | None = None
+    choice_root: str | None = None  # of several groups: the nearest node above all of them
+    choice_per_frame: bool = False
+    is_root: bool = False  # of a bucket or a choice further down
+    tolerates: bool = False  # somebody further down can do without this node
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[Edge, ...]]:
+        """Input field -> the edges that feed it."""
+        fields: dict[str, tuple[Edge, ...]] = {}
+        for edge in self.slots:
+            fields[edge.target_field] = (*fields.get(edge.target_field, ()), edge)
+        return fields
+
+    @property
+    def loops(self) -> tuple[int, ...]:
+        return tuple(group.loop for group in self.groups if group.loop is not None)
+
+    @property
+    def num_choices(self) -> int:
+        """Groups that are not turns of a loop."""
+        return sum(group.loop is None for group in self.groups)
 
 
 class Needed(NamedTuple):
@@ -41,14 +87,28 @@ class Needed(NamedTuple):
     edges: frozenset[Edge]
 
 
+PER_FRAME = ""  # stands for all edges of a node that are per frame: they are in step
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where the output fields of a node go in a call."""
+
+    whole: Mapping[str, tuple[Edge, ...]]  # field -> edges that carry it as a stream
+    per_frame: Mapping[str, tuple[Edge, ...]]
+    fields: frozenset[str]
+    readers: Mapping[str, tuple[Reader, ...]]  # field, or PER_FRAME -> who gives credit
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The plan cut down to the outputs of a call: the rest is unreachable for that call, and so never activated."""
 
+    graph: str
     outputs: frozenset[str]
-    nodes: tuple[str, ...]  # topological order
+    nodes: Mapping[str, NodePlan]  # topological order
     placeholders: frozenset[str]
-    outbound: Mapping[str, Mapping[str, tuple[Edge, ...]]]  # node or ENTRY -> output field -> where its frames go
+    outlets: Mapping[str, Outlets]  # of a node, or of ENTRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +121,9 @@ class StaticPlan:
     placeholders: tuple[str, ...]
     outputs: Mapping[str, Edge]  # graph output -> the edge into ENTRY
     needed_by: Mapping[str, Needed]  # graph output -> nodes and edges without which it cannot be made
+    graph_calls: Mapping[str, GraphCallEntry]
+    parameters: Mapping[str, GlobalParameters]
+    findings: tuple[str, ...] = ()  # what is not wrong, but may not be meant
 
     @property
     def roles(self) -> frozenset[str]:
@@ -71,14 +134,27 @@ class StaticPlan:
         wanted = frozenset(outputs)
         nodes = frozenset[str]().union(*(self.needed_by[name].nodes for name in wanted))
         edges = frozenset[Edge]().union(*(self.needed_by[name].edges for name in wanted))
-        outbound: dict[str, dict[str, tuple[Edge, ...]]] = {}
+        outgoing: dict[str, list[Edge]] = {name: [] for name in (ENTRY, *nodes)}
         for edge in self.edges:
             if edge in edges:
-                fields = outbound.setdefault(edge.source, {})
-                fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
+                outgoing[edge.source].append(edge)
+        outlets = {name: _make_outlets(each) for name, each in outgoing.items()}
         return Route(
+            graph=self.name,
             outputs=wanted,
-            nodes=tuple(name for name in self.nodes if name in nodes),
-            placeholders=frozenset(outbound[ENTRY]),
-            outbound=MappingProxyType(outbound),
+            nodes=MappingProxyType({name: node for name, node in self.nodes.items() if name in nodes}),
+            placeholders=outlets[ENTRY].fields,
+            outlets=MappingProxyType(outlets),
         )
+
+
+def _make_outlets(edges: Iterable[Edge]) -> Outlets:
+    whole: dict[str, tuple[Edge, ...]] = {}
+    per_frame: dict[str, tuple[Edge, ...]] = {}
+    readers: dict[str, tuple[Reader, ...]] = {}
+    for edge in edges:
+        fields = per_frame if edge.per_frame else whole
+        fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
+        key = PER_FRAME if edge.per_frame else edge.source_field
+        readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
+    return Outlets(whole, per_frame, frozenset(whole) | frozenset(per_frame), readers)

@@ -14,7 +14,7 @@ def to_text(plan: StaticPlan) -> str:
     lines = [f"graph {plan.name}", f"  takes {_list(plan.placeholders)}"]
     for node in plan.nodes.values():
         lines.append(f"  {node.name}")
-        lines += [f"    {name} <- {_source(edge)}" for name, edge in node.inputs.items()]
+        lines += [f"    {name} <- {_source(edge)}" for name, edges in node.inputs.items() for edge in edges]
         lines += [f"    {name} -> {_describe(spec)}" for name, spec in node.outputs.items()]
     lines += [f"  gives {name} = {edge.source}.{edge.source_field}" for name, edge in plan.outputs.items()]
     return "\n".join(lines) + "\n"

@@ -2,16 +2,25 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar
-
-from vllm_omni.flow.frame import Frame
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
-SeqId: TypeAlias = int  # 0, 1, 2, ... per field and activation, written by the producer
+SeqId: TypeAlias = int  # 0, 1, 2, ... per edge and path, written by the producer
 
 
-class SequenceQueue:
+class _Numbered(Protocol):
+    @property
+    def seq(self) -> SeqId: ...
+
+    @property
+    def last(self) -> bool: ...
+
+
+Numbered = TypeVar("Numbered", bound=_Numbered)  # a frame
+
+
+class SequenceQueue(Generic[Numbered]):
     """Puts the frames of one field back in order.
 
     Frames ahead of their turn wait in a dict keyed by seq: arrival in order, the usual case, touches neither dict nor
@@ -24,23 +33,23 @@ class SequenceQueue:
 
     def __init__(self) -> None:
         self._expected: SeqId = 0
-        self._early: dict[SeqId, Frame] = {}
+        self._early: dict[SeqId, Numbered] = {}
         self.ended = False  # the frame with last=True has been released
 
     def __len__(self) -> int:
         """Frames that arrived ahead of their turn."""
         return len(self._early)
 
-    def push(self, frame: Frame) -> Iterable[Frame]:
+    def push(self, frame: Numbered) -> list[Numbered]:
         """Take a frame in; returns those that are due now, in order. Duplicates and frames behind the last vanish."""
         if self.ended or frame.seq < self._expected:
-            return ()
+            return []
         if frame.seq > self._expected:
             self._early.setdefault(frame.seq, frame)
-            return ()
+            return []
         self._expected += 1
         if not self._early and not frame.last:
-            return (frame,)
+            return [frame]
         due = [frame]
         while not due[-1].last and self._expected in self._early:
             due.append(self._early.pop(self._expected))
@@ -87,6 +96,10 @@ class Stream(Generic[T]):
         self.on_read = self.on_wait = None  # whoever produced is done
         if self._waiter is not None:
             self._wake(self._waiter)
+
+    def peek(self) -> T:
+        """The next item, which must be there; it stays."""
+        return self._items[0]
 
     def clear(self) -> None:
         """Drop what nobody has read."""
