@@ -51,7 +51,9 @@ class World:
         self.ended = True
 
     def arrive(self, field, seq, payload=None, *, last=False, reason=EndReason.NONE, call_id="call", activation_id=7):
-        self.controller.receive(Frame(call_id, ENTRY, "worker.run", 0, field, activation_id, seq, last, payload, reason))
+        self.controller.receive(
+            Frame(call_id, ENTRY, "worker.run", 0, field, activation_id, seq, last, payload, reason)
+        )
 
 
 async def copy_a(activation):

@@ -35,7 +35,9 @@ def test_rule_a_each_frame_feeds_an_activation_of_its_own():
 
 
 def test_rule_c_takes_the_common_source_rather_than_the_sender():
-    assert activation_id(JOIN_PER_FRAME, below_fork(1), 7, 0) == activation_id(JOIN_PER_FRAME, below_fork(1, (4,)), 8, 2)
+    assert activation_id(JOIN_PER_FRAME, below_fork(1), 7, 0) == activation_id(
+        JOIN_PER_FRAME, below_fork(1, (4,)), 8, 2
+    )
 
 
 def test_rule_c_frames_of_two_yields_of_the_fork_do_not_meet():

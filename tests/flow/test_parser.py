@@ -84,7 +84,9 @@ def test_or_group_that_can_never_fill_is_refused():
     llm = graph.role(Either, "llm")
     graph.output(y=llm.run(text=graph.placeholder("text")).y)
     llm.run(image=graph.placeholder("image"))
-    with pytest.raises(GraphError, match=r"'llm.run': input 'mask' is not connected, so that its group \['image', 'mask'\]"):
+    with pytest.raises(
+        GraphError, match=r"'llm.run': input 'mask' is not connected, so that its group \['image', 'mask'\]"
+    ):
         parse(graph)
 
 
@@ -118,9 +120,7 @@ def test_join_is_per_frame_where_every_way_out_of_its_root_is():
 def test_join_is_per_activation_where_one_way_out_of_its_root_is_read_whole():
     graph = Graph("g")
     fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
-    graph.output(
-        y=graph.role(Pair, "pair").run(left=graph.role(Each, "left").run(x=fork.y).y, right=fork.whole).y
-    )
+    graph.output(y=graph.role(Pair, "pair").run(left=graph.role(Each, "left").run(x=fork.y).y, right=fork.whole).y)
     (group,) = parse(graph).nodes["pair.run"].groups
     assert (group.root, group.root_per_frame) == ("fork.run", False)
 
@@ -146,7 +146,10 @@ def test_node_called_twice_reads_both_sources_of_a_field():
     reply = a.run(x=x)
     b.run(x=reply.y)
     graph.output(y=b.run(x=reply.z).y)
-    assert [str(edge) for edge in parse(graph).nodes["b.run"].inputs["x"]] == ["a.run.y -> b.run.x", "a.run.z -> b.run.x"]
+    assert [str(edge) for edge in parse(graph).nodes["b.run"].inputs["x"]] == [
+        "a.run.y -> b.run.x",
+        "a.run.z -> b.run.x",
+    ]
 
 
 def test_join_whose_paths_have_no_common_fork_is_refused():
@@ -206,7 +209,9 @@ def test_loop_that_is_entered_at_two_nodes_is_refused():
     tool.run(x=x)
     llm.run(x=result.y)
     graph.output(y=first.z)
-    with pytest.raises(PlanError, match=r"entered at 2 nodes \('x' of 'llm.run' by entry.x, 'x' of 'tool.run' by entry.x"):
+    with pytest.raises(
+        PlanError, match=r"entered at 2 nodes \('x' of 'llm.run' by entry.x, 'x' of 'tool.run' by entry.x"
+    ):
         parse(graph)
 
 
@@ -217,7 +222,9 @@ def test_loop_within_a_loop_is_refused():
     inner.run(x=tool.run(x=second.y).y)
     outer.run(x=second.z)
     graph.output(y=first.z)
-    with pytest.raises(PlanError, match=r"a loop within the loop of inner.run, tool.run.*inner loop inside of one node"):
+    with pytest.raises(
+        PlanError, match=r"a loop within the loop of inner.run, tool.run.*inner loop inside of one node"
+    ):
         parse(graph)
 
 
@@ -231,7 +238,8 @@ def test_join_whose_turn_lacks_a_field_can_never_complete():
     chat.run(question=tool.run(x=first.y).y)
     graph.output(y=first.z)
     with pytest.raises(
-        GraphError, match=r"'chat.run': the join \['question', 'image'\] can never complete: 'image' only comes from outside"
+        GraphError,
+        match=r"'chat.run': the join \['question', 'image'\] can never complete: 'image' only comes from outside",
     ):
         parse(graph)
 
@@ -283,7 +291,9 @@ def test_two_graphs_that_disagree_about_a_role_are_refused():
     one.output(y=a.run(x=x).y)
     two = Graph("h")
     two.output(y=two.role(Each, "llm").run(x=two.placeholder("x")).y)
-    with pytest.raises(GraphError, match=r"graphs 'g' and 'h' disagree about role 'llm': it is Echo in the one and Each"):
+    with pytest.raises(
+        GraphError, match=r"graphs 'g' and 'h' disagree about role 'llm': it is Echo in the one and Each"
+    ):
         parse_graphs([one, two])
 
 

@@ -12,8 +12,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from vllm_omni.errors import NoInstance
-from vllm_omni.flow.controller import Activation, Node
-from vllm_omni.flow.frame import Emission
+from vllm_omni.flow.controller import Activation, Node, Yield
 from vllm_omni.flow.registry import Instance, ServiceRegistry
 
 
@@ -108,7 +107,7 @@ class ReplicatedNode:
         self._resolve = resolve
         self.outstanding: Counter[str] = Counter()  # instance id -> activations that run
 
-    async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
+    async def forward(self, activation: Activation) -> AsyncIterator[Yield]:
         """Raises:
         NoInstance: nobody serves the role.
         RegistryUnavailable: the registry does not answer.

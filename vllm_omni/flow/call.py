@@ -16,9 +16,9 @@ from vllm_omni.flow.controller import CallScope, Node, NodeController
 from vllm_omni.flow.credit import ReceiveWindow, open_all
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, EndReason, Frame, Lineage, OutputFrame, Root, SlotEos
-from vllm_omni.flow.host import Remote, RemoteController, cancellation, error_of
+from vllm_omni.flow.host import Remote, RemoteController, cancellation
 from vllm_omni.flow.identity import activation_id
-from vllm_omni.flow.link import Began, Cancelled, Ended, Failed, InProcessLink, Link
+from vllm_omni.flow.link import Began, Cancelled, Ended, InProcessLink, Link
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.plan import Route, StaticPlan
 from vllm_omni.flow.sequence import Stream
@@ -169,8 +169,6 @@ class GraphCall:
                 self._tracker.end(Activity(message.node, message.activation_id))
             case Cancelled():
                 self._tracker.end(cancellation(message.node))
-            case Failed():
-                self._fail(message.node, error_of(message))
 
     def _lose(self, nodes: Set[str], error: Exception) -> None:
         self._stop(error)
@@ -428,7 +426,9 @@ class GraphRuntime:
     def _choose(self, call_id: str, graph: str | None) -> StaticPlan:
         if graph is None:
             if len(self.plans) > 1:
-                raise InvalidRequest(f"call {call_id!r}: there are several graphs, say which; {what_exists('', self.plans)}")
+                raise InvalidRequest(
+                    f"call {call_id!r}: there are several graphs, say which; {what_exists('', self.plans)}"
+                )
             return next(iter(self.plans.values()))
         _match(f"call {call_id!r}: no graph", [graph], self.plans, InvalidRequest)
         return self.plans[graph]

@@ -31,7 +31,7 @@ from vllm_omni.flow.frame import (
 from vllm_omni.flow.identity import above, find_root
 from vllm_omni.flow.link import Link
 from vllm_omni.flow.order import PathOrder
-from vllm_omni.flow.outbound import Outbound
+from vllm_omni.flow.outbound import Outbound, send_count
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan, Route
 
 
@@ -43,7 +43,9 @@ class Activation:
     node: str
     interface: str
     activation_id: int
-    inputs: Mapping[str, AsyncIterator[Chunk]]  # of the group that fired: field -> chunks, behind the transfer functions
+    inputs: Mapping[
+        str, AsyncIterator[Chunk]
+    ]  # of the group that fired: field -> chunks, behind the transfer functions
     wanted: frozenset[str]  # output fields that somebody needs in this call; others may be emitted and go nowhere
     context: Any  # as passed to GraphRuntime.open
     session: str | None = None  # likewise
@@ -248,7 +250,7 @@ class NodeController:
         if plan.choice_root is not None and group.loop is None and not plan.first_wins:
             own = self._insert_choice(call, group, own)
         if plan.loops:
-            own = Lineage(own.path, own.roots, own.turns + plan.loops)
+            own = Lineage(own.path, own.roots, plan.loops + own.turns)  # the turns of this loop come first
         run = _Run(activation_id, own, bucket)
         if plan.first_wins and group.loop is None:
             choice = call.choices.setdefault(own.path, _Choice())
@@ -287,7 +289,8 @@ class NodeController:
         if lineage.path in call.counted:
             return
         call.counted.add(lineage.path)
-        self._outbound(call, 0, lineage).pass_count(lineage, count)
+        edges = call.scope.route.outlets[self.name].edges
+        send_count(edges, self._link, call.scope.call_id, lineage, count)
         if call.plan.scheduling is Scheduling.SESSION:
             self._take_turns(call, call.order.set_count(lineage.path, count, lineage.turns))
 
@@ -297,7 +300,9 @@ class NodeController:
             key = (edge.slot, frame.origin)
             window = call.windows.get(key)
             if window is None:
-                window = call.windows[key] = ReceiveWindow(functools.partial(self._grant, frame.call_id, edge, frame.origin))
+                window = call.windows[key] = ReceiveWindow(
+                    functools.partial(self._grant, frame.call_id, edge, frame.origin)
+                )
             if not run.bucket.slots[edge.slot].order.done:  # no duplicate
                 window.num_received += 1
                 run.num_frames.append(window)

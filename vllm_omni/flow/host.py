@@ -7,20 +7,18 @@ that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni import errors
-from vllm_omni.errors import GraphError, RemoteError
+from vllm_omni.errors import GraphError
 from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.controller import CallScope, Node, NodeController
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
-from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Failed, Link, Open
+from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Link, Open
 from vllm_omni.flow.plan import Route, StaticPlan
 
 logger = logging.getLogger(__name__)
@@ -66,18 +64,6 @@ def cancellation(node: str) -> Activity:
     return Activity(node, activation_id=-1)
 
 
-def error_of(failed: Failed) -> Exception:
-    """The failure as the entry raises it: ours as they were, others as ``RemoteError``."""
-    cls = getattr(errors, failed.error_type, None)
-    error: Exception = RemoteError(failed.error_type, failed.message)
-    if isinstance(cls, type) and issubclass(cls, errors.OmniError):
-        with contextlib.suppress(TypeError):  # one that is made of more than its message
-            error = cls(failed.message)
-    for note in failed.notes:
-        error.add_note(note)
-    return error
-
-
 class _RemoteTracker:
     """Tells the entry what is in flight in this process."""
 
@@ -106,7 +92,9 @@ class _RemoteTracker:
 class _Node:
     controller: NodeController
     trackers: dict[str, _RemoteTracker] = field(default_factory=dict)  # by open call
-    early: OrderedDict[str, deque[Frame | SlotEos | Credit]] = field(default_factory=OrderedDict)  # by call not opened yet
+    early: OrderedDict[str, deque[Frame | SlotEos | Credit]] = field(
+        default_factory=OrderedDict
+    )  # by call not opened yet
     over: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed lately
 
 

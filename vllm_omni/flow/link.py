@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from vllm_omni.errors import LinkError
-from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
+from vllm_omni import errors
+from vllm_omni.errors import LinkError, RemoteError
+from vllm_omni.flow.frame import Credit, EndReason, Frame, SlotEos
 
 if TYPE_CHECKING:
     import zmq
@@ -71,18 +72,30 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     activation_id: int
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the entry: a node failed a call. What a report frame carries, as far as it can be told to another process."""
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An exception, as far as it can be told to another process: the payload of a frame with reason ERROR."""
 
-    call_id: str
-    target: str
-    node: str
     error_type: str
     message: str
     notes: list[str]
 
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        return cls(type(error).__name__, str(error), list(getattr(error, "__notes__", ())))
 
-Message: TypeAlias = Frame | SlotEos | Credit | Open | Cancel | Cancelled | Close | Began | Ended | Failed
+    def to_error(self) -> Exception:
+        """Ours as they were, others as ``RemoteError``."""
+        cls = getattr(errors, self.error_type, None)
+        error: Exception = RemoteError(self.error_type, self.message)
+        if isinstance(cls, type) and issubclass(cls, errors.OmniError):
+            with contextlib.suppress(TypeError):  # one that is made of more than its message
+                error = cls(self.message)
+        for note in self.notes:
+            error.add_note(note)
+        return error
+
+
+Message: TypeAlias = Frame | SlotEos | Credit | Open | Cancel | Cancelled | Close | Began | Ended
 Receiver: TypeAlias = Callable[[Any], None]
 """Takes every ``Message`` that is for its target."""
 
@@ -163,9 +176,7 @@ class ZmqLink:
             receive(message)
             return
         if isinstance(message, Frame) and isinstance(message.payload, BaseException):
-            error = message.payload
-            notes = list(getattr(error, "__notes__", ()))
-            message = Failed(message.call_id, message.target, message.source, type(error).__name__, str(error), notes)
+            message = msgspec.structs.replace(message, payload=Fault.of(message.payload))
         try:
             data = self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError) as exc:
@@ -207,6 +218,8 @@ class ZmqLink:
             except msgspec.MsgspecError as exc:
                 logger.warning("dropped a message of %d bytes that is none of ours: %s", len(data), exc)
                 continue
+            if isinstance(message, Frame) and message.reason in (EndReason.ERROR, EndReason.CANCEL) and message.payload:
+                message = msgspec.structs.replace(message, payload=msgspec.convert(message.payload, Fault).to_error())
             receive = self._receivers.get(message.target)
             if receive is None:
                 logger.warning("dropped a message for %r, which does not live here", message.target)

@@ -3,7 +3,7 @@
 From: Omni-Flow section 3.4, outbound dispatch: ARRIVED, SLOT_EOS, UNREACHABLE.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_omni.errors import GraphError
@@ -22,7 +22,18 @@ class Outbound:
         lineage: of the activation.
     """
 
-    __slots__ = ("_call_id", "_id", "_lineage", "_link", "_num_yields", "_outlets", "_plan", "_whole", "limits", "next_seq")
+    __slots__ = (
+        "_call_id",
+        "_id",
+        "_lineage",
+        "_link",
+        "_num_yields",
+        "_outlets",
+        "_plan",
+        "_whole",
+        "limits",
+        "next_seq",
+    )
 
     def __init__(self, plan: NodePlan, outlets: Outlets, link: Link, call_id: str, own_id: int, lineage: Lineage):
         self._plan = plan
@@ -64,7 +75,9 @@ class Outbound:
                     self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
             if name in self._outlets.per_frame:
                 if name in frames:
-                    raise GraphError(f"node {self._plan.name!r} yielded field {name!r} twice at once; yield each by itself")
+                    raise GraphError(
+                        f"node {self._plan.name!r} yielded field {name!r} twice at once; yield each by itself"
+                    )
                 frames[name] = emission
         if frames:
             self._send_yield(frames)
@@ -80,21 +93,8 @@ class Outbound:
         if self._outlets.per_frame:
             if reason is not EndReason.EMPTY:  # as if it were one yield more, so that the reason gets there
                 self._send_yield({}, reason, error)
-            self.pass_count(self._lineage, self._num_yields, per_frame_only=True)
-
-    def pass_count(self, lineage: Lineage, count: int, *, per_frame_only: bool = False) -> None:
-        """Say how many yields there were at a path: own ones, or what came from above."""
-        fields = [self._outlets.per_frame] if per_frame_only else [self._outlets.per_frame, self._outlets.whole]
-        for edges in fields:
-            for edge in (edge for each in edges.values() for edge in each):
-                bucket = bucket_for(edge, lineage)
-                if edge.is_back and bucket == NO_BUCKET:
-                    continue  # what is above a loop is known to its header
-                self._link.send(
-                    SlotEos(
-                        self._call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count
-                    )
-                )
+            edges = (edge for each in self._outlets.per_frame.values() for edge in each)
+            send_count(edges, self._link, self._call_id, self._lineage, self._num_yields)
 
     def _check(self, emission: Emission) -> None:
         name = emission.field
@@ -152,4 +152,15 @@ class Outbound:
                 self._id,
                 lineage,
             )
+        )
+
+
+def send_count(edges: Iterable[Edge], link: Link, call_id: str, lineage: Lineage, count: int) -> None:
+    """Say how many yields there were at a path: own ones, or what came from above."""
+    for edge in edges:
+        bucket = bucket_for(edge, lineage)
+        if edge.is_back and bucket == NO_BUCKET:
+            continue  # what is above a loop is known to its header
+        link.send(
+            SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count)
         )

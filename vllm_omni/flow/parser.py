@@ -24,19 +24,16 @@ class _Group:
     root_per_frame: bool = False
 
 
-@dataclass
 class _Node:
     """A node, while it is being planned."""
 
-    call: NodeCall
-    sources: list[tuple[str, FieldRef]]  # of all calls, in their order
-    groups: list[_Group]
-    choice_root: str | None = None
-    choice_per_frame: bool = False
-
-    @property
-    def declared(self) -> Interface:
-        return self.call._interface
+    def __init__(self, call: NodeCall):
+        self.role = call._role
+        self.declared: Interface = call._interface
+        self.sources: list[tuple[str, FieldRef]] = []  # of all calls, in their order
+        self.groups: list[_Group] = []
+        self.choice_root: str | None = None
+        self.choice_per_frame = False
 
     @property
     def choices(self) -> list[_Group]:
@@ -63,13 +60,15 @@ class GraphParser:
             raise GraphError(f"graph {graph.name!r} has no output; end it with graph.output(name=node.field)")
         self._nodes = {}
         for call in graph._calls:
-            node = self._nodes.setdefault(call._name, _Node(call, [], []))
+            node = self._nodes.setdefault(call._name, _Node(call))
             node.sources += call._sources.items()
         for name, source in graph._outputs.items():
             self._check_output(name, source)
         for name, node in self._nodes.items():
             self._check_sources(name, node)
-        topology = Topology({name: [ref.node for _, ref in node.sources] for name, node in self._nodes.items()})
+        feeds = {name: [ref.node for _, ref in node.sources] for name, node in self._nodes.items()}
+        counting = [name for name, node in self._nodes.items() if node.declared.activate_by_count]
+        topology = Topology(feeds, counting)
         for cycle in topology.cycles:
             self._check_cycle(cycle)
         order = topology.order()
@@ -119,12 +118,16 @@ class GraphParser:
         fields = [f"{made._name}.{each}" for made in self._graph._calls for each in made._interface.outputs]
         known = what_exists(field, [*self._graph._placeholders, *dict.fromkeys(fields)])
         can_never = f", so that its group {list(group)} can never fill" if len(group) > 1 else ""
-        return f"node {name!r}: input {field!r} is not connected{can_never}; pass {field}=<a source> to the call; {known}"
+        return (
+            f"node {name!r}: input {field!r} is not connected{can_never}; pass {field}=<a source> to the call; {known}"
+        )
 
     def _check_cycle(self, cycle: Cycle) -> None:
         loop = " -> ".join([*sorted(cycle.nodes), sorted(cycle.nodes)[0]])
         if not cycle.headers:
-            raise GraphError(f"nothing outside of the loop {loop} feeds it, so that it can never start; connect a placeholder")
+            raise GraphError(
+                f"nothing outside of the loop {loop} feeds it, so that it can never start; connect a placeholder"
+            )
         if len(cycle.headers) > 1:
             entries = ", ".join(
                 f"{field!r} of {name!r} by {ref}"
@@ -137,7 +140,10 @@ class GraphParser:
                 "by the loop itself; let one node of the loop take all of it from outside and pass it on"
             )
         leaves = any(ref.node in cycle.nodes for ref in self._graph._outputs.values()) or any(
-            ref.node in cycle.nodes for name, node in self._nodes.items() if name not in cycle.nodes for _, ref in node.sources
+            ref.node in cycle.nodes
+            for name, node in self._nodes.items()
+            if name not in cycle.nodes
+            for _, ref in node.sources
         )
         if not leaves:
             raise GraphError(
@@ -192,9 +198,7 @@ class GraphParser:
     def _edge(self, name: str, field: str, ref: FieldRef) -> Edge:
         return Edge(ref.node, ref.field, name, field, ref.transfer)
 
-    def _find_roots(
-        self, name: str, node: _Node, topology: Topology, chains: Mapping[str, Sequence[str]]
-    ) -> None:
+    def _find_roots(self, name: str, node: _Node, topology: Topology, chains: Mapping[str, Sequence[str]]) -> None:
         choices = node.choices
         if len(choices) > 1:
             edges = [edge for group in choices for edge in group.edges]
@@ -264,13 +268,13 @@ class GraphParser:
             if node.declared.scheduling is Scheduling.SESSION and node.choice_root is not None:
                 self._check_ordered(name, node, forks)
 
-    def _check_pairing(
-        self, name: str, node: _Node, group: _Group, below: Mapping[Edge, Iterable[str]]
-    ) -> None:
+    def _check_pairing(self, name: str, node: _Node, group: _Group, below: Mapping[Edge, Iterable[str]]) -> None:
         paired = [
             edge
             for edge, forks in below.items()
-            if forks and edge.target_field in node.declared.inputs and not node.declared.inputs[edge.target_field].streamed
+            if forks
+            and edge.target_field in node.declared.inputs
+            and not node.declared.inputs[edge.target_field].streamed
         ]
         if len({edge.target_field for edge in paired}) > 1:
             comes = ", ".join(f"{e.target_field!r} for each frame of {_names(sorted(below[e]))}" for e in paired)
@@ -307,7 +311,9 @@ class GraphParser:
         for group in node.choices:
             below = forks[name] - base
             if below and not node.declared.first_wins:
-                fields = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)
+                fields = ", ".join(
+                    f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges
+                )
                 raise GraphError(
                     f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fields}, where "
                     f"{_names(sorted(below))} makes several of one and what is above all of them ({root}) does not; let one "
@@ -360,7 +366,7 @@ class GraphParser:
         declared = node.declared
         return NodePlan(
             name=name,
-            role=node.call._role,
+            role=node.role,
             interface=declared.name,
             slots=tuple(slots),
             groups=tuple(groups),
@@ -372,7 +378,7 @@ class GraphParser:
             choice_per_frame=node.choice_per_frame,
             is_root=name in roots,
             tolerates=tolerates,
-            parameters=tuple(one.name for one in self._graph._roles[node.call._role]._parameters),
+            parameters=tuple(one.name for one in self._graph._roles[node.role]._parameters),
         )
 
     def _check_all_used(self, plan: StaticPlan) -> None:

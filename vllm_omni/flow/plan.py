@@ -1,6 +1,6 @@
 """The compiled graph: frozen tables, so that the runtime only looks things up. From: Omni-Flow section 3.3."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -96,6 +96,7 @@ class Outlets:
 
     whole: Mapping[str, tuple[Edge, ...]]  # field -> edges that carry it as a stream
     per_frame: Mapping[str, tuple[Edge, ...]]
+    edges: tuple[Edge, ...]  # all of them
     fields: frozenset[str]
     readers: Mapping[str, tuple[Reader, ...]]  # field, or PER_FRAME -> who gives credit
 
@@ -148,7 +149,7 @@ class StaticPlan:
         )
 
 
-def _make_outlets(edges: Iterable[Edge]) -> Outlets:
+def _make_outlets(edges: Sequence[Edge]) -> Outlets:
     whole: dict[str, tuple[Edge, ...]] = {}
     per_frame: dict[str, tuple[Edge, ...]] = {}
     readers: dict[str, tuple[Reader, ...]] = {}
@@ -157,4 +158,4 @@ def _make_outlets(edges: Iterable[Edge]) -> Outlets:
         fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
         key = PER_FRAME if edge.per_frame else edge.source_field
         readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
-    return Outlets(whole, per_frame, frozenset(whole) | frozenset(per_frame), readers)
+    return Outlets(whole, per_frame, tuple(edges), frozenset(whole) | frozenset(per_frame), readers)

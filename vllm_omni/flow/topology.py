@@ -22,11 +22,13 @@ class Cycle:
 class Topology:
     """Args:
     feeds: node -> the nodes (or ENTRY) that feed it.
+    gathering: nodes that gather all of a call: nothing above them but ENTRY is above what is below them.
 
     ``forward`` is the same without the edges that lead back to the header of a cycle.
     """
 
-    def __init__(self, feeds: Mapping[str, Iterable[str]]):
+    def __init__(self, feeds: Mapping[str, Iterable[str]], gathering: Iterable[str] = ()):
+        self._gathering = frozenset(gathering)
         self._feeds = {name: tuple(dict.fromkeys(sources)) for name, sources in feeds.items()}
         self.cycles = self._find_cycles()
         self._cycle_of = {name: cycle for cycle in self.cycles for name in cycle.nodes}
@@ -60,7 +62,8 @@ class Topology:
         """Node -> all nodes that every way from ENTRY to it goes through, itself last, each above the next."""
         chains: dict[str, Sequence[str]] = {ENTRY: [ENTRY]}
         for name in self.order():
-            chains[name] = [*common_prefix([chains[source] for source in self.forward[name]]), name]
+            above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
+            chains[name] = [*common_prefix(above), name]
         return chains
 
     def reaches(self, source: str) -> frozenset[str]:

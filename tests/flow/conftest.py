@@ -1,0 +1,45 @@
+"""One suite, several links: a test that asks for ``make_runtime`` runs within the process and over sockets."""
+
+import asyncio
+import random
+
+import pytest
+
+from tests.flow.builders import ShufflingLink, spin
+from vllm_omni.flow import ENTRY, FlowStatistics, Graph, GraphParser, GraphRuntime, InProcessLink, parse_graphs
+from vllm_omni.flow.host import Remote, RoleHost
+from vllm_omni.flow.link import ZmqLink
+
+
+@pytest.fixture(params=["in_process", "shuffled", "zmq"])
+async def make_runtime(request, tmp_path):
+    """``make_runtime(graph_or_graphs, nodes)``; behind the test nothing may be left."""
+    runtimes, hosts, links = [], [], []
+
+    def make(graphs, nodes):
+        plans = [GraphParser(graphs).parse()] if isinstance(graphs, Graph) else list(parse_graphs(graphs).values())
+        if request.param != "zmq" or any(plan.parameters for plan in plans):
+            link = ShufflingLink(random.Random(1)) if request.param == "shuffled" else InProcessLink()
+            runtimes.append(GraphRuntime(plans, nodes, link=link))
+            return runtimes[-1]
+        names = {name: node.role for plan in plans for name, node in plan.nodes.items()}
+        addresses = {ENTRY: f"ipc://{tmp_path}/entry"}
+        addresses |= {name: f"ipc://{tmp_path}/{role}" for name, role in names.items()}
+        entry = ZmqLink(addresses[ENTRY], addresses)
+        links.append(entry)
+        for role in nodes:
+            links.append(ZmqLink(f"ipc://{tmp_path}/{role}", addresses))
+            hosts.append(RoleHost(plans, {role: nodes[role]}, links[-1]))
+        runtimes.append(GraphRuntime(plans, {role: Remote() for role in nodes}, link=entry))
+        return runtimes[-1]
+
+    yield make
+    await spin()
+    for runtime in runtimes:
+        assert runtime.statistics() == FlowStatistics(0, 0, 0, 0)
+    while any(host.num_open_calls for host in hosts):  # noqa: ASYNC110 - messages are under way on sockets
+        await asyncio.sleep(0.001)
+    await spin()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    for link in links:
+        link.close()

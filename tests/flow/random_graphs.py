@@ -1,0 +1,568 @@
+"""Random graphs for property tests, with nodes that always do the same for the same inputs.
+
+A payload names the node, field and yield that made it and ends in a digest of all that was read for it, so that a wrong
+join shows wherever it leads to. What ``reference.py`` computes from ``Behaviour`` is what ``RandomNode`` does at work.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tests.flow import reference
+from tests.flow.reference import Inputs, NodeFails, Outcome, Path, Result, Yield
+from vllm_omni.flow.dsl import Field, FieldRef, Graph, Interface, Role, Scheduling, interface
+from vllm_omni.flow.frame import Chunk, Emission
+
+TEXT = "text"
+NEVER = 10**6  # frames that a count node waits for as long as nobody knows how many there are
+MAX_RUNS = 40  # activations of a case
+NUM_YIELDS = (1, 1, 1, 2, 2, 2, 3, 0)  # the last one of a sparse behaviour only
+
+
+class NodeBroke(Exception):
+    """What a failing node raises."""
+
+
+class _Dice:
+    """Small numbers out of a digest."""
+
+    def __init__(self, *seed: Any):
+        self.number = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=16).digest())
+
+    def below(self, sides: int) -> int:
+        self.number, rest = divmod(self.number, sides)
+        return rest
+
+
+@dataclass
+class Behaviour:
+    """What a node yields for what it reads; the same for equal inputs."""
+
+    seed: int
+    name: str  # of the role
+    streamed: tuple[str, ...]
+    single: tuple[str, ...]  # output fields that are not streamed
+    forwards: bool  # yields while it reads
+    sparse: bool  # often yields nothing, or not all fields
+    fails: bool = False  # now and then
+    loop: frozenset[str] = frozenset()  # roles in the same loop
+    is_header: bool = False
+    back: set[str] = field(default_factory=set)  # output fields that lead to the next turn
+    max_turns: int = 0
+
+    def __call__(self, path: Path, group: int, inputs: Inputs) -> list[Yield]:
+        main, head = self.split(inputs)
+        yields: list[Yield] = []
+        for number, payload in enumerate(main):
+            yields += self.on_chunk(head, number, payload, len(yields))
+        end, fails = self.at_end(inputs, len(yields))
+        if fails:
+            raise NodeFails(yields + end)
+        return yields + end
+
+    def main_field(self, fields: Collection[str]) -> str | None:
+        """What is forwarded, piece by piece, when all the rest has been read."""
+        return min(fields) if self.forwards else None
+
+    def split(self, inputs: Inputs) -> tuple[list[Any], Inputs]:
+        main = self.main_field(inputs)
+        head = {name: inputs[name] for name in sorted(inputs) if name != main}
+        return (inputs[main] if main is not None else []), head
+
+    def on_chunk(self, head: Inputs, number: int, payload: Any, num_yields: int) -> list[Yield]:
+        dice = _Dice(self.seed, self.name, head, number, payload)
+        turn = self.turn_of([payload, *(one for some in head.values() for one in some)])
+        return self.make_yields(dice, (1, 1, 2, 0)[dice.below(3 + self.sparse)], turn, num_yields)
+
+    def at_end(self, inputs: Inputs, num_yields: int) -> tuple[list[Yield], bool]:
+        """The last yields, and whether it raises then."""
+        dice = _Dice(self.seed, self.name, sorted(inputs.items()))
+        turn = self.turn_of([one for some in inputs.values() for one in some])
+        fails = self.fails and not dice.below(3)
+        count = dice.below(2) if self.forwards else NUM_YIELDS[dice.below(7 + self.sparse)]
+        yields = self.make_yields(dice, count, turn, num_yields)
+        for name in self.single:
+            if self.has_field(dice) and (name not in self.back or turn < self.max_turns):
+                place = dice.below(len(yields) + 1)
+                if place == len(yields):
+                    yields.append([])
+                yields[place].append((name, self.payload(name, num_yields + place, turn, dice)))
+        return (yields[: dice.below(len(yields) + 1)] if fails else yields), fails
+
+    def make_yields(self, dice: _Dice, count: int, turn: int, start: int) -> list[Yield]:
+        fields = [name for name in self.streamed if name not in self.back or turn < self.max_turns]
+        yields = []
+        for number in range(start, start + count):
+            chosen = [name for name in fields if self.has_field(dice)]
+            if dice.below(2):
+                chosen.reverse()
+            if chosen:
+                yields.append([(name, self.payload(name, number, turn, dice)) for name in chosen])
+        return yields
+
+    def has_field(self, dice: _Dice) -> bool:
+        return dice.below(6 if self.sparse else 24) > 0
+
+    def payload(self, name: str, number: int, turn: int, dice: _Dice) -> str:
+        return f"{self.name}.{name}{number}{f'@{turn}' if self.loop else ''}#{dice.number & 0xFFFFFF:06x}"
+
+    def turn_of(self, payloads: Sequence[Any]) -> int:
+        """The turn of its loop, as told by what was made in it."""
+        turns = [
+            int(payload.split("@")[1].split("#")[0])
+            for payload in (payloads if self.loop else ())
+            if isinstance(payload, str) and payload.split(".")[0] in self.loop
+        ]
+        return max(turns, default=-1) + self.is_header
+
+
+class Activated(Protocol):
+    """What a node needs of ``vllm_omni.flow.Activation``."""
+
+    @property
+    def inputs(self) -> Mapping[str, AsyncIterator[Chunk]]: ...
+
+
+class RandomNode:
+    """A behaviour at work: it reads and yields in steps of random length, and remembers what it has read."""
+
+    def __init__(self, behaviour: Behaviour, rng: random.Random):
+        self._behaviour = behaviour
+        self._rng = rng
+        self.seen: list[Inputs] = []  # of the activations that have read everything, in this order
+        self.num_running = 0
+        self.most_running = 0
+
+    async def forward(self, activation: Activated) -> AsyncIterator[Emission | list[Emission]]:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            async for one in self._forward(activation.inputs):
+                yield one
+        finally:
+            self.num_running -= 1
+
+    async def _forward(self, streams: Mapping[str, AsyncIterator[Chunk]]) -> AsyncIterator[Emission | list[Emission]]:
+        behaviour, rng = self._behaviour, self._rng
+        main = behaviour.main_field(streams)
+        others = sorted(name for name in streams if name != main)
+        inputs: Inputs = {name: [] for name in sorted(streams)}
+        await self._read(streams, others, inputs)
+        num_yields = 0
+        if main is not None:
+            head = {name: inputs[name] for name in others}
+            async for chunk in streams[main]:
+                inputs[main].append(chunk.payload)
+                for one in behaviour.on_chunk(head, len(inputs[main]) - 1, chunk.payload, num_yields):
+                    await self._pause()
+                    yield self._emissions(one, ())
+                    num_yields += 1
+        self.seen.append(inputs)
+        end, fails = behaviour.at_end(inputs, num_yields)
+        for number, one in enumerate(end):
+            await self._pause()
+            to_come = {name for later in end[number + 1 :] for name, _ in later}
+            ended = [name for name, _ in one if not fails and name not in to_come and rng.random() < 0.5]
+            yield self._emissions(one, ended)
+        await self._pause()
+        if fails:
+            raise NodeBroke(behaviour.name)
+
+    async def _read(self, streams: Mapping[str, AsyncIterator[Chunk]], names: list[str], inputs: Inputs) -> None:
+        """All of these fields: the one after the other, or in turn."""
+        names = self._rng.sample(names, len(names))
+        if self._rng.random() < 0.5:
+            for name in names:
+                async for chunk in streams[name]:
+                    inputs[name].append(chunk.payload)
+            return
+        while names:
+            for name in list(names):
+                try:
+                    inputs[name].append((await anext(streams[name])).payload)
+                except StopAsyncIteration:
+                    names.remove(name)
+
+    def _emissions(self, one: Yield, ended: Collection[str]) -> Emission | list[Emission]:
+        made = [Emission(name, payload, name in ended) for name, payload in one]
+        return made[0] if len(made) == 1 and self._rng.random() < 0.5 else made
+
+    async def _pause(self) -> None:
+        for _ in range(self._rng.choice((0, 0, 1, 2, 5))):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Case:
+    """A graph, what a call of it passes in and asks for, and what comes out."""
+
+    graph: Graph
+    behaviours: dict[str, Behaviour]  # node -> what it does
+    inputs: dict[str, Any]
+    outputs: frozenset[str]
+    features: Counter[str]
+    expected: Result  # before anybody has won: see ``check``
+
+    def make_nodes(self, rng: random.Random) -> dict[str, RandomNode]:
+        """For ``GraphRuntime``: role -> node."""
+        return {behaviour.name: RandomNode(behaviour, rng) for behaviour in self.behaviours.values()}
+
+    def check(
+        self, nodes: Mapping[str, RandomNode], outputs: Mapping[str, list[Any]], error: BaseException | None
+    ) -> None:
+        """Compare a call that is over with the reference.
+
+        Args:
+            nodes: made by ``make_nodes`` for this call.
+            outputs: the payloads that were read, of outputs without any or not.
+            error: what reading raised.
+        """
+        expected = self.expected
+        if self.features["first_wins"]:
+            expected = self.interpret(_Observed(nodes))
+        if expected.outcome is Outcome.OPEN:
+            assert error is None or isinstance(error, NodeBroke), f"{error!r}\n{self}"
+            return
+        if expected.outcome is Outcome.FAILS:
+            assert isinstance(error, NodeBroke), f"{error!r} instead of NodeBroke\n{self}"
+            return
+        assert error is None, f"{error!r}\n{self}"
+        got = {name: outputs.get(name, []) for name in expected.outputs}
+        assert got == expected.outputs, f"\ngot      {got}\nexpected {expected.outputs}\n{self}"
+        assert set(outputs) <= self.outputs, f"outputs that nobody asked for: {outputs}\n{self}"
+        for name, behaviour in self.behaviours.items():
+            node, runs = nodes[behaviour.name], expected.runs.get(name, [])
+            self._check_seen(name, node, [run.inputs for run in runs])
+
+    def _check_seen(self, name: str, node: RandomNode, expected: list[Inputs]) -> None:
+        """No activation but those expected. Some may be missing: those that no output depended on."""
+        context = f"{name} read\n{node.seen}\ninstead of\n{expected}\n{self}"
+        assert node.num_running == 0, f"{name} is still running\n{self}"
+        if self.graph_interface(name).scheduling is Scheduling.SESSION:
+            assert node.most_running <= 1, f"{name}: two activations at once\n{self}"
+            rest: Iterator[Inputs] = iter(expected)
+            assert all(any(one == other for other in rest) for one in node.seen), context
+        else:
+            seen, due = Counter(map(_key, node.seen)), Counter(map(_key, expected))
+            assert seen <= due, context
+
+    def interpret(self, winners: reference.Winner | None = None) -> Result:
+        return reference.interpret(
+            self.graph, self.behaviours, self.inputs, self.outputs, winners=winners, max_runs=2 * MAX_RUNS
+        )
+
+    def graph_interface(self, name: str) -> Interface:
+        return next(call._interface for call in self.graph._calls if call._name == name)
+
+    def __str__(self) -> str:
+        """The graph as the program that would make it, more or less."""
+        lines = [f"inputs {self.inputs}"]
+        told = set()
+        for call in self.graph._calls:
+            declared = call._interface
+            if call._name not in told:
+                told.add(call._name)
+                some = {name: "streamed" if spec.streamed else "whole" for name, spec in declared.inputs.items()}
+                outs = {name: "streamed" if spec.streamed else "single" for name, spec in declared.outputs.items()}
+                rest = f"{declared.activate_by_count or ''} {'first_wins' if declared.first_wins else ''}"
+                lines.append(
+                    f"{call._name}: {list(map(list, declared.inputs_or))} {some} -> {outs} "
+                    f"{declared.scheduling.value} {rest} max_turns={declared.max_turns}"
+                )
+                lines.append(f"    {self.behaviours[call._name]}")
+            lines.append(f"  {call._name}({', '.join(f'{name}={source}' for name, source in call._sources.items())})")
+        wanted = {name: str(source) for name, source in self.graph._outputs.items()}
+        lines.append(f"outputs {wanted}, asked for {sorted(self.outputs)}")
+        for name, runs in self.expected.runs.items():
+            for run in runs:
+                path = "/".join(f"{step.node}{'*' if step.is_turn else step.index}" for step in run.path)
+                lines.append(f"  {name} at [{path}] reads {run.inputs}")
+                lines.append(f"    yields {run.yields}{' and fails' if run.fails else ''}")
+        return "\n".join(lines)
+
+
+class _Observed:
+    """Which group has won: the one whose inputs the node has read."""
+
+    def __init__(self, nodes: Mapping[str, RandomNode]):
+        self._seen = {name: Counter(map(_key, node.seen)) for name, node in nodes.items()}
+
+    def __call__(self, node: str, base: Path, candidates: dict[int, Inputs]) -> int:
+        seen = self._seen[node.split(".")[0]]
+        for group, inputs in candidates.items():
+            if seen[_key(inputs)]:
+                seen[_key(inputs)] -= 1
+                return group
+        return min(candidates)  # it was not run to its end, so no output depended on it
+
+
+def _key(inputs: Inputs) -> str:
+    return repr(sorted(inputs.items()))
+
+
+def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = True) -> Case:
+    """A random graph that is right by construction, small enough to run in milliseconds.
+
+    ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
+    (forks: one for each yield; turns).
+    """
+    while True:
+        builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
+        try:
+            return builder.build(with_errors and rng.random() < 0.12)
+        except reference.TooLarge:
+            continue
+
+
+@dataclass(frozen=True)
+class _Source:
+    ref: FieldRef
+    role: str  # "" of a placeholder
+
+
+@dataclass
+class _Loop:
+    header: str
+    role: Role
+    back_fields: tuple[str, ...]
+    num_left: int  # nodes of the body to come
+    sources: list[_Source]
+
+
+class _Builder:
+    def __init__(self, rng: random.Random, num_nodes: int):
+        self.rng = rng
+        self.num_nodes = num_nodes
+        self.graph = Graph("random")
+        self.inputs: dict[str, Any] = {"p0": "p0"}
+        self.sources = [_Source(self.graph.placeholder("p0"), "")]
+        self.behaviours: dict[str, Behaviour] = {}
+        self.made: dict[str, dict[str, FieldRef]] = {}  # role -> its outputs
+        self.parents: dict[str, set[str]] = {}  # role -> the roles that feed it forward
+        self.unheard: set[str] = set()  # roles that feed nobody yet
+        self.loop: _Loop | None = None
+        self.features: Counter[str] = Counter()
+        self.counted: list[tuple[str, Interface, dict[str, str]]] = []  # node, -> field -> placeholder of its number
+        self.seed = rng.randrange(1 << 30)
+        self.sparseness = rng.choice((0.0, 0.1, 0.5))
+        self.forking = rng.choice((0.2, 0.6, 0.9))  # how many inputs are declared whole
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def build(self, fails: bool) -> Case:
+        for number in range(self.num_nodes):
+            self.add_node(f"n{number}")
+            if self.loop is not None and number + 1 < self.num_nodes:
+                self.loop.num_left -= 1
+                if self.loop.num_left < 0:
+                    self.close_loop(self.loop)
+        if self.loop is not None:
+            self.close_loop(self.loop)
+        if fails:
+            self.rng.choice(list(self.behaviours.values())).fails = True
+            self.features["fails"] += 1
+        for role in sorted(self.made):
+            if role in self.unheard or self.chance(0.25):
+                self.add_output(role)
+        names = sorted(self.graph._outputs)
+        wanted = names if self.chance(0.7) else self.rng.sample(names, self.rng.randint(1, len(names)))
+        case = Case(
+            self.graph,
+            self.behaviours,
+            self.inputs,
+            frozenset(wanted),
+            self.features,
+            Result(Outcome.DONE, {}, {}, {}),
+        )
+        self.solve(case)
+        return case
+
+    def solve(self, case: Case) -> None:
+        """What comes out; on the way count nodes learn, the first ones first, what they wait for."""
+        for name, declared, numbers in self.counted:
+            totals = case.interpret().totals.get(name, {})
+            before = dict(declared.activate_by_count)
+            for prefix in (True, False):
+                for each in before:
+                    total = totals.get(each, 0)
+                    wanted = total + self.rng.choice((0, 0, 0, 0, -1 if prefix else 0, 1))
+                    if each in numbers:
+                        self.inputs[numbers[each]] = max(wanted, 0)
+                    else:
+                        declared.activate_by_count[each] = max(wanted, 1)
+                try:
+                    case.interpret()
+                    break
+                except reference.Unpredictable:
+                    continue
+        case.expected = case.interpret()
+        runs = [run for some in case.expected.runs.values() for run in some]
+        if len(runs) > MAX_RUNS:
+            raise reference.TooLarge
+        self.features["forks"] += sum(run.index is not None for run in runs)
+        self.features["turns"] += sum(run.num_turns > 0 for run in runs)
+
+    # ---- below: one node ----
+
+    def add_node(self, name: str) -> None:
+        kinds = ["single"] * 5 + ["join"] * 5 + ["slots"] * 2 + ["or"] * 2
+        if self.loop is None:
+            kinds += ["loop"] * 2 if self.num_nodes > 1 else []
+            kinds += [] if self.counted else ["first_wins"]
+            kinds += [] if self.features["first_wins"] else ["count"]
+        kind = "single" if name == "n0" and self.chance(0.8) else self.rng.choice(kinds)
+        self.features[kind] += 1
+        numbers: dict[str, str] = {}
+        counts: dict[str, int | str] = {}
+        back: tuple[str, ...] = ()
+        slots: dict[str, int] = {}
+        if kind in ("or", "first_wins"):
+            groups = self.rng.choice(([["x"], ["y"]], [["x"], ["y", "z"]], [["x", "w"], ["y", "z"]]))
+        elif kind == "count":
+            groups, counts, numbers = self.make_count(name)
+        elif kind == "loop":
+            groups, back = self.rng.choice(
+                (
+                    ([["x"]], ("x",)),
+                    ([["x"], ["b"]], ("b",)),
+                    ([["x", "y"]], ("x", "y")),
+                    ([["x"], ["y"], ["b"]], ("b",)),
+                    ([["x", "y"], ["b", "c"]], ("b", "c")),
+                )
+            )
+        else:
+            groups = [["x"]] if kind == "single" else self.rng.choice(([["x", "y"]], [["x", "y"]], [["x", "y", "z"]]))
+            if kind == "slots":
+                groups = self.rng.choice(([["x"]], [["x", "y"]]))
+                slots = {"x": self.rng.choice((2, 2, 3))}
+        declared = self.declare(groups, counts, kind)
+        role = self.graph.role(type("R", (Role,), {"run": declared}), name)
+        forward = [group for group in groups if kind != "loop" or group == ["x"] or not set(group) <= set(back)]
+        if kind == "loop" and back in (("x",), ("x", "y")):
+            forward = groups
+        made = self.connect(role, forward, slots, numbers)
+        behaviour = self.behaviours[f"{name}.run"] = Behaviour(
+            self.seed,
+            name,
+            tuple(each for each, spec in declared.outputs.items() if spec.streamed),
+            tuple(each for each, spec in declared.outputs.items() if not spec.streamed),
+            forwards=self.chance(0.35),
+            sparse=self.chance(self.sparseness),
+        )
+        outputs = self.made[name] = {each: getattr(made, each) for each in declared.outputs}
+        self.unheard.add(name)
+        own = [_Source(ref, name) for ref in outputs.values()]
+        if counts:
+            self.counted.append((f"{name}.run", declared, numbers))
+        if kind == "loop":
+            self.loop = _Loop(name, role, back, self.rng.choice((0, 1, 1, 2, 3)), [])
+            behaviour.is_header = True
+        if self.loop is not None:
+            self.loop.sources += own
+        else:
+            self.sources += own
+
+    def make_count(self, name: str) -> tuple[list[list[str]], dict[str, int | str], dict[str, str]]:
+        groups, counts = self.rng.choice(
+            (
+                ([["x"]], {"x": NEVER}),
+                ([["x", "y"]], {"x": NEVER, "y": NEVER}),
+                ([["x"], ["y"]], {"x": NEVER, "y": NEVER}),
+                ([["x", "n"]], {"x": "n"}),
+                ([["x"], ["y", "n"]], {"x": NEVER, "y": "n"}),
+            )
+        )
+        numbers = {each: f"{name}_{each}" for each, count in counts.items() if count == "n"}
+        for placeholder in numbers.values():
+            self.inputs[placeholder] = NEVER
+        return groups, dict(counts), numbers
+
+    def declare(self, groups: list[list[str]], counts: dict[str, int | str], kind: str) -> Interface:
+        outputs = {each: Field(TEXT, streamed=self.chance(0.8)) for each in (("a", "b") if self.chance(0.7) else "a")}
+        inputs = {}
+        for each in dict.fromkeys(each for group in groups for each in group):
+            if each == "n":
+                continue
+            if self.chance(self.forking):
+                inputs[each] = Field(TEXT)
+            elif self.chance(0.5):
+                inputs[each] = Field(TEXT, streamed=True)
+        session = self.chance(0.15)
+        self.features["session"] += session
+        return interface(
+            groups,
+            outputs,
+            inputs=inputs,
+            activate_by_count=counts,
+            scheduling=Scheduling.SESSION if session else Scheduling.ROUND_ROBIN,
+            first_wins=kind == "first_wins",
+            max_turns=self.rng.randint(1, 3) if kind == "loop" and self.chance(0.5) else None,
+        )
+
+    def connect(self, role: Role, groups: list[list[str]], slots: dict[str, int], numbers: dict[str, str]) -> Any:
+        """In one call of the interface or in several."""
+        edges: list[dict[str, FieldRef]] = [{}]
+        parents = self.parents[role._name] = set[str]()
+        for group in groups:
+            first: _Source | None = None
+            for each in group:
+                if each == "n":
+                    edges[-1][each] = self.graph.placeholder(next(iter(numbers.values())))
+                    continue
+                for number in range(slots.get(each, 1)):
+                    first = source = self.pick(first)
+                    parents.add(source.role)
+                    self.unheard.discard(source.role)
+                    if number:
+                        edges.append({each: source.ref})
+                    else:
+                        edges[-1][each] = source.ref
+            if self.chance(0.5):
+                edges.append({})
+        calls = [some for some in edges if some]
+        if self.chance(0.3):
+            self.rng.shuffle(calls)
+        return [role.run(**some) for some in calls][-1]  # type: ignore[attr-defined]
+
+    def pick(self, relative: _Source | None = None) -> _Source:
+        """A source of an edge; near another one, for such joins are difficult."""
+        sources = self.sources if self.loop is None else self.loop.sources
+        if relative is not None and self.chance(0.7):
+            family = {relative.role, *self.parents.get(relative.role, ())} - {""}
+            near = [one for one in sources if one.role in family or family & self.parents.get(one.role, set())]
+            if near:
+                return self.rng.choice(near)
+        if self.loop is None and self.behaviours and self.chance(0.04):
+            name = f"p{len(self.inputs)}"
+            self.inputs[name] = name
+            sources.append(_Source(self.graph.placeholder(name), ""))
+            return sources[-1]
+        recent = sources[-5:] if self.chance(0.6) else sources
+        made = [source for source in recent if source.role]
+        return self.rng.choice(made if made and self.chance(0.85) else recent)
+
+    def close_loop(self, loop: _Loop) -> None:
+        self.loop = None
+        chosen = {each: self.rng.choice(loop.sources[-4:]) for each in loop.back_fields}
+        loop.role.run(**{each: source.ref for each, source in chosen.items()})  # type: ignore[attr-defined]
+        max_turns = self.rng.randint(1, 3)
+        roles = frozenset(source.role for source in loop.sources)
+        for role in roles:
+            behaviour = self.behaviours[f"{role}.run"]
+            behaviour.loop, behaviour.max_turns = roles, max_turns
+        for source in chosen.values():
+            self.behaviours[f"{source.role}.run"].back.add(source.ref.field)
+            self.unheard.discard(source.role)
+        self.sources += loop.sources
+        self.add_output(loop.header if self.chance(0.5) else self.rng.choice(list(chosen.values())).role)
+
+    def add_output(self, role: str) -> None:
+        self.unheard.discard(role)
+        name = self.rng.choice(sorted(self.made[role]))
+        if f"{role}_{name}" not in self.graph._outputs:
+            self.graph.output(**{f"{role}_{name}": self.made[role][name]})

@@ -1,0 +1,490 @@
+"""What a graph means, written to be read rather than to be fast: frames meet by where they come from.
+
+Synchronous, node after node. Every activation knows the activation (and the yield of it) below which it stands, and a
+join collects whatever stands below the same one: no ids, no hashes, no order of arrival, no dead activations (below
+what has not run there is nothing to collect). Knows the DSL only, nothing of the parser, the plan or the controllers.
+"""
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from vllm_omni.flow.dsl import FieldRef, Graph, Interface
+from vllm_omni.flow.frame import ENTRY
+
+Inputs: TypeAlias = dict[str, list[Any]]  # input field -> payloads, as they are read
+Yield: TypeAlias = list[tuple[str, Any]]  # output field, payload
+
+
+class Step(NamedTuple):
+    """One fork, alternative or turn on the way to an activation; what is read first compares less."""
+
+    is_turn: bool  # turns come behind the yields
+    index: int  # of the yield, or the alternative; of a turn: the further down the loop, the less
+    node: str  # whose yield, alternative or turn
+
+
+Path: TypeAlias = tuple[Step, ...]
+Behave: TypeAlias = Callable[[Path, int, Inputs], list[Yield]]  # path, declared group (see Run.group), what is read
+Winner: TypeAlias = Callable[[str, Path, dict[int, Inputs]], int]  # node, base, candidates -> one of them
+
+
+class NodeFails(Exception):
+    """Raised by a ``Behave`` for a node that raises after these yields."""
+
+    def __init__(self, yields: list[Yield]):
+        super().__init__()
+        self.yields = yields
+
+
+class TooLarge(Exception):
+    """More activations than allowed."""
+
+
+class Unpredictable(Exception):
+    """What a count node reads depends on the order of arrival."""
+
+
+class Outcome(enum.Enum):
+    DONE = "done"
+    FAILS = "fails"
+    OPEN = "open"  # a node raises, and the call may fail or end without it: nothing is said about outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    source: str
+    source_field: str
+    field: str
+    can_be_each: bool  # from a streamed output into an input declared whole
+
+
+@dataclass(eq=False)
+class Group:
+    node: str
+    index: int  # in the declaration
+    fields: tuple[str, ...]
+    edges: list[Edge]
+    is_back: bool
+    is_alone: bool  # neither first_wins nor activate_by_count ties it to the others
+
+    @property
+    def is_direct(self) -> bool:
+        return len(self.edges) == 1 and not self.is_back and self.is_alone
+
+
+@dataclass(eq=False)
+class Run:
+    """An activation: it stands below ``parent``, at one of its yields or (``index`` None) at all of it."""
+
+    node: str
+    path: Path
+    parent: "Run | None"
+    index: int | None
+    group: int = 0  # as declared; of a count node 0
+    num_turns: int = 0
+    inputs: Inputs = field(default_factory=dict)
+    yields: list[Yield] = field(default_factory=list)
+    indices: list[int | None] = field(default_factory=list)  # of the yields
+    fails: bool = False
+
+    def emitted(self, name: str, index: int | None = None) -> list[Any]:
+        """Payloads of an output field: of one yield index, or all."""
+        chosen = [
+            one for one, number in zip(self.yields, self.indices, strict=True) if index is None or number == index
+        ]
+        return [payload for one in chosen for emitted, payload in one if emitted == name]
+
+    @property
+    def num_indices(self) -> int:
+        return sum(number is not None for number in self.indices)
+
+    def above(self, node: str) -> "tuple[Run, int | None] | None":
+        """The nearest activation of ``node`` below which this one stands (or is), and the yield of it."""
+        run, index = self, None
+        while run.node != node:
+            if run.parent is None:
+                return None
+            run, index = run.parent, run.index
+        return run, index
+
+
+@dataclass
+class Result:
+    outcome: Outcome
+    outputs: dict[str, list[Any]]
+    runs: dict[str, list[Run]]  # node -> its activations in order
+    totals: dict[str, dict[str, int]]  # count node -> counted field -> frames that come in all
+
+
+class Topology:
+    """Edges, groups, loops, roots and per-frame edges of a graph that is taken to be right."""
+
+    def __init__(self, graph: Graph):
+        self.interfaces: dict[str, Interface] = {call._name: call._interface for call in graph._calls}
+        edges: dict[str, list[Edge]] = {name: [] for name in self.interfaces}  # by target
+        for call in graph._calls:
+            edges[call._name] += [_edge(call._interface, name, source) for name, source in call._sources.items()]
+        fed = {name: {edge.source for edge in edges[name]} - {ENTRY} for name in edges}
+        below = {name: _flood(name, _turned(fed)) for name in fed}  # without the node itself, unless it is in a loop
+        self.loops: dict[str, set[str]] = {}  # header -> all nodes of the loop
+        for name in fed:
+            loop = {other for other in below[name] if name in below[other]}
+            if loop and (any(edge.source not in loop for edge in edges[name])):
+                assert loop not in self.loops.values(), f"two headers: {loop}"
+                self.loops[name] = loop
+
+        self.groups: dict[str, list[Group]] = {name: list(self._groups(name, edges[name])) for name in edges}
+        self.forward: dict[str, list[Edge]] = {
+            name: [edge for group in groups if not group.is_back for edge in group.edges]
+            for name, groups in self.groups.items()
+        }
+        forward_fed = {name: {edge.source for edge in some} for name, some in self.forward.items()}
+        for name in self.forward:
+            if self.interfaces[name].activate_by_count:
+                forward_fed[name].add(ENTRY)  # it gathers from everywhere, and stands below the entry
+        self._feeds = _turned(forward_fed)
+        self.order = list(_in_order(forward_fed))
+        reached = {gone: _flood(ENTRY, self._feeds, without=gone) for gone in self.order}
+        self._dominators = {
+            name: {ENTRY, name, *(gone for gone in self.order if name not in reached[gone])} for name in self.order
+        } | {ENTRY: {ENTRY}}
+        self._below = {name: _flood(name, self._feeds) | {name} for name in [*self.order, ENTRY]}
+        self._each: dict[Edge, bool] = {}
+        self.each_fields: dict[str, set[tuple[str, str]]] = defaultdict(set)  # source -> its field, target
+        for name, groups in self.groups.items():
+            for group in groups:
+                for edge in group.edges:
+                    if self.is_each(edge, group):
+                        self.each_fields[edge.source].add((edge.source_field, name))
+        self.below = below
+
+    def _groups(self, name: str, edges: list[Edge]) -> Iterator[Group]:
+        declared = self.interfaces[name]
+        loop = self.loops.get(name, set())
+        is_alone = not declared.first_wins and not declared.activate_by_count
+        for index, fields in enumerate(declared.inputs_or):
+            for is_back in (False, True):
+                own = [edge for edge in edges if edge.field in fields and (edge.source in loop) == is_back]
+                if own:
+                    assert {edge.field for edge in own} == set(fields), f"{name}: group {fields} is connected in part"
+                    yield Group(name, index, fields, own, is_back, is_alone)
+
+    def forward_groups(self, name: str) -> list[Group]:
+        return [group for group in self.groups[name] if not group.is_back]
+
+    def siblings(self, group: Group) -> list[Group]:
+        """The groups that share its root."""
+        return self.forward_groups(group.node) if self.interfaces[group.node].first_wins else [group]
+
+    def root(self, groups: list[Group]) -> str:
+        """The nearest common dominator of all sources."""
+        if groups[0].is_back:
+            return groups[0].node
+        common = set.intersection(*(self._dominators[edge.source] for group in groups for edge in group.edges))
+        return max(common, key=lambda name: len(self._dominators[name]))  # dominators are a chain
+
+    def forks(self, groups: list[Group]) -> bool:
+        """Whether all ways from the root to these groups begin with a per-frame edge."""
+        root = self.root(groups)
+        if root == ENTRY or groups[0].is_back:
+            return False
+        sources = {edge.source for group in groups for edge in group.edges}
+        direct = [edge for group in groups for edge in group.edges if edge.source == root]
+        if not all(edge.can_be_each for edge in direct):
+            return False
+        for name in self._feeds.get(root, ()):
+            if self._below[name] & sources:
+                for group in self.forward_groups(name):
+                    if not all(self.is_each(edge, group) for edge in group.edges if edge.source == root):
+                        return False
+        return True
+
+    def is_each(self, edge: Edge, group: Group) -> bool:
+        if edge not in self._each:
+            self._each[edge] = self._is_each(edge, group)
+        return self._each[edge]
+
+    def _is_each(self, edge: Edge, group: Group) -> bool:
+        if not edge.can_be_each or edge.source == ENTRY or group.is_back:
+            return False
+        if self.interfaces[group.node].activate_by_count:
+            return False
+        siblings = self.siblings(group)
+        return group.is_direct or (edge.source == self.root(siblings) and self.forks(siblings))
+
+
+def interpret(
+    graph: Graph,
+    behave: Mapping[str, Behave],
+    inputs: Mapping[str, Any],
+    outputs: Collection[str] | None = None,
+    *,
+    winners: Winner | None = None,
+    max_runs: int = 10_000,
+) -> Result:
+    """Run a call of a graph.
+
+    Args:
+        behave: node (role.interface) -> what it does, a pure function.
+        outputs: that the call asks for; all by default.
+        winners: which group of a first_wins node fired, told the groups that could have; the first by default.
+        max_runs: activations of all nodes.
+
+    Raises:
+        TooLarge: there are more than ``max_runs`` activations.
+        Unpredictable: a count node does not read all, and what it reads depends on the order of arrival.
+    """
+    return _Interpreter(graph, behave, inputs, outputs, winners, max_runs).run()
+
+
+class _Interpreter:
+    def __init__(
+        self,
+        graph: Graph,
+        behave: Mapping[str, Behave],
+        inputs: Mapping[str, Any],
+        outputs: Collection[str] | None,
+        winners: Winner | None,
+        max_runs: int,
+    ):
+        self.topology = Topology(graph)
+        self.behave = behave
+        self.winners = winners or (lambda node, base, candidates: min(candidates))
+        self.wanted = {name: graph._outputs[name] for name in sorted(outputs or graph._outputs)}
+        self.num_runs_left = max_runs
+        fed = {name: {e.source for g in groups for e in g.edges} for name, groups in self.topology.groups.items()}
+        ends = {source.node for source in self.wanted.values()}
+        self.needed = ends.union(*(_flood(end, fed) for end in ends)) - {ENTRY}
+        self.each_fields = {
+            source: {name for name, target in some if target in self.needed}
+            for source, some in self.topology.each_fields.items()
+        }
+        self.entry = Run(ENTRY, (), None, None, yields=[list(inputs.items())], indices=[None])
+        self.runs: dict[str, list[Run]] = {ENTRY: [self.entry]} | {name: [] for name in self.topology.order}
+        self.visited: set[tuple[Any, ...]] = set()
+        self.totals: dict[str, dict[str, int]] = {}
+
+    def run(self) -> Result:
+        topology = self.topology
+        in_loops = set[str]().union(*topology.loops.values())
+        for name in topology.order:
+            if name not in self.needed or (name in in_loops and name not in topology.loops):
+                continue
+            self.run_node(name)
+            if name in topology.loops:
+                body = [each for each in topology.order if each in topology.loops[name] and each != name]
+                while True:
+                    for each in body:
+                        self.run_node(each)
+                    if not self.take_turns(name):
+                        break
+        for runs in self.runs.values():
+            runs.sort(key=lambda run: run.path)
+        outputs = {
+            name: [payload for run in self.runs[source.node] for payload in run.emitted(source.field)]
+            for name, source in self.wanted.items()
+        }
+        del self.runs[ENTRY]
+        return Result(self.outcome(), outputs, {name: self.runs[name] for name in sorted(self.needed)}, self.totals)
+
+    def run_node(self, name: str) -> None:
+        """All activations that the sources give rise to now, but those of turns."""
+        declared = self.topology.interfaces[name]
+        groups = self.topology.forward_groups(name)
+        if declared.activate_by_count:
+            self.run_count(name, declared, groups)
+        elif declared.first_wins:
+            root, forks = self.topology.root(groups), self.topology.forks(groups)
+            for base, index in self.bases(root, forks, name):
+                read = {group.index: self.collect(group, base, index) for group in groups}
+                candidates = {number: inputs for number, inputs in read.items() if all(inputs.values())}
+                if candidates:
+                    path = _path_below(base, index)
+                    winner = self.winners(name, path, candidates)
+                    assert winner in candidates, f"{name} at {path}: group {winner} has won, but cannot have fired"
+                    self.start(Run(name, path, base, index, winner, inputs=candidates[winner]))
+        else:
+            for group in groups:
+                self.run_group(group, groups)
+
+    def run_group(self, group: Group, groups: list[Group]) -> None:
+        if group.is_direct:
+            root, forks = group.edges[0].source, self.topology.is_each(group.edges[0], group)
+        else:
+            root, forks = self.topology.root([group]), self.topology.forks([group])
+        for base, index in self.bases(root, forks, (group.node, group.index)):
+            inputs = self.collect(group, base, index)
+            if all(inputs.values()):
+                run = Run(group.node, _path_below(base, index), base, index, group.index, inputs=inputs)
+                if len(groups) > 1:
+                    run.path = self.with_alternative(run, groups)
+                self.start(run)
+
+    def bases(self, root: str, forks: bool, who: Any) -> Iterator[tuple[Run, int | None]]:
+        """Where something may be activated, each given once."""
+        for base in list(self.runs[root]):
+            for index in range(base.num_indices) if forks else [None]:
+                if (who, base.path, index) not in self.visited:
+                    self.visited.add((who, base.path, index))
+                    yield base, index
+
+    def collect(self, group: Group, base: Run, index: int | None) -> Inputs:
+        inputs: Inputs = {name: [] for name in group.fields}
+        for edge in group.edges:
+            for run, payloads in self.pieces(edge, group, base, index):
+                assert run.path[: len(base.path)] == base.path
+                inputs[edge.field].extend(payloads)
+        return inputs
+
+    def pieces(self, edge: Edge, group: Group, base: Run, index: int | None) -> Iterator[tuple[Run, list[Any]]]:
+        """What stands below a base on one edge, in the order of paths."""
+        for run in sorted(self.runs[edge.source], key=lambda run: run.path):
+            above = run.above(base.node)
+            if above is None or above[0] is not base:
+                continue
+            if run is base:
+                yield run, run.emitted(edge.source_field, index if self.topology.is_each(edge, group) else None)
+            elif index is None or above[1] == index:
+                yield run, run.emitted(edge.source_field)
+
+    def with_alternative(self, run: Run, groups: list[Group]) -> Path:
+        """Of several groups: below the base that they have in common, the one after the other."""
+        above = run.above(self.topology.root(groups))
+        assert above is not None
+        depth = len(above[0].path) + self.topology.forks(groups)
+        return (*run.path[:depth], Step(False, run.group, run.node), *run.path[depth:])
+
+    def take_turns(self, header: str) -> bool:
+        """Activates the header once more below its last activations, where its back group got what it needs."""
+        max_turns = self.topology.interfaces[header].max_turns
+        rank = -self.topology.order.index(header)
+        groups = [group for group in self.topology.groups[header] if group.is_back]
+        assert len(groups) == 1, f"{header}: a turn by several groups is not defined"
+        again = False
+        for base, _ in self.bases(header, False, (header, "turn")):
+            inputs = self.collect(groups[0], base, None)
+            if all(inputs.values()) and (max_turns is None or base.num_turns < max_turns):
+                path = (*base.path, Step(True, rank, header))
+                self.start(Run(header, path, base, None, groups[0].index, base.num_turns + 1, inputs))
+                again = True
+        return again
+
+    def run_count(self, name: str, declared: Interface, groups: list[Group]) -> None:
+        come: dict[str, list[tuple[Run, list[Any]]]] = {each: [] for group in groups for each in group.fields}
+        for group in groups:
+            for edge in group.edges:
+                pieces = self.pieces(edge, group, self.entry, None)
+                come[edge.field] += [(run, payloads) for run, payloads in pieces if payloads]
+        inputs = {each: [payload for _, payloads in pieces for payload in payloads] for each, pieces in come.items()}
+        self.totals[name] = {each: len(inputs[each]) for each in declared.activate_by_count if each in inputs}
+        for each in inputs:
+            wanted = declared.activate_by_count.get(each, 1)
+            if isinstance(wanted, str):
+                if not inputs[wanted]:
+                    return
+                wanted = int(inputs[wanted][0])
+            if len(inputs[each]) < wanted:
+                return
+            if 0 < wanted < len(inputs[each]) and len(come[each]) > 1:
+                raise Unpredictable(f"{name}.{each} reads {wanted} of {len(inputs[each])}")
+            inputs[each] = inputs[each][:wanted]
+        self.start(Run(name, (), self.entry, None, inputs=inputs))
+
+    def start(self, run: Run) -> None:
+        self.num_runs_left -= 1
+        if self.num_runs_left < 0:
+            raise TooLarge
+        copy = {name: list(payloads) for name, payloads in run.inputs.items()}
+        try:
+            run.yields = self.behave[run.node](run.path, run.group, copy)
+        except NodeFails as exc:
+            run.yields, run.fails = exc.yields, True
+        each, number = self.each_fields.get(run.node, set()), 0
+        for one in run.yields:
+            assert len({name for name, _ in one}) == len(one), f"{run.node}: a field is twice in a yield"
+            if any(name in each for name, _ in one):
+                run.indices.append(number)
+                number += 1
+            else:
+                run.indices.append(None)
+        self.runs[run.node].append(run)
+
+    def outcome(self) -> Outcome:
+        failed = [run for runs in self.runs.values() for run in runs if run.fails]
+        if not failed:
+            return Outcome.DONE
+        surely = any(
+            not self.may_do_without(run.node)
+            and any(self.is_waited_for(run, name) for name in self.topology.interfaces[run.node].outputs)
+            for run in failed
+        )
+        return Outcome.FAILS if surely else Outcome.OPEN
+
+    def may_do_without(self, node: str) -> bool:
+        """Whether somebody further down has something else to go on with."""
+        for name in self.topology.below[node] & self.needed:
+            groups = self.topology.groups[name]
+            if len(groups) > 1 or any(len(group.edges) > len(group.fields) for group in groups):
+                return True
+        return False
+
+    def is_waited_for(self, run: Run, name: str) -> bool:
+        """Whether the call cannot be over before the end of this field of a failed activation is known."""
+        if not self.topology.interfaces[run.node].outputs[name].streamed and run.emitted(name):
+            return False  # that was its end
+        return self.leads_to_output(run.node, name)
+
+    def leads_to_output(self, node: str, name: str) -> bool:
+        """By ways on which nobody can end before all has come."""
+        if any(source.node == node and source.field == name for source in self.wanted.values()):
+            return True
+        return any(
+            self.leads_to_output(target, each)
+            for target in self.needed
+            for group in self.topology.groups[target]
+            if group.is_direct and (group.edges[0].source, group.edges[0].source_field) == (node, name)
+            for each in self.topology.interfaces[target].outputs
+        )
+
+
+def _edge(declared: Interface, name: str, source: FieldRef) -> Edge:
+    assert source.transfer is None, "transfer functions are not interpreted"
+    spec = declared.inputs.get(name)
+    streams = source.spec is not None and source.spec.streamed
+    return Edge(source.node, source.field, name, streams and spec is not None and not spec.streamed)
+
+
+def _path_below(base: Run, index: int | None) -> Path:
+    return base.path if index is None else (*base.path, Step(False, index, base.node))
+
+
+def _turned(sources: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
+    targets: dict[str, set[str]] = defaultdict(set)
+    for target, some in sources.items():
+        for source in some:
+            targets[source].add(target)
+    return dict(targets)
+
+
+def _flood(start: str, neighbours: Mapping[str, Collection[str]], without: str = "") -> set[str]:
+    """All that can be reached; ``start`` only if it is on a cycle."""
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        for name in neighbours.get(todo.pop(), ()):
+            if name not in found and name != without:
+                found.add(name)
+                todo.append(name)
+    return found
+
+
+def _in_order(fed: Mapping[str, Collection[str]]) -> Iterator[str]:
+    """Sources before targets."""
+    done = {ENTRY}
+    while len(done) <= len(fed):
+        name = next(name for name in fed if name not in done and done.issuperset(fed[name]))  # else: a nested loop
+        done.add(name)
+        yield name

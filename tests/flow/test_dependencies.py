@@ -1,0 +1,589 @@
+"""What depends on what: joins, order, counts, choices and loops, each rule by a graph of its own, over every link.
+
+The three problems are those of Omni-Flow section 3, the three cases those of its appendix A.
+"""
+
+import asyncio
+
+import pytest
+
+from tests.flow.builders import FunctionNode, read, read_payloads, spin
+from vllm_omni.errors import CallAborted, GraphError, InvalidRequest
+from vllm_omni.flow import Emission, EndReason, Field, GlobalParameters, Graph, Role, Scheduling, interface
+from vllm_omni.flow.credit import WINDOW
+from vllm_omni.flow.frame import TURN
+
+TEXT = Field("text")
+STREAM = Field("text", streamed=True)
+
+
+class Source(Role):
+    """Yields on two fields, frame by frame."""
+
+    run = interface([["x"]], {"y": STREAM, "z": STREAM, "whole": TEXT})
+
+
+class Each(Role):
+    """One activation for each frame; one result, or a stream of several."""
+
+    run = interface([["x"]], {"y": TEXT}, inputs={"x": TEXT})
+    spread = interface([["x"]], {"y": STREAM}, inputs={"x": TEXT})
+
+
+class All(Role):
+    """One activation for a stream."""
+
+    run = interface([["x"]], {"y": TEXT})
+    spread = interface([["x"]], {"y": STREAM})
+
+
+class Join(Role):
+    run = interface([["a", "b"]], {"y": TEXT})
+    ordered = interface([["a", "b"]], {"y": TEXT}, scheduling=Scheduling.SESSION)
+
+
+class Either(Role):
+    run = interface([["a"], ["b"]], {"y": TEXT})
+    ordered = interface([["a"], ["b"]], {"y": TEXT}, scheduling=Scheduling.SESSION)
+    first = interface([["a"], ["b"]], {"y": TEXT}, first_wins=True)
+
+
+def emit(*yields):
+    """A node that yields what it is told: each is a dict of fields."""
+
+    async def forward(activation):
+        for fields in yields:
+            await asyncio.sleep(0)
+            yield [Emission(name, payload) for name, payload in fields.items()]
+
+    return FunctionNode(forward)
+
+
+async def gather(activation):
+    """field:payloads of all inputs."""
+    parts = []
+    for name, chunks in activation.inputs.items():
+        parts.append(f"{name}:{','.join([str(chunk.payload) async for chunk in chunks])}")
+    return " ".join(parts)
+
+
+def tell(delays=None):
+    """A node that tells what it has read, after as many turns of the loop as ``delays`` says for its path."""
+
+    async def forward(activation):
+        what = await gather(activation)
+        for _ in range((delays or {}).get(activation.path, 0)):
+            await asyncio.sleep(0)
+        yield Emission("y", what)
+
+    return FunctionNode(forward)
+
+
+def pass_on(delay=0, suffix=""):
+    async def forward(activation):
+        (chunks,) = activation.inputs.values()
+        async for chunk in chunks:
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            yield Emission("y", f"{chunk.payload}{suffix}")
+
+    return FunctionNode(forward)
+
+
+def repeat(times):
+    async def forward(activation):
+        async for chunk in activation.inputs["x"]:
+            for number in range(times):
+                yield Emission("y", f"{chunk.payload}.{number}")
+
+    return FunctionNode(forward)
+
+
+def fail_at(payload):
+    async def forward(activation):
+        (chunks,) = activation.inputs.values()
+        async for chunk in chunks:
+            if chunk.payload == payload:
+                raise GraphError(f"cannot read {payload}")
+            yield Emission("y", chunk.payload)
+
+    return FunctionNode(forward)
+
+
+def make_diamond(join="run", left="run", right="run"):
+    """source -> left, right (for each frame) -> join"""
+    graph = Graph("diamond")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    a = getattr(graph.role(Each, "left"), left)(x=source.y)
+    b = getattr(graph.role(Each, "right"), right)(x=source.z)
+    graph.output(y=getattr(graph.role(Join, "join"), join)(a=a.y, b=b.y).y)
+    return graph
+
+
+FRAMES = [{"y": k, "z": k} for k in range(3)]
+
+
+# ---- the three problems ----
+
+
+async def test_problem_1_paths_of_one_frame_meet_however_fast_they_are(make_runtime):
+    nodes = {"source": emit(*FRAMES), "left": pass_on(delay=7), "right": pass_on(), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:0 b:0", "a:1 b:1", "a:2 b:2"]}
+
+
+async def test_problem_2_outputs_come_in_the_order_of_production(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    graph.output(y=graph.role(Each, "each").run(x=source.y).y)
+    nodes = {"source": emit(*FRAMES), "each": tell({(0,): 20, (1,): 10})}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:0", "x:1", "x:2"]}
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 5])
+async def test_problem_3_a_join_waits_for_as_many_paths_as_the_request_has(make_runtime, num_images):
+    class Parser(Role):
+        run = interface([["x"]], {"image": STREAM, "text": TEXT, "num_images": TEXT})
+
+    class Diffusion(Role):
+        run = interface([["text", "image", "num_images"]], {"y": TEXT}, activate_by_count={"image": "num_images"})
+
+    graph = Graph("g")
+    parts = graph.role(Parser, "parser").run(x=graph.placeholder("x"))
+    encoded = graph.role(Each, "encoder").run(x=parts.image)
+    text = graph.role(Each, "embedding").run(x=parts.text)
+    diffusion = graph.role(Diffusion, "diffusion").run(text=text.y, image=encoded.y, num_images=parts.num_images)
+    graph.output(y=diffusion.y)
+    images = [{"image": f"i{k}"} for k in range(num_images)]
+    nodes = {
+        "parser": emit({"text": "t", "num_images": num_images}, *images),
+        "encoder": tell({(0,): 9}),
+        "embedding": pass_on(delay=4),
+        "diffusion": tell(),
+    }
+    runtime = make_runtime(graph, nodes)
+    expected = ",".join(f"x:i{k}" for k in range(num_images))
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": [f"text:t image:{expected} num_images:{num_images}"]}
+
+
+# ---- appendix A ----
+
+
+async def test_case_1_each_frame_of_the_fork_has_a_bucket_of_its_own(make_runtime):
+    nodes = {"source": emit(*FRAMES), "left": tell({(0,): 9}), "right": tell({(2,): 5}), "join": tell()}
+    runtime = make_runtime(make_diamond("ordered"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {
+        "y": ["a:x:0 b:x:0", "a:x:1 b:x:1", "a:x:2 b:x:2"]
+    }
+    assert [one.path for one in nodes["join"].activations] == [(0,), (1,), (2,)]
+
+
+async def test_case_2_frames_of_one_frame_gather_in_one_bucket_in_order(make_runtime):
+    nodes = {"source": emit({"y": "k", "z": "k"}), "left": repeat(3), "right": pass_on(), "join": tell()}
+    runtime = make_runtime(make_diamond(left="spread"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:k.0,k.1,k.2 b:k"]}
+
+
+async def test_case_3_frames_of_frames_gather_in_the_bucket_of_theirs(make_runtime):
+    nodes = {"source": emit(*FRAMES), "left": repeat(3), "right": repeat(2), "join": tell()}
+    runtime = make_runtime(make_diamond("ordered", "spread", "spread"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {
+        "y": [f"a:{k}.0,{k}.1,{k}.2 b:{k}.0,{k}.1" for k in range(3)]
+    }
+
+
+async def test_frames_of_frames_of_frames_gather_in_the_order_of_their_paths(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    spread = graph.role(Each, "spread").spread(x=source.y)
+    deep = graph.role(Each, "deep").run(x=spread.y)
+    graph.output(y=graph.role(Join, "join").run(a=deep.y, b=source.z).y)
+    nodes = {
+        "source": emit({"y": 0}, {"y": 1, "z": "z"}),
+        "spread": repeat(2),
+        "deep": tell({(0, 0): 12, (0, 1): 6, (1, 0): 3}),
+        "join": tell(),
+    }
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0.0,x:0.1,x:1.0,x:1.1 b:z"]}
+
+
+# ---- what is not there ----
+
+
+async def test_join_of_a_frame_without_one_of_its_fields_is_dead_and_the_others_are_not(make_runtime):
+    nodes = {"source": emit({"y": 0, "z": 0}, {"y": 1}, {"y": 2, "z": 2}), "left": tell(), "right": tell(), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0 b:x:0", "a:x:2 b:x:2"]}
+
+
+async def test_output_below_a_dead_join_ends_as_unreachable(make_runtime):
+    nodes = {"source": emit({"y": 0}), "left": tell(), "right": tell(), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert (end.payload, end.last, end.reason) == (None, True, EndReason.UNREACHABLE)
+
+
+async def test_source_that_yields_nothing_ends_everything_below(make_runtime):
+    nodes = {"source": emit(), "left": tell(), "right": tell(), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE
+
+
+async def test_death_passes_through_a_chain(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    first = graph.role(All, "first").run(x=source.whole)
+    graph.output(y=graph.role(Each, "second").run(x=first.y).y)
+    runtime = make_runtime(graph, {"source": emit({"y": 1}), "first": tell(), "second": tell()})
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE
+
+
+async def test_field_of_several_sources_does_without_those_that_are_not_there(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    last = graph.role(All, "last")
+    reply = last.run(x=graph.role(Each, "left").run(x=source.y).y)
+    last.run(x=graph.role(Each, "right").run(x=source.z).y)
+    graph.output(y=reply.y)
+    nodes = {"source": emit({"y": 0}, {"z": 1}, {"y": 2, "z": 2}), "left": tell(), "right": tell(), "last": tell()}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:x:0", "x:x:1", "x:x:2,x:2"]}
+
+
+# ---- groups ----
+
+
+def make_either(interface="run"):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    either = graph.role(Either, "either")
+    reply = getattr(either, interface)(a=graph.role(Each, "left").run(x=source.y).y)
+    getattr(either, interface)(b=graph.role(Each, "right").run(x=source.z).y)
+    graph.output(y=reply.y)
+    return graph
+
+
+async def test_each_group_fires_by_itself_and_outputs_keep_the_order_of_frames(make_runtime):
+    nodes = {"source": emit({"y": 0}, {"z": 1}, {"y": 2, "z": 2}), "left": tell({(0,): 9}), "right": tell(), "either": tell()}
+    runtime = make_runtime(make_either(), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0", "b:x:1", "a:x:2", "b:x:2"]}
+
+
+async def test_session_node_takes_frames_in_order_whichever_group_they_feed(make_runtime):
+    nodes = {
+        "source": emit({"z": 0}, {"y": 1}, {"z": 2}, {"y": 3}),
+        "left": tell(),
+        "right": tell({(0,): 15}),
+        "either": tell(),
+    }
+    runtime = make_runtime(make_either("ordered"), nodes)
+    payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert [payload for payload in payloads if payload] == ["b:x:0", "a:x:1", "b:x:2", "a:x:3"]
+    assert [one.path for one in nodes["either"].activations] == [(0, 1), (1, 0), (2, 1), (3, 0)]
+
+
+async def test_session_node_runs_one_activation_at_a_time(make_runtime):
+    running = most = 0
+
+    async def count(activation):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        yield Emission("y", await gather(activation))
+        await asyncio.sleep(0)
+        running -= 1
+
+    nodes = {"source": emit(*FRAMES), "left": tell(), "right": tell(), "join": FunctionNode(count)}
+    runtime = make_runtime(make_diamond("ordered"), nodes)
+    await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
+    assert most == 1
+
+
+async def test_first_group_wins_for_each_frame(make_runtime):
+    nodes = {
+        "source": emit({"y": 0, "z": 0}, {"y": 1, "z": 1}),
+        "left": tell({(0,): 60}),
+        "right": tell({(1,): 60}),
+        "either": tell(),
+    }
+    runtime = make_runtime(make_either("first"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0", "a:x:1"]}
+
+
+async def test_other_group_is_taken_where_the_first_is_dead(make_runtime):
+    nodes = {"source": emit({"y": 0}, {"z": 1}, {"y": 2}), "left": tell(), "right": tell(), "either": tell()}
+    runtime = make_runtime(make_either("first"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0", "b:x:1", "a:x:2"]}
+
+
+# ---- loops ----
+
+
+class Thinker(Role):
+    think = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM})
+    twice = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM}, max_turns=2)
+
+
+def make_agent(interface="think"):
+    graph = Graph("agent")
+    thinker = graph.role(Thinker, "thinker")
+    thought = getattr(thinker, interface)(question=graph.placeholder("x"))
+    getattr(thinker, interface)(result=graph.role(Each, "tool").run(x=thought.call).y)
+    graph.output(y=thought.y)
+    return graph
+
+
+def think(num_turns, calls=1, delay=0):
+    async def forward(activation):
+        what = await gather(activation)
+        yield Emission("y", f"{activation.turn} {what}")
+        if activation.turn < num_turns:
+            for number in range(calls):
+                yield Emission("call", number)
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        yield Emission("y", ".")
+
+    return FunctionNode(forward)
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 4])
+async def test_loop_runs_until_its_node_does_not_lead_on(make_runtime, num_turns):
+    runtime = make_runtime(make_agent(), {"thinker": think(num_turns, delay=3), "tool": tell()})
+    payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
+    turns = ["0 question:q", *(f"{turn} result:x:0" for turn in range(1, num_turns + 1))]
+    assert payloads[:-1] == [part for turn in turns for part in (turn, ".")]
+
+
+async def test_turn_waits_for_all_that_the_turn_before_set_off(make_runtime):
+    runtime = make_runtime(make_agent(), {"thinker": think(2, calls=3), "tool": tell({(0,): 9})})
+    payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
+    assert [one for one in payloads if one not in (".", None)] == [
+        "0 question:q",
+        "1 result:x:0,x:1,x:2",
+        "2 result:x:0,x:1,x:2",
+    ]
+
+
+async def test_turns_are_bounded_by_what_the_interface_declares(make_runtime):
+    nodes = {"thinker": think(1000), "tool": tell()}
+    runtime = make_runtime(make_agent("twice"), nodes)
+    await read_payloads(runtime.open("c", {"x": "q"}, {"y"}))
+    assert [one.turn for one in nodes["thinker"].activations] == [0, 1, 2]
+    assert [one.path for one in nodes["thinker"].activations] == [(), (TURN,), (TURN, TURN)]
+
+
+async def test_unreachable_is_not_told_around_a_loop_forever(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    thinker = graph.role(Thinker, "thinker")
+    thought = thinker.think(question=source.whole)
+    thinker.think(result=graph.role(Each, "tool").run(x=thought.call).y)
+    graph.output(y=thought.y)
+    runtime = make_runtime(graph, {"source": emit(), "thinker": think(3), "tool": tell()})
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE
+
+
+async def test_loop_for_each_frame_keeps_the_order_of_frames_and_then_of_turns(make_runtime):
+    class ThinkEach(Role):
+        think = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM}, inputs={"question": TEXT})
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    thinker = graph.role(ThinkEach, "thinker")
+    thought = thinker.think(question=source.y)
+    thinker.think(result=graph.role(Each, "tool").run(x=thought.call).y)
+    graph.output(y=thought.y)
+    nodes = {"source": emit(*FRAMES), "thinker": think(1), "tool": tell({(0, 0): 9})}
+    runtime = make_runtime(graph, nodes)
+    payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert [one for one in payloads if one not in (".", None)] == [
+        part for k in range(3) for part in (f"0 question:{k}", "1 result:x:0")
+    ]
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("broken", ["source", "left", "join"])
+async def test_node_that_raises_fails_the_call_where_nobody_can_do_without_it(make_runtime, broken):
+    nodes = {"source": emit(*FRAMES), "left": tell(), "right": tell(), "join": tell()}
+    nodes[broken] = FunctionNode(raise_at_once)
+    runtime = make_runtime(make_diamond(), nodes)
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
+
+
+async def raise_at_once(activation):
+    raise GraphError("broken")
+    yield
+
+
+async def test_node_that_raises_is_done_without_where_a_group_remains(make_runtime):
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": tell(), "either": tell()}
+    runtime = make_runtime(make_either("first"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0"]}
+
+
+async def test_call_fails_if_no_group_remains(make_runtime):
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": FunctionNode(raise_at_once)}
+    runtime = make_runtime(make_either("first"), nodes | {"either": tell()})
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
+
+
+async def test_field_that_was_not_declared_makes_the_rest_unreachable_by_error(make_runtime):
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": emit({"yy": 0}), "right": tell(), "either": tell()}
+    runtime = make_runtime(make_either("first"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0"]}
+
+
+async def test_field_yielded_twice_at_once_is_refused(make_runtime):
+    async def twice(activation):
+        yield [Emission("y", 1), Emission("y", 2)]
+
+    nodes = {"source": FunctionNode(twice), "left": tell(), "right": tell(), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    with pytest.raises(GraphError, match="yielded field 'y' twice at once"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
+
+
+async def test_abort_ends_buckets_that_wait_and_activations_that_run(make_runtime):
+    async def hang(activation):
+        await asyncio.get_running_loop().create_future()
+        yield
+
+    nodes = {"source": emit(*FRAMES), "left": tell(), "right": FunctionNode(hang), "join": tell()}
+    runtime = make_runtime(make_diamond("ordered"), nodes)
+    call = runtime.open("c", {"x": 0}, {"y"})
+    await spin(50)
+    await call.abort("enough")
+    with pytest.raises(CallAborted):
+        await read_payloads(call)
+
+
+# ---- back-pressure ----
+
+
+async def test_forks_that_nobody_follows_are_held_back(make_runtime, request):
+    gate = asyncio.Event()
+
+    async def wait(activation):
+        await gate.wait()
+        yield Emission("y", await gather(activation))
+
+    nodes = {"source": emit(*({"y": k} for k in range(10 * WINDOW))), "each": FunctionNode(wait)}
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    graph.output(y=graph.role(Each, "each").run(x=source.y).y)
+    runtime = make_runtime(graph, nodes)
+    call = runtime.open("c", {"x": 0}, {"y"})
+    while len(nodes["each"].activations) < WINDOW:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await spin(100)
+    assert len(nodes["each"].activations) == WINDOW
+    gate.set()
+    assert len([one for one in (await read_payloads(call))["y"] if one]) == 10 * WINDOW
+
+
+@pytest.mark.parametrize("scheduling", ["run", "ordered"])
+async def test_slow_path_of_a_join_does_not_lock_the_fast_one(make_runtime, scheduling):
+    """Far more frames than a window, of which one path is late for all."""
+    num = 3 * WINDOW
+
+    async def hold(activation):
+        chunks = [chunk.payload async for chunk in activation.inputs["x"]]
+        for payload in chunks:
+            yield Emission("y", payload)
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    late = graph.role(All, "late").spread(x=source.y)
+    graph.output(y=getattr(graph.role(Join, "join"), scheduling)(a=late.y, b=source.z).y)
+    nodes = {"source": emit(*({"y": k, "z": k} for k in range(num))), "late": FunctionNode(hold), "join": tell()}
+    runtime = make_runtime(graph, nodes)
+    numbers = ",".join(map(str, range(num)))
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": [f"a:{numbers} b:{numbers}"]}
+
+
+async def test_session_node_whose_first_activation_is_late_does_not_lock_its_source(make_runtime):
+    nodes = {
+        "source": emit(*({"y": k, "z": k} for k in range(3 * WINDOW))),
+        "left": tell({(0,): 500}),
+        "right": tell(),
+        "join": tell(),
+    }
+    runtime = make_runtime(make_diamond("ordered"), nodes)
+    payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert payloads == [f"a:x:{k} b:x:{k}" for k in range(3 * WINDOW)]
+
+
+# ---- calls, graphs, parameters ----
+
+
+async def test_graph_call_is_over_when_what_completes_it_has_ended(make_runtime):
+    async def hang(activation):
+        await asyncio.get_running_loop().create_future()
+        yield
+
+    graph = Graph("g")
+    x = graph.placeholder("x")
+    graph.output(y=graph.role(All, "quick").run(x=x).y, slow=graph.role(All, "slow").run(x=x).y)
+    graph.graph_call("quickly", ["y", "slow"], until=["y"])
+    nodes = {"quick": tell(), "slow": FunctionNode(hang)}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, entry="quickly")) == {"y": ["x:0"]}
+    while "start" in nodes["slow"].events and "clean" not in nodes["slow"].events:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.001)
+
+
+async def test_unknown_entry_is_told(make_runtime):
+    graph = make_diamond()
+    graph.graph_call("pair", ["y"])
+    runtime = make_runtime(graph, {name: tell() for name in ("source", "left", "right", "join")})
+    with pytest.raises(InvalidRequest, match="no graph call 'pear'; did you mean 'pair'"):
+        runtime.open("c", {"x": 0}, entry="pear")
+    with pytest.raises(InvalidRequest, match="graph call 'pair' says what is asked for"):
+        runtime.open("c", {"x": 0}, {"y"}, entry="pair")
+
+
+async def test_one_node_serves_two_graphs(make_runtime):
+    one, two = Graph("one"), Graph("two")
+    shared = one.role(All, "shared")
+    one.output(y=shared.run(x=one.placeholder("x")).y)
+    two.output(y=two.role_ref(shared).run(x=two.role(All, "before").run(x=two.placeholder("x")).y).y)
+    nodes = {"shared": tell(), "before": tell()}
+    runtime = make_runtime([one, two], nodes)
+    assert await read_payloads(runtime.open("c1", {"x": 0}, {"y"}, graph="one")) == {"y": ["x:0"]}
+    assert await read_payloads(runtime.open("c2", {"x": 0}, {"y"}, graph="two")) == {"y": ["x:x:0"]}
+    assert len(nodes["shared"].activations) == 2
+    with pytest.raises(InvalidRequest, match="there are several graphs, say which; there is: 'one', 'two'"):
+        runtime.open("c3", {"x": 0}, {"y"})
+    with pytest.raises(InvalidRequest, match="no graph 'tow'; did you mean 'two'"):
+        runtime.open("c3", {"x": 0}, {"y"}, graph="tow")
+
+
+async def test_calls_of_a_session_share_its_parameters_until_it_ends(make_runtime):
+    released = []
+    graph = Graph("g")
+    history = GlobalParameters("history", list, released.append)
+    graph.output(y=graph.role(All, "chat", parameters=[history]).run(x=graph.placeholder("x")).y)
+
+    async def remember(activation):
+        activation.parameters["history"].append(await gather(activation))
+        yield Emission("y", list(activation.parameters["history"]))
+
+    runtime = make_runtime(graph, {"chat": FunctionNode(remember)})
+    for expected in (["x:0"], ["x:0", "x:0"]):
+        assert await read_payloads(runtime.open("c", {"x": 0}, {"y"}, session="s")) == {"y": [expected]}
+    assert await read_payloads(runtime.open("c", {"x": 1}, {"y"})) == {"y": [["x:1"]]}
+    assert released == [["x:1"]]
+    runtime.end_session("s")
+    assert released[1:] == [["x:0", "x:0"]]
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"}, session="s")) == {"y": [["x:0"]]}
+    runtime.end_session("s")
