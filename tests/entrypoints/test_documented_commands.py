@@ -145,7 +145,7 @@ def test_commands_of_adding_a_model(checkout: Path) -> None:
 
 def test_benchmarks_tell_what_they_compare() -> None:
     for path in sorted((ROOT / "benchmarks").glob("[a-z]*.py")):
-        assert "Baseline: transformers" in (import_module(f"benchmarks.{path.stem}").__doc__ or "")
+        assert "\nBaseline: " in (import_module(f"benchmarks.{path.stem}").__doc__ or "")
 
 
 def excerpts(document: str) -> list[Block]:

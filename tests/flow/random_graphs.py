@@ -20,6 +20,7 @@ from vllm_omni.flow.frame import Chunk, Emission
 TEXT = "text"
 NEVER = 10**6  # frames that a count node waits for as long as nobody knows how many there are
 MAX_RUNS = 40  # activations of a case
+MAX_FRAMES = 400  # that they read
 NUM_YIELDS = (1, 1, 1, 2, 2, 2, 3, 0)  # the last one of a sparse behaviour only
 
 
@@ -134,6 +135,7 @@ class RandomNode:
         self._behaviour = behaviour
         self._rng = rng
         self.seen: list[Inputs] = []  # of the activations that have read everything, in this order
+        self.paths: list[tuple[int, ...]] = []  # theirs
         self.num_running = 0
         self.most_running = 0
 
@@ -141,12 +143,14 @@ class RandomNode:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            async for one in self._forward(activation.inputs):
+            async for one in self._forward(activation.path, activation.inputs):
                 yield one
         finally:
             self.num_running -= 1
 
-    async def _forward(self, streams: Mapping[str, AsyncIterator[Chunk]]) -> AsyncIterator[Emission | list[Emission]]:
+    async def _forward(
+        self, path: tuple[int, ...], streams: Mapping[str, AsyncIterator[Chunk]]
+    ) -> AsyncIterator[Emission | list[Emission]]:
         behaviour, rng = self._behaviour, self._rng
         main = behaviour.main_field(streams)
         others = sorted(name for name in streams if name != main)
@@ -162,6 +166,7 @@ class RandomNode:
                     yield self._emissions(one, ())
                     num_yields += 1
         self.seen.append(inputs)
+        self.paths.append(path)
         end, fails = behaviour.at_end(inputs, num_yields)
         for number, one in enumerate(end):
             await self._pause()
@@ -286,17 +291,25 @@ class Case:
 
 
 class _Observed:
-    """Which group has won: the one whose inputs the node has read."""
+    """Which group has won: the one whose inputs the node has read, in the order of its activations, because several may
+    read the same.
+    """
 
     def __init__(self, nodes: Mapping[str, RandomNode]):
-        self._seen = {name: Counter(map(_key, node.seen)) for name, node in nodes.items()}
+        self._seen = {
+            name: [
+                _key(inputs) for _, inputs in sorted(zip(node.paths, node.seen, strict=True), key=lambda one: one[0])
+            ]
+            for name, node in nodes.items()
+        }
 
     def __call__(self, node: str, base: Path, candidates: dict[int, Inputs]) -> int:
         seen = self._seen[node.split(".")[0]]
-        for group, inputs in candidates.items():
-            if seen[_key(inputs)]:
-                seen[_key(inputs)] -= 1
-                return group
+        groups = {_key(inputs): group for group, inputs in candidates.items()}
+        for key in seen:
+            if key in groups:
+                seen.remove(key)
+                return groups[key]
         return min(candidates)  # it was not run to its end, so no output depended on it
 
 
@@ -402,7 +415,8 @@ class _Builder:
                     continue
         case.expected = case.interpret()
         runs = [run for some in case.expected.runs.values() for run in some]
-        if len(runs) > MAX_RUNS:
+        num_frames = sum(len(payloads) for run in runs for payloads in run.inputs.values())
+        if len(runs) > MAX_RUNS or num_frames > MAX_FRAMES:
             raise reference.TooLarge
         self.features["forks"] += sum(run.index is not None for run in runs)
         self.features["turns"] += sum(run.num_turns > 0 for run in runs)

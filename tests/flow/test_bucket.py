@@ -13,9 +13,12 @@ def make_bucket(fields, counts=None, depth=0, turns=()):
     slots, edges = {}, []
     for field, num_edges in fields.items():
         slots[field] = tuple(range(len(edges), len(edges) + num_edges))
-        edges += [Edge(f"s{slot}.run", "y", "j.run", field, slot=slot, root="r.run") for slot in slots[field]]
+        edges += [
+            Edge(f"s{i}.run", "y", "j.run", field, slot=i, root="r.run", is_last_of_field=i == slots[field][-1])
+            for i in slots[field]
+        ]
     critical = frozenset(each[0] for each in slots.values() if len(each) == 1)
-    group = GroupPlan(0, slots, "r.run", False, None, counts, critical)
+    group = GroupPlan(0, slots, "r.run", False, None, counts, critical, tuple(range(len(edges))), False)
     return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, turns)
 
 
@@ -78,6 +81,12 @@ async def test_field_all_slots_of_which_end_empty_is_the_death_of_the_bucket():
     bucket = make_bucket({"a": 2, "b": 1})
     assert bucket.push(empty(0)) is State.WAITING
     assert bucket.push(empty(1)) is State.DEAD
+
+
+async def test_empty_slot_counts_once_however_often_it_is_told():
+    bucket = make_bucket({"a": 2, "b": 1})
+    for _ in range(3):
+        assert bucket.push(empty(0)) is State.WAITING
 
 
 async def test_slots_of_a_field_are_read_one_after_the_other():
@@ -143,6 +152,14 @@ async def test_turn_that_was_not_taken_is_told_as_such():
     bucket = make_bucket({"a": 1})
     bucket.push(empty(0, EndReason.UNREACHABLE, death=Death.NO_TURN))
     assert bucket.why_dead() == (EndReason.UNREACHABLE, None, Death.NO_TURN)
+
+
+async def test_turn_not_taken_further_down_does_not_stand_for_the_whole():
+    bucket = make_bucket({"a": 1})
+    bucket.set_count(count(0, 2))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), death=Death.NO_TURN))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), death=Death.NEVER_LIVED))
+    assert bucket.why_dead() == (EndReason.UNREACHABLE, None, Death.NEVER_LIVED)
 
 
 async def test_reader_of_a_stream_that_broke_off_meets_the_error():

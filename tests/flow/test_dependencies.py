@@ -164,7 +164,9 @@ async def test_problem_3_a_join_waits_for_as_many_paths_as_the_request_has(make_
     }
     runtime = make_runtime(graph, nodes)
     expected = ",".join(f"x:i{k}" for k in range(num_images))
-    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": [f"text:t image:{expected} num_images:{num_images}"]}
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {
+        "y": [f"text:t image:{expected} num_images:{num_images}"]
+    }
 
 
 # ---- appendix A ----
@@ -213,7 +215,12 @@ async def test_frames_of_frames_of_frames_gather_in_the_order_of_their_paths(mak
 
 
 async def test_join_of_a_frame_without_one_of_its_fields_is_dead_and_the_others_are_not(make_runtime):
-    nodes = {"source": emit({"y": 0, "z": 0}, {"y": 1}, {"y": 2, "z": 2}), "left": tell(), "right": tell(), "join": tell()}
+    nodes = {
+        "source": emit({"y": 0, "z": 0}, {"y": 1}, {"y": 2, "z": 2}),
+        "left": tell(),
+        "right": tell(),
+        "join": tell(),
+    }
     runtime = make_runtime(make_diamond(), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0 b:x:0", "a:x:2 b:x:2"]}
 
@@ -268,7 +275,12 @@ def make_either(interface="run"):
 
 
 async def test_each_group_fires_by_itself_and_outputs_keep_the_order_of_frames(make_runtime):
-    nodes = {"source": emit({"y": 0}, {"z": 1}, {"y": 2, "z": 2}), "left": tell({(0,): 9}), "right": tell(), "either": tell()}
+    nodes = {
+        "source": emit({"y": 0}, {"z": 1}, {"y": 2, "z": 2}),
+        "left": tell({(0,): 9}),
+        "right": tell(),
+        "either": tell(),
+    }
     runtime = make_runtime(make_either(), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0", "b:x:1", "a:x:2", "b:x:2"]}
 
@@ -304,10 +316,22 @@ async def test_session_node_runs_one_activation_at_a_time(make_runtime):
 
 
 async def test_first_group_wins_for_each_frame(make_runtime):
+    late = asyncio.Event()
+
+    async def wait_for_the_first(activation):
+        if activation.path == (0,):
+            await late.wait()
+        yield Emission("y", await gather(activation))
+
+    async def wait_for_the_second(activation):
+        if activation.path == (1,):
+            await late.wait()
+        yield Emission("y", await gather(activation))
+
     nodes = {
         "source": emit({"y": 0, "z": 0}, {"y": 1, "z": 1}),
-        "left": tell({(0,): 60}),
-        "right": tell({(1,): 60}),
+        "left": FunctionNode(wait_for_the_first),
+        "right": FunctionNode(wait_for_the_second),
         "either": tell(),
     }
     runtime = make_runtime(make_either("first"), nodes)
@@ -431,7 +455,11 @@ async def test_node_that_raises_is_done_without_where_a_group_remains(make_runti
 
 
 async def test_call_fails_if_no_group_remains(make_runtime):
-    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": FunctionNode(raise_at_once)}
+    nodes = {
+        "source": emit({"y": 0, "z": 0}),
+        "left": FunctionNode(raise_at_once),
+        "right": FunctionNode(raise_at_once),
+    }
     runtime = make_runtime(make_either("first"), nodes | {"either": tell()})
     with pytest.raises(GraphError, match="broken"):
         await read_payloads(runtime.open("c", {"x": 0}, {"y"}))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.credit import ReceiveWindow
+from vllm_omni.flow.credit import ReceiveWindow, open_all
 from vllm_omni.flow.frame import Chunk, Death, EndReason, Frame, Lineage, SlotEos
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan
@@ -21,6 +21,7 @@ class State(enum.Enum):
     DEAD = enum.auto()
 
 
+NO_WINDOWS: deque[ReceiveWindow] = deque(maxlen=0)
 SEVERITY = (EndReason.NONE, EndReason.EMPTY, EndReason.UNREACHABLE, EndReason.CANCEL, EndReason.ERROR)
 
 
@@ -36,9 +37,14 @@ class Slot:
         self.num_frames = 0  # with a payload, in order
         self.reason = EndReason.NONE  # the worst for which a part of it ended
         self.error: Exception | None = None
-        self.death = Death.ALIVE
-        self.windows: dict[int, ReceiveWindow] = {}  # producing activation -> its window
-        self._credited: deque[ReceiveWindow] = deque()  # of the chunks that wait to be read
+        self.death: Death | None = None  # of the parts that ended without a frame, the least
+        self.windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
+        self._credited: deque[ReceiveWindow] = NO_WINDOWS  # of the chunks that wait to be read
+
+    @property
+    def is_missing(self) -> bool:
+        """Nothing came, but something may."""
+        return not self.num_frames and not self.order.done
 
     @property
     def is_empty(self) -> bool:
@@ -46,29 +52,38 @@ class Slot:
         return self.order.done and not self.num_frames
 
     def add_window(self, origin: int, window: ReceiveWindow) -> None:
+        if self.windows is None:
+            self.windows = {}
+            self._credited = deque()
+            self.stream.on_read = self._on_read
         self.windows[origin] = window
-        self.stream.on_read = self._on_read
 
     def take(self, due: Sequence[Frame], *, is_final: bool) -> None:
         """Args:
         is_final: no other edge follows on this field.
         """
+        done = self.order.done
         for frame in due:
-            window = self.windows.get(frame.origin)
-            if window is not None:
+            window = None
+            if self.windows is not None:
+                window = self.windows[frame.origin]
                 window.num_received += 1
             if frame.reason is EndReason.NONE:
                 if window is not None:
                     self._credited.append(window)
-                last = is_final and self.order.done and frame is due[-1]
-                self.stream.put_nowait(Chunk(frame.payload, self.num_frames, last))
+                self.stream.put_nowait(Chunk(frame.payload, self.num_frames, done and is_final and frame is due[-1]))
                 self.num_frames += 1
             else:
-                self.death = max(self.death, frame.lineage.death)
+                death = frame.lineage.death
+                self.death = death if self.death is None else min(self.death, death)
                 if SEVERITY.index(frame.reason) > SEVERITY.index(self.reason):
                     self.reason, self.error = frame.reason, frame.payload
-        if self.order.done:
+        if done:
             self.stream.finish(self.error)
+
+    def open_windows(self) -> None:
+        if self.windows is not None:
+            open_all(self.windows.values())
 
     def _on_read(self, _: Chunk) -> None:
         self._credited.popleft().on_read()
@@ -87,29 +102,34 @@ class Bucket:
         turns: loops at that path, which come again outside of it.
     """
 
-    __slots__ = ("_counts", "_depth", "_turns", "group", "slots", "state")
+    __slots__ = ("_counts", "_depth", "_num_missing", "_turns", "group", "slots", "state")
 
     def __init__(self, plan: NodePlan, group: GroupPlan, depth: int, turns: tuple[int, ...]):
         self.group = group
-        self.slots = {index: Slot(plan.slots[index]) for indices in group.slots.values() for index in indices}
+        self.slots = {index: Slot(plan.slots[index]) for index in group.all_slots}
         self.state = State.WAITING
         self._depth = depth
         self._turns = turns
-        self._counts: dict[str, int] = {}  # field -> chunks that are read of it, once it fired by count
+        self._num_missing = len(self.slots)  # slots that have no frame and may get one
+        self._counts: dict[str, int] | None = None  # field -> chunks that are read of it, once it fired by count
 
     def push(self, frame: Frame) -> State:
         """Take a frame; returns the state behind it."""
-        slot = self.slots[frame.slot]
-        path = frame.lineage.path[self._depth :]
-        turns = frame.lineage.turns if path else self._inside(frame.lineage)
-        return self._take(slot, slot.order.push(path, frame, turns))
+        slot, lineage = self.slots[frame.slot], frame.lineage
+        path = lineage.path[self._depth :]
+        turns = lineage.turns
+        if turns and not path:
+            turns = self._inside(turns)
+        was_missing = slot.is_missing
+        return self._take(slot, slot.order.push(path, frame, turns), was_missing)
 
     def set_count(self, eos: SlotEos) -> State:
         """Learn how many yields there were below a path."""
-        slot = self.slots[eos.slot]
-        path = eos.lineage.path[self._depth :]
-        turns = eos.lineage.turns if path else self._inside(eos.lineage)
-        return self._take(slot, slot.order.set_count(path, eos.count, turns))
+        slot, lineage = self.slots[eos.slot], eos.lineage
+        path = lineage.path[self._depth :]
+        turns = lineage.turns if path else self._inside(lineage.turns)
+        was_missing = slot.is_missing
+        return self._take(slot, slot.order.set_count(path, eos.count, turns), was_missing)
 
     def inputs(self) -> Iterator[tuple[str, list[Slot]]]:
         for field, indices in self.group.slots.items():
@@ -117,19 +137,23 @@ class Bucket:
 
     def limit(self, field: str) -> int | None:
         """How many chunks of a field are read; None: all."""
-        return self._counts.get(field)
+        return None if self._counts is None else self._counts[field]
 
     def why_dead(self) -> tuple[EndReason, Exception | None, Death]:
         """What to tell those below: the worst reason for which a slot is empty."""
-        worst = max((slot for slot in self.slots.values()), key=lambda slot: SEVERITY.index(slot.reason))
-        death = max(Death.NEVER_LIVED, *(slot.death for slot in self.slots.values()))
+        empty = [slot for slot in self.slots.values() if slot.is_empty] or list(
+            self.slots.values()
+        )  # too few of a field
+        worst = max(empty, key=lambda slot: SEVERITY.index(slot.reason))
+        # Where nothing was, a loop that took no turn may have been: it is the least that tells of all that is below.
+        death = max(Death.NEVER_LIVED, min(slot.death or Death.ALIVE for slot in empty))
         if worst.reason in (EndReason.ERROR, EndReason.CANCEL):
             return worst.reason, worst.error, death
         return EndReason.UNREACHABLE, None, death
 
-    def windows(self) -> Iterator[ReceiveWindow]:
+    def open_windows(self) -> None:
         for slot in self.slots.values():
-            yield from slot.windows.values()
+            slot.open_windows()
 
     @property
     def is_waited_for(self) -> bool:
@@ -140,27 +164,28 @@ class Bucket:
     def num_buffered(self) -> int:
         return sum(len(slot.order) + len(slot.stream) for slot in self.slots.values())
 
-    def _inside(self, lineage: Lineage) -> tuple[int, ...]:
-        return tuple(loop for loop in lineage.turns if loop not in self._turns) if lineage.turns else ()
+    def _inside(self, turns: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(loop for loop in turns if loop not in self._turns)
 
-    def _take(self, slot: Slot, due: Sequence[Frame]) -> State:
-        had_frames = slot.num_frames
-        indices = self.group.slots[slot.edge.target_field]
-        slot.take(due, is_final=slot.edge.slot == indices[-1] and not self.group.counts)
-        if self.state is State.WAITING and (self.group.counts or slot.order.done or not had_frames):
-            self.state = self._judge_counts() if self.group.counts else self._judge()
+    def _take(self, slot: Slot, due: Sequence[Frame], was_missing: bool) -> State:
+        group = self.group
+        slot.take(due, is_final=slot.edge.is_last_of_field and group.counts is None)
+        if self.state is State.WAITING:
+            if group.counts is not None:
+                self.state = self._judge_counts()
+            elif was_missing and not slot.is_missing:
+                self._num_missing -= 1
+                if not slot.num_frames and self._has_nothing(slot):
+                    self.state = State.DEAD
+                elif not self._num_missing:
+                    self.state = State.FIRED
         return self.state
 
-    def _judge(self) -> State:
-        for index in self.group.critical:
-            if self.slots[index].is_empty:
-                return State.DEAD
-        for _, slots in self.inputs():
-            if all(slot.is_empty for slot in slots):
-                return State.DEAD
-        if all(slot.num_frames or slot.order.done for slot in self.slots.values()):
-            return State.FIRED
-        return State.WAITING
+    def _has_nothing(self, slot: Slot) -> bool:
+        """The field of an empty slot has no other one that could stand in for it."""
+        if slot.edge.slot in self.group.critical:
+            return True
+        return all(self.slots[index].is_empty for index in self.group.slots[slot.edge.target_field])
 
     def _judge_counts(self) -> State:
         """A field counts in the order in which it will be read, so that what is read does not depend on who is fast."""
@@ -197,8 +222,8 @@ class Bucket:
                 number = slot.stream.peek().payload
                 if not isinstance(number, int) or number < 0:
                     raise GraphError(
-                        f"node {slot.edge.target!r}: input {field!r} says how many frames to wait for, and carries {number!r}; "
-                        "send an integer of at least 0"
+                        f"node {slot.edge.target!r}: input {field!r} says how many frames to wait for, and carries "
+                        f"{number!r}; send an integer of at least 0"
                     )
                 return number
         return -1

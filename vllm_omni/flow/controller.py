@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from vllm_omni.errors import CallAborted
 from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.bucket import Bucket, Slot, State, read
@@ -35,8 +37,7 @@ from vllm_omni.flow.outbound import Outbound, send_count
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan, Route
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
+class Activation(msgspec.Struct, frozen=True):
     """One run of a node for one call."""
 
     call_id: str
@@ -50,7 +51,7 @@ class Activation:
     context: Any  # as passed to GraphRuntime.open
     session: str | None = None  # likewise
     path: Path = ()  # its place in the order of the node's activations
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # what the session shares, see GlobalParameters
+    parameters: Mapping[str, Any] = {}  # what the session shares, see GlobalParameters
 
     @property
     def turn(self) -> int:
@@ -58,6 +59,7 @@ class Activation:
         return sum(key >= TURN for key in self.path)
 
 
+NO_PARAMETERS: Mapping[str, Any] = {}
 Yield: TypeAlias = Emission | Sequence[Emission]
 
 
@@ -86,18 +88,23 @@ class CallScope:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
 class _Run:
     """An activation from the first frame on."""
 
-    activation_id: int
-    lineage: Lineage
-    bucket: Bucket
-    num_frames: list[ReceiveWindow] = field(default_factory=list)  # of edges that are per frame: one frame each
-    out: Outbound | None = None
-    credited: asyncio.Future[None] | None = None  # while it waits for credit
-    task: asyncio.Task[None] | None = None
-    cancelled: bool = False  # by its call
+    __slots__ = ("activation_id", "bucket", "cancelled", "credited", "lineage", "num_frames", "out", "task")
+
+    def __init__(self, activation_id: int, lineage: Lineage, bucket: Bucket):
+        self.activation_id = activation_id
+        self.lineage = lineage
+        self.bucket = bucket
+        self.num_frames: list[ReceiveWindow] = NO_FRAMES  # of edges that are per frame: one frame each
+        self.out: Outbound | None = None
+        self.credited: asyncio.Future[None] | None = None  # while it waits for credit
+        self.task: asyncio.Task[None] | None = None
+        self.cancelled = False  # by its call
+
+
+NO_FRAMES: list[ReceiveWindow] = []
 
 
 class _Turn(NamedTuple):
@@ -108,29 +115,47 @@ class _Turn(NamedTuple):
     last: bool = True
 
 
-@dataclass(slots=True, eq=False)
+class _Order:
+    """The activations of a node with session scheduling, one at a time."""
+
+    __slots__ = ("due", "places", "running")
+
+    def __init__(self) -> None:
+        self.places: PathOrder[_Turn] = PathOrder()
+        self.due: deque[_Run] = deque()  # whose turn it is, behind `running`
+        self.running: _Run | None = None
+
+
 class _Choice:
     """Groups of which the first one wins, for one frame of what is above them."""
 
-    runs: list[_Run] = field(default_factory=list)
-    num_dead: int = 0
-    is_decided: bool = False
+    __slots__ = ("is_decided", "num_dead", "runs")
+
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
+        self.num_dead = 0
+        self.is_decided = False
 
 
-@dataclass(slots=True, eq=False)
 class _Call:
-    scope: CallScope
-    plan: NodePlan
-    runs: dict[int, _Run] = field(default_factory=dict)  # activation id -> run
-    over: set[int] = field(default_factory=set)  # activations that are, to swallow what still arrives
-    windows: dict[tuple[int, int], ReceiveWindow] = field(default_factory=dict)  # (slot, origin), edges per frame
-    counted: set[Path] = field(default_factory=set)  # paths the yields of which were passed on
-    choices: dict[Path, _Choice] = field(default_factory=dict)
-    order: PathOrder[_Turn] = field(default_factory=PathOrder)  # of a node that keeps it
-    due: deque[_Run] = field(default_factory=deque)  # whose turn it is, behind `running`
-    running: _Run | None = None
-    cancelled: bool = False  # as a whole
-    closing: bool = False  # nobody hears it any more: nothing new fires
+    """What a node has of a call; what only some nodes need is made when they need it."""
+
+    __slots__ = ("cancelled", "choices", "closing", "counted", "order", "over", "plan", "runs", "scope", "windows")
+
+    def __init__(self, scope: CallScope, plan: NodePlan):
+        self.scope = scope
+        self.plan = plan
+        self.runs: dict[int, _Run] = {}  # activation id -> run
+        self.over: set[int] | None = None  # activations that are, to swallow what still arrives
+        self.windows: dict[tuple[int, int], ReceiveWindow] | None = None  # (slot, origin), edges per frame
+        self.counted: set[Path] | None = None  # paths the yields of which were passed on
+        self.choices: dict[Path, _Choice] = {} if plan.first_wins else NO_CHOICES
+        self.order = _Order() if plan.scheduling is Scheduling.SESSION else None
+        self.cancelled = False  # as a whole
+        self.closing = False  # nobody hears it any more: nothing new fires
+
+
+NO_CHOICES: dict[Path, _Choice] = {}
 
 
 class NodeController:
@@ -201,7 +226,7 @@ class NodeController:
             return
         run = call.runs.get(message.activation_id)
         if run is None:
-            if message.activation_id in call.over:
+            if call.over is not None and message.activation_id in call.over:
                 self._refuse(edge, message)
                 return
             run = self._begin(call, group, message.lineage, message.activation_id)
@@ -223,12 +248,12 @@ class NodeController:
                 self._on_fired(call, run)
             elif state is State.DEAD:
                 self._on_dead(call, run)
-            elif isinstance(message, Frame):
-                open_all(run.bucket.windows())  # it waits, so nobody may wait for it
+            else:
+                run.bucket.slots[message.slot].open_windows()  # it waits, so nobody may wait for it
         elif run.task is None:
             self._open_pending(call)
-        elif run.bucket.group.counts or len(run.bucket.slots) > 1 and run.bucket.is_waited_for:
-            open_all(run.bucket.windows())
+        elif group.root is not None and (group.counts is not None or run.bucket.is_waited_for):
+            run.bucket.open_windows()
 
     def _begin(self, call: _Call, group: GroupPlan, lineage: Lineage, activation_id: int) -> _Run | None:
         """The activation that a frame or a count is the first to speak of."""
@@ -255,6 +280,7 @@ class NodeController:
         if plan.first_wins and group.loop is None:
             choice = call.choices.setdefault(own.path, _Choice())
             if choice.is_decided:
+                call.over = call.over or set()
                 call.over.add(activation_id)
                 return None
             choice.runs.append(run)
@@ -286,29 +312,36 @@ class NodeController:
         self._count_once(call, lineage, eos.count)
 
     def _count_once(self, call: _Call, lineage: Lineage, count: int) -> None:
+        if call.counted is None:
+            call.counted = set()
         if lineage.path in call.counted:
             return
         call.counted.add(lineage.path)
         edges = call.scope.route.outlets[self.name].edges
         send_count(edges, self._link, call.scope.call_id, lineage, count)
-        if call.plan.scheduling is Scheduling.SESSION:
-            self._take_turns(call, call.order.set_count(lineage.path, count, lineage.turns))
+        if call.order is not None:
+            self._take_turns(call, call.order, call.order.places.set_count(lineage.path, count, lineage.turns))
 
     def _watch(self, call: _Call, run: _Run, edge: Edge, frame: Frame) -> None:
         """See to it that the producer learns how far its reader is."""
+        slot = run.bucket.slots[frame.slot]
         if edge.per_frame:
+            if call.windows is None:
+                call.windows = {}
             key = (edge.slot, frame.origin)
             window = call.windows.get(key)
             if window is None:
-                window = call.windows[key] = ReceiveWindow(
-                    functools.partial(self._grant, frame.call_id, edge, frame.origin)
-                )
-            if not run.bucket.slots[edge.slot].order.done:  # no duplicate
+                window = call.windows[key] = self._make_window(edge, frame)
+            if not slot.order.done:  # no duplicate
                 window.num_received += 1
-                run.num_frames.append(window)
-        elif frame.origin not in run.bucket.slots[edge.slot].windows:
-            grant = functools.partial(self._grant, frame.call_id, edge, frame.origin)
-            run.bucket.slots[edge.slot].add_window(frame.origin, ReceiveWindow(grant))
+                run.num_frames = [*run.num_frames, window]
+        elif slot.windows is None or frame.origin not in slot.windows:
+            if frame.last and not frame.seq and slot.windows is None and run.bucket.group.root is None:
+                return  # all there is
+            slot.add_window(frame.origin, self._make_window(edge, frame))
+
+    def _make_window(self, edge: Edge, frame: Frame) -> ReceiveWindow:
+        return ReceiveWindow(functools.partial(self._grant, frame.call_id, edge, frame.origin))
 
     def _grant(self, call_id: str, edge: Edge, origin: int, limit: int) -> None:
         self._link.send(Credit(call_id, edge.source, origin, edge.target, edge.slot, edge.target_field, limit))
@@ -343,10 +376,16 @@ class NodeController:
                 if other is not run:
                     self._forget(call, other)
             choice.runs.clear()
-        self._prepare(call, run)
-        if plan.scheduling is Scheduling.SESSION:
-            self._take_turns(call, call.order.push(run.lineage.path, _Turn(run), run.lineage.turns))
+        run.out = self._outbound(call, run.activation_id, run.lineage)
+        if call.order is not None:
+            for slot in run.bucket.slots.values():
+                slot.stream.on_wait = functools.partial(self._on_wait_in_order, call, run)
+            turn = _Turn(run)
+            self._take_turns(call, call.order, call.order.places.push(run.lineage.path, turn, run.lineage.turns))
         else:
+            if group.root is not None:
+                for slot in run.bucket.slots.values():
+                    slot.stream.on_wait = run.bucket.open_windows
             self._start(call, run)
 
     def _on_dead(self, call: _Call, run: _Run) -> None:
@@ -364,39 +403,32 @@ class NodeController:
         turns = () if death is Death.NO_TURN else lineage.turns
         self._forget(call, run)
         self._outbound(call, run.activation_id, Lineage(lineage.path, lineage.roots, turns, death)).end(reason, error)
-        if plan.scheduling is Scheduling.SESSION:
-            self._take_turns(call, call.order.push(lineage.path, _Turn(None), turns))
+        if call.order is not None:
+            self._take_turns(call, call.order, call.order.places.push(lineage.path, _Turn(None), turns))
 
-    def _take_turns(self, call: _Call, due: Sequence[_Turn]) -> None:
-        call.due.extend(turn.run for turn in due if turn.run is not None)
-        self._next_turn(call)
+    def _take_turns(self, call: _Call, order: _Order, due: Sequence[_Turn]) -> None:
+        order.due.extend(turn.run for turn in due if turn.run is not None)
+        self._next_turn(call, order)
 
-    def _next_turn(self, call: _Call) -> None:
-        if call.running is None and call.due and not call.closing:
-            call.running = call.due.popleft()
-            self._start(call, call.running)
+    def _next_turn(self, call: _Call, order: _Order) -> None:
+        if order.running is None and order.due and not call.closing:
+            order.running = order.due.popleft()
+            self._start(call, order.running)
         self._open_pending(call)
 
     def _open_pending(self, call: _Call) -> None:
         """An activation whose turn has not come may hold nobody back on whom those before it may depend."""
-        if call.running is None or call.running.bucket.is_waited_for:
+        order = call.order
+        assert order is not None
+        if order.running is None or order.running.bucket.is_waited_for:
             for run in call.runs.values():
                 if run.task is None:
-                    open_all(run.bucket.windows())
-            open_all(call.windows.values())
-
-    def _prepare(self, call: _Call, run: _Run) -> None:
-        run.out = self._outbound(call, run.activation_id, run.lineage)
-        on_wait = None
-        if call.plan.scheduling is Scheduling.SESSION:
-            on_wait = functools.partial(self._on_wait_in_order, call, run)
-        elif len(run.bucket.slots) > 1 or run.bucket.group.root is not None:
-            on_wait = functools.partial(_open_windows, run)
-        for slot in run.bucket.slots.values():
-            slot.stream.on_wait = on_wait
+                    run.bucket.open_windows()
+            if call.windows is not None:
+                open_all(call.windows.values())
 
     def _on_wait_in_order(self, call: _Call, run: _Run) -> None:
-        open_all(run.bucket.windows())
+        run.bucket.open_windows()
         self._open_pending(call)
 
     def _outbound(self, call: _Call, activation_id: int, lineage: Lineage) -> Outbound:
@@ -411,46 +443,54 @@ class NodeController:
         run.task.add_done_callback(functools.partial(self._on_done, call, run))
 
     async def _forward(self, call: _Call, run: _Run) -> None:
-        scope, plan, out = call.scope, call.plan, run.out
-        assert out is not None
+        group = run.bucket.group
+        if group.reads_plainly:
+            slots = run.bucket.slots
+            await self._serve(call, run, {name: slots[indices[0]].stream for name, indices in group.slots.items()})
+            return
         async with AsyncExitStack() as cleanup:
             inputs: dict[str, AsyncIterator[Chunk]] = {}
-            for name, slots in run.bucket.inputs():
+            for name, each in run.bucket.inputs():
                 streams: list[AsyncIterator[Chunk]] = []
-                for slot in slots:
+                for slot in each:
                     streams.append(slot.stream)
                     if slot.edge.transfer is not None:
-                        info = CallInfo(scope.call_id, scope.context, slot.edge.source, slot.edge.target)
+                        info = CallInfo(call.scope.call_id, call.scope.context, slot.edge.source, slot.edge.target)
                         streams[-1] = await cleanup.enter_async_context(aclosing(_transfer(slot, info)))
-                limit = run.bucket.limit(name)
-                if len(streams) == 1 and limit is None:
-                    inputs[name] = streams[0]
-                else:
-                    inputs[name] = await cleanup.enter_async_context(aclosing(read(streams, limit)))
-            emissions = self._node.forward(
-                Activation(
-                    scope.call_id,
-                    plan.name,
-                    plan.interface,
-                    run.activation_id,
-                    inputs,
-                    frozenset(out.next_seq),
-                    scope.context,
-                    scope.session,
-                    run.lineage.path,
-                    {name: scope.parameters[name] for name in plan.parameters},
-                )
+                inputs[name] = streams[0]
+                if len(streams) > 1 or group.counts is not None:
+                    chunks = read(streams, run.bucket.limit(name))
+                    inputs[name] = await cleanup.enter_async_context(aclosing(chunks))
+            await self._serve(call, run, inputs)
+
+    async def _serve(self, call: _Call, run: _Run, inputs: Mapping[str, AsyncIterator[Chunk]]) -> None:
+        scope, plan, out = call.scope, call.plan, run.out
+        assert out is not None
+        emissions = self._node.forward(
+            Activation(
+                scope.call_id,
+                plan.name,
+                plan.interface,
+                run.activation_id,
+                inputs,
+                out.wanted,
+                scope.context,
+                scope.session,
+                run.lineage.path,
+                {name: scope.parameters[name] for name in plan.parameters} if plan.parameters else NO_PARAMETERS,
             )
-            if isinstance(emissions, AsyncGenerator):
-                await cleanup.enter_async_context(aclosing(emissions))
-            limits = out.limits
+        )
+        try:
             async for emission in emissions:
                 if run.cancelled:  # the node swallowed its cancellation; closing it below is the second notice
                     return
-                out.emit((emission,) if isinstance(emission, Emission) else emission)
-                while limits.full:
+                out.emit(emission)
+                while out.limits.full:
                     run.credited = asyncio.get_running_loop().create_future()
                     await run.credited
+        finally:
+            if isinstance(emissions, AsyncGenerator):
+                await emissions.aclose()
         if not run.cancelled:
             out.end(EndReason.EMPTY)
 
@@ -467,9 +507,9 @@ class NodeController:
             self._report(call, CallAborted(f"{where} was cancelled from outside"), EndReason.CANCEL)
         if run.cancelled and not call.cancelled:  # a reader that is merely tidying up must not wait for more
             run.out.end(EndReason.CANCEL)
-        if call.running is run:
-            call.running = None
-            self._next_turn(call)
+        if call.order is not None and call.order.running is run:
+            call.order.running = None
+            self._next_turn(call, call.order)
         call.scope.tracker.end(Activity(self.name, run.activation_id))
 
     def _raise(self, call: _Call, run: _Run, error: BaseException) -> None:
@@ -487,9 +527,11 @@ class NodeController:
         """An activation is over: give back what it did not read."""
         if call.runs.pop(run.activation_id, None) is None:
             return
+        if call.over is None:
+            call.over = set()
         call.over.add(run.activation_id)
         for slot in run.bucket.slots.values():  # who produces for it still must not wait for it
-            if not slot.order.done:
+            if not slot.order.done and slot.windows is not None:
                 for origin in slot.windows:
                     self._grant(call.scope.call_id, slot.edge, origin, UNLIMITED)
         for window in run.num_frames:
@@ -497,10 +539,6 @@ class NodeController:
 
     def _report(self, call: _Call, error: BaseException, reason: EndReason) -> None:
         self._link.send(Frame(call.scope.call_id, self.name, ENTRY, 0, "", 0, 0, True, error, reason))
-
-
-def _open_windows(run: _Run) -> None:
-    open_all(run.bucket.windows())
 
 
 async def _transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:

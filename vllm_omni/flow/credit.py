@@ -56,31 +56,37 @@ class SendLimits:
     """The producer's side, for one activation: how far each field may go, by the slowest of its readers.
 
     Args:
-        readers: output field -> who reads it.
+        readers: streamed output field -> who reads it.
     """
 
-    __slots__ = ("_fields", "_limits", "_readers", "_sent", "full")
+    __slots__ = ("_limits", "_readers", "_room", "_size", "full")
 
     def __init__(self, readers: Mapping[str, tuple[Reader, ...]], size: int = WINDOW):
         self._readers = readers
-        self._limits = {reader: size for each in readers.values() for reader in each}
-        self._fields = {reader: name for name, each in readers.items() for reader in each}
-        self._sent = dict.fromkeys(readers, 0)
-        self.full: set[str] = set()  # fields that may not go on
+        self._size = size
+        self._limits: dict[Reader, int] = {}  # of readers that have granted more
+        self._room = dict.fromkeys(readers, size)  # frames that may still be sent
+        self.full: set[str] | None = None  # fields that may not go on
 
     def on_sent(self, field: str) -> None:
-        self._sent[field] += 1
-        if self._is_full(field):
+        self._room[field] = room = self._room[field] - 1
+        if room <= 0:
+            if self.full is None:
+                self.full = set()
             self.full.add(field)
 
     def on_credit(self, reader: Reader, limit: int) -> None:
         """A limit smaller than one that came before is old news."""
-        if limit > self._limits[reader]:
-            self._limits[reader] = limit
-            field = self._fields[reader]
-            if field in self.full and not self._is_full(field):
-                self.full.remove(field)
+        old = self._limits.get(reader, self._size)
+        if limit <= old:
+            return
+        for field, readers in self._readers.items():
+            if reader in readers:
+                before = self._lowest(readers)
+                self._limits[reader] = limit
+                self._room[field] += self._lowest(readers) - before
+                if self.full and self._room[field] > 0:
+                    self.full.discard(field)
 
-    def _is_full(self, field: str) -> bool:
-        sent = self._sent[field]
-        return any(sent >= self._limits[reader] for reader in self._readers[field])
+    def _lowest(self, readers: tuple[Reader, ...]) -> int:
+        return min(self._limits.get(reader, self._size) for reader in readers)

@@ -14,13 +14,14 @@ class PathOrder(Generic[Numbered]):
     """A tree of paths. What one activation sends is a leaf; how many yields there were below a path is told by whoever
     yielded (``set_count``), so that the order knows when everything has come.
 
-    A single activation, the usual case, is one leaf at the root.
+    A single activation, the usual case, is one leaf at the root: then there is no tree.
     """
 
-    __slots__ = ("_root", "done")
+    __slots__ = ("_leaf", "_root", "done")
 
     def __init__(self) -> None:
-        self._root: _Branch[Numbered] = _Branch()
+        self._leaf: SequenceQueue[Numbered] = SequenceQueue()
+        self._root: _Branch[Numbered] | None = None
         self.done = False
 
     def push(self, path: Path, item: Numbered, turns: tuple[int, ...]) -> list[Numbered]:
@@ -29,17 +30,16 @@ class PathOrder(Generic[Numbered]):
         Args:
             turns: loops of which a turn is below the leaf, once the leaf has ended.
         """
-        branch = self._root if not path and not self.done else self._find(path)
+        if not path and not turns and self._root is None:
+            due = self._leaf.push(item)
+            self.done = self._leaf.ended
+            return due
+        branch = self._find(path)
         if branch is None:
             return []
-        leaf = branch.leaf
-        due = leaf.push(item)
-        if leaf.ended and branch.count is None:
+        branch.due.extend(branch.leaf.push(item))
+        if branch.leaf.ended and branch.count is None:
             branch.count, branch.turns = 0, turns
-        if branch is self._root and not turns and not branch.children:
-            self.done = leaf.ended
-            return due
-        branch.due.extend(due)
         return self._advance()
 
     def set_count(self, path: Path, count: int, turns: tuple[int, ...]) -> list[Numbered]:
@@ -52,6 +52,8 @@ class PathOrder(Generic[Numbered]):
 
     def __len__(self) -> int:
         """Items that came ahead of their turn."""
+        if self._root is None:
+            return len(self._leaf)
         total, todo = 0, [self._root]
         while todo:
             branch = todo.pop()
@@ -63,17 +65,20 @@ class PathOrder(Generic[Numbered]):
         """None if it is complete already: a duplicate."""
         if self.done:
             return None
+        if self._root is None:
+            self._root = _Branch(self._leaf)
         branch = self._root
         for key in path:
             if branch.is_over(key):
                 return None
             child = branch.children.get(key)
             if child is None:
-                child = branch.children[key] = _Branch()
+                child = branch.children[key] = _Branch(SequenceQueue())
             branch = child
         return branch
 
     def _advance(self) -> list[Numbered]:
+        assert self._root is not None
         out: list[Numbered] = []
         stack = [self._root]
         while stack:
@@ -98,8 +103,8 @@ class PathOrder(Generic[Numbered]):
 class _Branch(Generic[Numbered]):
     __slots__ = ("children", "count", "due", "leaf", "num_over", "turns")
 
-    def __init__(self) -> None:
-        self.leaf: SequenceQueue[Numbered] = SequenceQueue()
+    def __init__(self, leaf: SequenceQueue[Numbered]) -> None:
+        self.leaf = leaf
         self.due: deque[Numbered] = deque()
         self.children: dict[int, _Branch[Numbered]] = {}  # seen, and not complete
         self.count: int | None = None  # of yields below; None while nobody has told, and the leaf has not ended

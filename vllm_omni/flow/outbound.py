@@ -41,46 +41,67 @@ class Outbound:
         self._link = link
         self._call_id = call_id
         self._id = own_id
-        self._lineage = self._mark(lineage, 0) if plan.is_root else lineage
+        self._lineage = lineage = self._mark(lineage) if plan.is_root else lineage
         self._whole = {
-            name: [(edge, activation_id(edge, self._lineage, own_id, 0)) for edge in edges]
+            name: [(edge, activation_id(edge, lineage, own_id, 0)) for edge in edges]
             for name, edges in outlets.whole.items()
         }
         self._num_yields = 0  # over edges that are per frame
         self.next_seq = dict.fromkeys(outlets.fields, 0)  # wanted fields that have not ended -> seq of the next frame
         self.limits = SendLimits(outlets.readers)
 
-    def emit(self, emissions: Sequence[Emission]) -> None:
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Fields that somebody reads in this call."""
+        return self._outlets.fields
+
+    def emit(self, emissions: Emission | Sequence[Emission]) -> None:
         """Send one yield.
 
         Raises:
             GraphError: a field that the node did not declare, or that has ended.
         """
-        for emission in emissions:
+        if isinstance(emissions, Emission):
+            emission = emissions
             self._check(emission)
+            self._send_whole(emission)
+            if emission.field in self._outlets.per_frame:
+                self._send_yield({emission.field: emission})
+            return
         frames: dict[str, Emission] = {}
-        for emission in emissions:
-            name, last = emission.field, emission.last or not self._plan.outputs[emission.field].streamed
-            seq = self.next_seq.get(name)
-            if seq is None:
-                continue  # nobody wants it
-            if last:
-                del self.next_seq[name]
-            else:
-                self.next_seq[name] = seq + 1
-            if name in self._whole:
-                if not last:
-                    self.limits.on_sent(name)
-                for edge, target_id in self._whole[name]:
-                    self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
-            if name in self._outlets.per_frame:
-                if name in frames:
+        for emission in emissions:  # all or nothing is sent
+            self._check(emission)
+            if emission.field in self._outlets.per_frame:
+                if emission.field in frames:
                     raise GraphError(
-                        f"node {self._plan.name!r} yielded field {name!r} twice at once; yield each by itself"
+                        f"node {self._plan.name!r} yielded field {emission.field!r} twice at once; yield each by itself"
                     )
-                frames[name] = emission
+                frames[emission.field] = emission
+        for emission in emissions:
+            self._send_whole(emission)
         if frames:
             self._send_yield(frames)
+
+    def _send_whole(self, emission: Emission) -> None:
+        name = emission.field
+        seq = self.next_seq.get(name)
+        streamed = self._plan.outputs[name].streamed
+        if seq is None:
+            if name in self._outlets.fields:
+                why = "after its last frame" if streamed else "twice; declare Field(streamed=True)"
+                raise GraphError(f"node {self._plan.name!r} emitted field {name!r} {why}")
+            return  # nobody wants it
+        last = emission.last or not streamed
+        if last:
+            del self.next_seq[name]
+        else:
+            self.next_seq[name] = seq + 1
+        targets = self._whole.get(name)
+        if targets is not None:
+            if not last:
+                self.limits.on_sent(name)
+            for edge, target_id in targets:
+                self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
 
     def end(self, reason: EndReason, error: BaseException | None = None) -> None:
         """Nothing more comes; ``reason``: why fields that have not ended end."""
@@ -102,9 +123,6 @@ class Outbound:
         if declared is None:
             known = what_exists(name, self._plan.outputs)
             raise GraphError(f"node {self._plan.name!r} emitted field {name!r}, which it does not declare; {known}")
-        if name in self._outlets.fields and name not in self.next_seq:
-            why = "after its last frame" if declared.streamed else "twice; declare Field(streamed=True)"
-            raise GraphError(f"node {self._plan.name!r} emitted field {name!r} {why}")
 
     def _send_yield(
         self, frames: dict[str, Emission], reason: EndReason = EndReason.EMPTY, error: BaseException | None = None
@@ -124,8 +142,8 @@ class Outbound:
                 else:
                     self._send(edge, target_id, lineage, 0, True, emission.payload, EndReason.NONE)
 
-    def _mark(self, lineage: Lineage, index: int) -> Lineage:
-        root = Root(self._plan.name, self._id, index, len(lineage.path), lineage.turns)
+    def _mark(self, lineage: Lineage) -> Lineage:
+        root = Root(self._plan.name, self._id, 0, len(lineage.path), lineage.turns)
         return Lineage(lineage.path, (*lineage.roots, root), lineage.turns, lineage.death)
 
     def _renumber(self, index: int) -> tuple[Root, ...]:
@@ -161,6 +179,4 @@ def send_count(edges: Iterable[Edge], link: Link, call_id: str, lineage: Lineage
         bucket = bucket_for(edge, lineage)
         if edge.is_back and bucket == NO_BUCKET:
             continue  # what is above a loop is known to its header
-        link.send(
-            SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count)
-        )
+        link.send(SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count))

@@ -359,9 +359,24 @@ class GraphParser:
             for edge in group.edges:
                 fields[edge.target_field] = (*fields.get(edge.target_field, ()), len(slots))
                 slots.append(replace(edge, slot=len(slots), group=index))
+            for slots_ in fields.values():
+                for slot in slots_[:-1]:
+                    slots[slot] = replace(slots[slot], is_last_of_field=False)
             critical = frozenset(slots_[0] for slots_ in fields.values() if len(slots_) == 1)
             groups.append(
-                GroupPlan(index, fields, group.root, group.root_per_frame, group.loop, group.counts, critical)
+                GroupPlan(
+                    index,
+                    fields,
+                    group.root,
+                    group.root_per_frame,
+                    group.loop,
+                    group.counts,
+                    critical,
+                    tuple(slot for slots_ in fields.values() for slot in slots_),
+                    group.counts is None
+                    and len(critical) == len(group.edges)
+                    and all(edge.transfer is None for edge in group.edges),
+                )
             )
         declared = node.declared
         return NodePlan(

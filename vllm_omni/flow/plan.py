@@ -25,6 +25,7 @@ class Edge:
     root: str | None = None  # of the target's bucket; None: the target has none
     root_per_frame: bool = False
     is_back: bool = False  # closes a loop
+    is_last_of_field: bool = True  # no other edge is read behind it
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_field} -> {self.target}.{self.target_field}"
@@ -41,6 +42,8 @@ class GroupPlan:
     loop: int | None  # what leads back to this node: which loop it closes
     counts: Mapping[str, int | str] | None  # activate_by_count
     critical: frozenset[int]  # slots that are the only ones of their field
+    all_slots: tuple[int, ...]
+    reads_plainly: bool  # one edge for each field, and no transfer function
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Outlets:
     per_frame: Mapping[str, tuple[Edge, ...]]
     edges: tuple[Edge, ...]  # all of them
     fields: frozenset[str]
-    readers: Mapping[str, tuple[Reader, ...]]  # field, or PER_FRAME -> who gives credit
+    readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> who gives credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class StaticPlan:
         for edge in self.edges:
             if edge in edges:
                 outgoing[edge.source].append(edge)
-        outlets = {name: _make_outlets(each) for name, each in outgoing.items()}
+        outlets = {name: _make_outlets(each, self.nodes.get(name)) for name, each in outgoing.items()}
         return Route(
             graph=self.name,
             outputs=wanted,
@@ -149,13 +152,15 @@ class StaticPlan:
         )
 
 
-def _make_outlets(edges: Sequence[Edge]) -> Outlets:
+def _make_outlets(edges: Sequence[Edge], node: NodePlan | None) -> Outlets:
     whole: dict[str, tuple[Edge, ...]] = {}
     per_frame: dict[str, tuple[Edge, ...]] = {}
     readers: dict[str, tuple[Reader, ...]] = {}
     for edge in edges:
         fields = per_frame if edge.per_frame else whole
         fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
+        if node is None or not node.outputs[edge.source_field].streamed:
+            continue
         key = PER_FRAME if edge.per_frame else edge.source_field
         readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
     return Outlets(whole, per_frame, tuple(edges), frozenset(whole) | frozenset(per_frame), readers)

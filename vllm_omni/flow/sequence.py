@@ -33,30 +33,34 @@ class SequenceQueue(Generic[Numbered]):
 
     def __init__(self) -> None:
         self._expected: SeqId = 0
-        self._early: dict[SeqId, Numbered] = {}
+        self._early: dict[SeqId, Numbered] | None = None  # made with the first one
         self.ended = False  # the frame with last=True has been released
 
     def __len__(self) -> int:
         """Frames that arrived ahead of their turn."""
-        return len(self._early)
+        return len(self._early) if self._early else 0
 
     def push(self, frame: Numbered) -> list[Numbered]:
         """Take a frame in; returns those that are due now, in order. Duplicates and frames behind the last vanish."""
-        if self.ended or frame.seq < self._expected:
+        seq = frame.seq
+        if self.ended or seq < self._expected:
             return []
-        if frame.seq > self._expected:
-            self._early.setdefault(frame.seq, frame)
+        if seq > self._expected:
+            if self._early is None:
+                self._early = {}
+            self._early.setdefault(seq, frame)
             return []
         self._expected += 1
-        if not self._early and not frame.last:
-            return [frame]
         due = [frame]
+        if not self._early:
+            self.ended = frame.last
+            return due
         while not due[-1].last and self._expected in self._early:
             due.append(self._early.pop(self._expected))
             self._expected += 1
         if due[-1].last:
             self.ended = True
-            self._early.clear()
+            self._early = None
         return due
 
 
