@@ -21,7 +21,7 @@ class State(enum.Enum):
     DEAD = enum.auto()
 
 
-NO_WINDOWS: deque[ReceiveWindow] = deque(maxlen=0)
+NOTHING: deque[ReceiveWindow | None] = deque(maxlen=0)
 SEVERITY = (EndReason.NONE, EndReason.EMPTY, EndReason.UNREACHABLE, EndReason.CANCEL, EndReason.ERROR)
 
 
@@ -39,7 +39,7 @@ class Slot:
         self.error: Exception | None = None
         self.death: Death | None = None  # of the parts that ended without a frame, the least
         self.windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
-        self._credited: deque[ReceiveWindow] = NO_WINDOWS  # of the chunks that wait to be read
+        self._credited: deque[ReceiveWindow | None] = NOTHING  # of the chunks that wait to be read
 
     @property
     def is_missing(self) -> bool:
@@ -54,7 +54,7 @@ class Slot:
     def add_window(self, origin: int, window: ReceiveWindow) -> None:
         if self.windows is None:
             self.windows = {}
-            self._credited = deque()
+            self._credited = deque([None] * len(self.stream))
             self.stream.on_read = self._on_read
         self.windows[origin] = window
 
@@ -65,11 +65,10 @@ class Slot:
         done = self.order.done
         for frame in due:
             window = None
-            if self.windows is not None:
-                window = self.windows[frame.origin]
+            if self.windows is not None and (window := self.windows.get(frame.origin)) is not None:
                 window.num_received += 1
             if frame.reason is EndReason.NONE:
-                if window is not None:
+                if self.windows is not None:
                     self._credited.append(window)
                 self.stream.put_nowait(Chunk(frame.payload, self.num_frames, done and is_final and frame is due[-1]))
                 self.num_frames += 1
@@ -86,7 +85,9 @@ class Slot:
             open_all(self.windows.values())
 
     def _on_read(self, _: Chunk) -> None:
-        self._credited.popleft().on_read()
+        window = self._credited.popleft()
+        if window is not None:
+            window.on_read()
 
 
 class Bucket:
@@ -150,6 +151,13 @@ class Bucket:
         if worst.reason in (EndReason.ERROR, EndReason.CANCEL):
             return worst.reason, worst.error, death
         return EndReason.UNREACHABLE, None, death
+
+    def add_window(self, index: int, origin: int, window: ReceiveWindow) -> None:
+        """A producer needs to be told how far a slot is read: from now on, who waits for one slot opens the others."""
+        self.slots[index].add_window(origin, window)
+        if self.group.root is not None:
+            for slot in self.slots.values():
+                slot.stream.on_wait = slot.stream.on_wait or self.open_windows
 
     def open_windows(self) -> None:
         for slot in self.slots.values():

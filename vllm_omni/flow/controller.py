@@ -91,16 +91,29 @@ class CallScope:
 class _Run:
     """An activation from the first frame on."""
 
-    __slots__ = ("activation_id", "bucket", "cancelled", "credited", "lineage", "num_frames", "out", "task")
+    __slots__ = (
+        "activation_id",
+        "activity",
+        "bucket",
+        "cancelled",
+        "credited",
+        "has_started",
+        "lineage",
+        "num_frames",
+        "out",
+        "task",
+    )
 
-    def __init__(self, activation_id: int, lineage: Lineage, bucket: Bucket):
+    def __init__(self, node: str, activation_id: int, lineage: Lineage, bucket: Bucket):
         self.activation_id = activation_id
+        self.activity = Activity(node, activation_id)
         self.lineage = lineage
         self.bucket = bucket
         self.num_frames: list[ReceiveWindow] = NO_FRAMES  # of edges that are per frame: one frame each
         self.out: Outbound | None = None
         self.credited: asyncio.Future[None] | None = None  # while it waits for credit
         self.task: asyncio.Task[None] | None = None
+        self.has_started = False
         self.cancelled = False  # by its call
 
 
@@ -194,6 +207,8 @@ class NodeController:
                 if run.out.next_seq or not unfinished_only:
                     run.cancelled = True
                     run.task.cancel()
+                    if not run.has_started:  # it runs no line of its own: its end is only seen from outside
+                        run.task.add_done_callback(lambda _, run=run: self._on_done(call, run, None))
 
     def close(self, call_id: str) -> None:
         """Forget a call none of whose activations is in flight; frames that still arrive are dropped."""
@@ -276,7 +291,7 @@ class NodeController:
             own = self._insert_choice(call, group, own)
         if plan.loops:
             own = Lineage(own.path, own.roots, plan.loops + own.turns)  # the turns of this loop come first
-        run = _Run(activation_id, own, bucket)
+        run = _Run(self.name, activation_id, own, bucket)
         if plan.first_wins and group.loop is None:
             choice = call.choices.setdefault(own.path, _Choice())
             if choice.is_decided:
@@ -335,10 +350,8 @@ class NodeController:
             if not slot.order.done:  # no duplicate
                 window.num_received += 1
                 run.num_frames = [*run.num_frames, window]
-        elif slot.windows is None or frame.origin not in slot.windows:
-            if frame.last and not frame.seq and slot.windows is None and run.bucket.group.root is None:
-                return  # all there is
-            slot.add_window(frame.origin, self._make_window(edge, frame))
+        elif not (frame.last and not frame.seq) and (slot.windows is None or frame.origin not in slot.windows):
+            run.bucket.add_window(frame.slot, frame.origin, self._make_window(edge, frame))
 
     def _make_window(self, edge: Edge, frame: Frame) -> ReceiveWindow:
         return ReceiveWindow(functools.partial(self._grant, frame.call_id, edge, frame.origin))
@@ -383,9 +396,6 @@ class NodeController:
             turn = _Turn(run)
             self._take_turns(call, call.order, call.order.places.push(run.lineage.path, turn, run.lineage.turns))
         else:
-            if group.root is not None:
-                for slot in run.bucket.slots.values():
-                    slot.stream.on_wait = run.bucket.open_windows
             self._start(call, run)
 
     def _on_dead(self, call: _Call, run: _Run) -> None:
@@ -436,29 +446,38 @@ class NodeController:
         return Outbound(call.plan, scope.route.outlets[self.name], self._link, scope.call_id, activation_id, lineage)
 
     def _start(self, call: _Call, run: _Run) -> None:
-        scope = call.scope
-        scope.tracker.begin(Activity(self.name, run.activation_id))
-        run.task = asyncio.get_running_loop().create_task(self._forward(call, run), name=f"{scope.call_id}/{self.name}")
-        # A task cancelled before its first step runs no line of its own: its end is only seen from outside.
-        run.task.add_done_callback(functools.partial(self._on_done, call, run))
+        call.scope.tracker.begin(run.activity)
+        name = f"{call.scope.call_id}/{self.name}"
+        run.task = asyncio.get_running_loop().create_task(self._work(call, run), name=name)
 
-    async def _forward(self, call: _Call, run: _Run) -> None:
-        group = run.bucket.group
-        if group.reads_plainly:
-            slots = run.bucket.slots
-            await self._serve(call, run, {name: slots[indices[0]].stream for name, indices in group.slots.items()})
-            return
+    async def _work(self, call: _Call, run: _Run) -> None:
+        """One activation, from its first step to the end of its clean-up."""
+        run.has_started = True
+        error: BaseException | None = None
+        try:
+            group = run.bucket.group
+            if group.reads_plainly:
+                slots = run.bucket.slots
+                await self._serve(call, run, {name: slots[index].stream for name, (index,) in group.slots.items()})
+            else:
+                await self._read_and_serve(call, run)
+        except (Exception, asyncio.CancelledError) as exc:
+            error = exc
+        self._on_done(call, run, error)
+
+    async def _read_and_serve(self, call: _Call, run: _Run) -> None:
+        """Where edges have transfer functions, or fields several edges: those are run in the activation's task, too."""
         async with AsyncExitStack() as cleanup:
             inputs: dict[str, AsyncIterator[Chunk]] = {}
-            for name, each in run.bucket.inputs():
+            for name, slots in run.bucket.inputs():
                 streams: list[AsyncIterator[Chunk]] = []
-                for slot in each:
+                for slot in slots:
                     streams.append(slot.stream)
                     if slot.edge.transfer is not None:
                         info = CallInfo(call.scope.call_id, call.scope.context, slot.edge.source, slot.edge.target)
                         streams[-1] = await cleanup.enter_async_context(aclosing(_transfer(slot, info)))
                 inputs[name] = streams[0]
-                if len(streams) > 1 or group.counts is not None:
+                if len(streams) > 1 or run.bucket.group.counts is not None:
                     chunks = read(streams, run.bucket.limit(name))
                     inputs[name] = await cleanup.enter_async_context(aclosing(chunks))
             await self._serve(call, run, inputs)
@@ -494,27 +513,25 @@ class NodeController:
         if not run.cancelled:
             out.end(EndReason.EMPTY)
 
-    def _on_done(self, call: _Call, run: _Run, task: asyncio.Task[None]) -> None:
+    def _on_done(self, call: _Call, run: _Run, error: BaseException | None) -> None:
         assert run.out is not None
-        where = f"node {self.name!r} of call {call.scope.call_id!r}"
         self._forget(call, run)
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None:
-                error.add_note(f"in {where}")
-                self._raise(call, run, error)
-        elif not run.cancelled:
+        if isinstance(error, Exception):
+            error.add_note(f"in node {self.name!r} of call {call.scope.call_id!r}")
+            self._raise(call, run, error)
+        elif error is not None and not run.cancelled:
+            where = f"node {self.name!r} of call {call.scope.call_id!r}"
             self._report(call, CallAborted(f"{where} was cancelled from outside"), EndReason.CANCEL)
         if run.cancelled and not call.cancelled:  # a reader that is merely tidying up must not wait for more
             run.out.end(EndReason.CANCEL)
         if call.order is not None and call.order.running is run:
             call.order.running = None
             self._next_turn(call, call.order)
-        call.scope.tracker.end(Activity(self.name, run.activation_id))
+        call.scope.tracker.end(run.activity)
 
-    def _raise(self, call: _Call, run: _Run, error: BaseException) -> None:
+    def _raise(self, call: _Call, run: _Run, error: Exception) -> None:
         """What a node raised fails the call at once, unless somebody further down can do without the node."""
-        if call.plan.tolerates and run.out is not None and isinstance(error, Exception) and not call.cancelled:
+        if call.plan.tolerates and run.out is not None and not call.cancelled:
             run.out.end(EndReason.ERROR, error)
         else:
             self._report(call, error, EndReason.ERROR)

@@ -394,6 +394,7 @@ class GraphParser:
             is_root=name in roots,
             tolerates=tolerates,
             parameters=tuple(one.name for one in self._graph._roles[node.role]._parameters),
+            loops=tuple(group.loop for group in node.groups if group.loop is not None),
         )
 
     def _check_all_used(self, plan: StaticPlan) -> None:

@@ -64,6 +64,7 @@ class NodePlan:
     is_root: bool = False  # of a bucket or a choice further down
     tolerates: bool = False  # somebody further down can do without this node
     parameters: tuple[str, ...] = ()
+    loops: tuple[int, ...] = ()  # that lead back to it
 
     @property
     def inputs(self) -> Mapping[str, tuple[Edge, ...]]:
@@ -72,10 +73,6 @@ class NodePlan:
         for edge in self.slots:
             fields[edge.target_field] = (*fields.get(edge.target_field, ()), edge)
         return fields
-
-    @property
-    def loops(self) -> tuple[int, ...]:
-        return tuple(group.loop for group in self.groups if group.loop is not None)
 
     @property
     def num_choices(self) -> int:
