@@ -1,4 +1,4 @@
-"""First of two: a small model and a large one answer, the judge takes whichever is there first, the other is cancelled."""
+"""First of two: a small and a large model answer, the judge takes what is there first, the other one is cancelled."""
 
 import asyncio
 

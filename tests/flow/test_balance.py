@@ -4,8 +4,15 @@ import pytest
 
 from tests.flow.builders import FunctionNode, make_speech_nodes, make_speech_plan, read_payloads, spin
 from vllm_omni.errors import NoInstance
-from vllm_omni.flow import Emission, GraphRuntime
-from vllm_omni.flow.balance import LeastOutstanding, ReplicatedNode, RoundRobin, SessionLoadBalance
+from vllm_omni.flow import Emission, GraphRuntime, Scheduling
+from vllm_omni.flow.balance import (
+    Broadcast,
+    LeastOutstanding,
+    ReplicatedNode,
+    RoundRobin,
+    SessionLoadBalance,
+    policy_for,
+)
 from vllm_omni.flow.registry import Instance, MemoryRegistry
 
 A, B, C = (Instance("thinker", name) for name in "abc")
@@ -136,3 +143,74 @@ async def test_abort_reaches_the_instance():
     await call.abort()
     assert nodes["a"].events == ["start", "cancelled", "clean"]
     assert not thinker.outstanding
+
+
+@pytest.mark.parametrize(
+    "scheduling, policy",
+    [
+        (Scheduling.ROUND_ROBIN, RoundRobin),
+        (Scheduling.LEAST_OUTSTANDING, LeastOutstanding),
+        (Scheduling.SESSION, SessionLoadBalance),
+        (Scheduling.BROADCAST, Broadcast),
+    ],
+)
+def test_what_an_interface_declares_is_a_policy(scheduling, policy):
+    assert type(policy_for(scheduling, "thinker", MemoryRegistry())) is policy
+
+
+async def make_broadcast(**instances):
+    """thinker, served by all of them"""
+    registry = MemoryRegistry()
+    for name in instances:
+        await registry.register(Instance("thinker", name))
+    resolve = lambda instance: instances[instance.instance_id]  # noqa: E731
+    node = ReplicatedNode("thinker", registry, Broadcast(), resolve)
+    return node, GraphRuntime(make_speech_plan(), make_speech_nodes(thinker=node))
+
+
+def say(name, delay=0):
+    async def forward(activation):
+        async for chunk in activation.inputs["prompt"]:
+            for number in range(2):
+                await spin(delay)
+                yield Emission("text", f"{name}{number}{chunk.payload}")
+
+    return FunctionNode(forward)
+
+
+async def test_broadcast_is_served_by_all_and_what_they_yield_is_one_stream():
+    node, runtime = await make_broadcast(a=say("a", delay=3), b=say("b"))
+    payloads = (await read_payloads(runtime.open("c", {"prompt": "x"}, {"text"})))["text"]
+    assert sorted(filter(None, payloads)) == ["a0x", "a1x", "b0x", "b1x"]
+    assert [one for one in payloads if one and one.startswith("a")] == ["a0x", "a1x"]
+    assert node.outstanding == {}
+
+
+async def test_broadcast_to_nobody_is_refused():
+    _, runtime = await make_broadcast()
+    with pytest.raises(NoInstance):
+        await read_payloads(runtime.open("c", {"prompt": "x"}, {"text"}))
+
+
+async def test_instance_that_fails_ends_the_broadcast_and_the_others():
+    async def fail(activation):
+        await spin(2)
+        raise KeyError("weights")
+        yield
+
+    late = say("b", delay=1000)
+    node, runtime = await make_broadcast(a=FunctionNode(fail), b=late)
+    with pytest.raises(KeyError, match="weights"):
+        await read_payloads(runtime.open("c", {"prompt": "x"}, {"text"}))
+    assert late.events == ["start", "cancelled", "clean"]
+    assert node.outstanding == {}
+
+
+async def test_broadcast_that_is_aborted_leaves_nobody_running():
+    slow = [say(name, delay=1000) for name in "ab"]
+    node, runtime = await make_broadcast(a=slow[0], b=slow[1])
+    call = runtime.open("c", {"prompt": "x"}, {"text"})
+    await spin()
+    await call.aclose()
+    assert [one.events for one in slow] == [["start", "cancelled", "clean"]] * 2
+    assert node.outstanding == {}

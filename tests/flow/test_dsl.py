@@ -4,7 +4,7 @@ import pytest
 
 from tests.flow.builders import Talker, Thinker
 from vllm_omni.errors import GraphError
-from vllm_omni.flow import Field, Graph, Role, interface
+from vllm_omni.flow import Field, GlobalParameters, Graph, Role, interface
 
 
 def make_thinker():
@@ -149,3 +149,63 @@ def test_role_has_as_many_interfaces_as_it_declares():
     vae = graph.role(Vae, "vae")
     latents = vae.encode(pixels=graph.placeholder("pixels")).latents
     assert str(vae.decode(latents=latents).pixels) == "vae.decode.pixels"
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ({"first_wins": True}, r"first_wins chooses among groups, but there is one"),
+        ({"max_turns": -1}, r"max_turns = -1 must be at least 0"),
+        ({"activate_by_count": {"x": 0}}, r"activate_by_count\['x'\] = 0 must be at least 1"),
+        ({"activate_by_count": {"x": "y"}}, r"activate_by_count\['x'\] = 'y' is a number, or an input"),
+        ({"activate_by_count": {"x": "x"}}, r"activate_by_count\['x'\] = 'x' is a number, or an input"),
+    ],
+)
+def test_declaration_that_contradicts_itself_is_refused(arguments, complaint):
+    with pytest.raises(GraphError, match=complaint):
+        interface(inputs_or=[["x", "n"]], outputs={"y": Field("text")}, **arguments)
+
+
+def test_counted_node_has_no_group_that_could_win():
+    with pytest.raises(GraphError, match="activate_by_count gathers all groups, so that none can win"):
+        interface([["x"], ["z"]], {"y": Field("text")}, activate_by_count={"x": 2}, first_wins=True)
+
+
+def make_graph_with_output():
+    graph = Graph("g")
+    graph.output(y=graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("x")).text)
+    return graph
+
+
+@pytest.mark.parametrize(
+    "outputs, until, complaint",
+    [
+        ([], (), "asks for no output"),
+        (["z"], (), "no output 'z'; there is: 'y'"),
+        (["y"], ["z"], "does not ask for 'z', which it waits for"),
+    ],
+)
+def test_graph_call_that_cannot_be_made_is_refused(outputs, until, complaint):
+    with pytest.raises(GraphError, match=f"graph 'g', graph call 'call': {complaint}"):
+        make_graph_with_output().graph_call("call", outputs, until=until)
+
+
+def test_graph_call_declared_twice_is_refused():
+    graph = make_graph_with_output()
+    graph.graph_call("call", ["y"])
+    with pytest.raises(GraphError, match="graph call 'call': is declared twice"):
+        graph.graph_call("call", ["y"])
+
+
+def test_two_different_parameters_of_one_name_are_refused():
+    graph = Graph("g")
+    graph.role(Thinker, "one", parameters=[GlobalParameters("cache", list)])
+    with pytest.raises(GraphError, match="two different parameters named 'cache'"):
+        graph.role(Thinker, "two", parameters=[GlobalParameters("cache", dict)])
+
+
+def test_role_ref_to_a_role_of_the_same_graph_is_refused():
+    graph = Graph("g")
+    role = graph.role(Thinker, "thinker")
+    with pytest.raises(GraphError, match="role 'thinker' is its own; use it without role_ref"):
+        graph.role_ref(role)

@@ -1,17 +1,19 @@
 """Random graphs, random nodes, random links, random ends, against the reference: nothing is lost, doubled, joined with
 another's or out of order, every call ends, and nothing is left.
 
-``FUZZ_CASES`` says how many (``make fuzz`` runs many more). A failing case prints its seed and the graph; to see it
-again: ``FUZZ_SEED=<seed> FUZZ_CASES=1``.
+``FUZZ_CASES`` says how many (``make fuzz`` runs many more). A failing case prints its seed and its graph; to see it
+again: ``FUZZ_SEED=<seed>``.
 """
 
 import asyncio
+import multiprocessing
 import os
 import random
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.flow.builders import ShufflingLink, spin
@@ -21,7 +23,7 @@ from vllm_omni.errors import CallAborted, GraphError, PlanError
 from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "20000"))
-SEED = os.environ.get("FUZZ_SEED")
+NUM_PROCESSES = 2
 DEADLINE_S = 30.0
 
 
@@ -44,8 +46,8 @@ async def read_all(rng, call):
     return got, None, False
 
 
-async def run_case(seed, counts):
-    rng = random.Random(seed)
+async def run_case(number, counts):
+    rng = random.Random(number)
     case = make_case(rng)
     try:
         plan = GraphParser(case.graph).parse()
@@ -60,7 +62,7 @@ async def run_case(seed, counts):
     got, error, has_left = await read_all(rng, call)
     await spin()  # duplicates still under way on the link
     if has_left:
-        assert error is None or isinstance(error, CallAborted), f"seed {seed}: {error!r}"
+        assert error is None or isinstance(error, CallAborted), repr(error)
         counts["left"] += 1
     else:
         try:
@@ -68,33 +70,48 @@ async def run_case(seed, counts):
             counts[case.expected.outcome.value] += 1
         except TooLarge:  # if the other group wins
             counts["too large"] += 1
-    assert runtime.statistics() == FlowStatistics(0, 0, 0, 0), f"seed {seed}: {runtime.statistics()}"
-    assert asyncio.all_tasks() == {asyncio.current_task()}, f"seed {seed}"
+    assert runtime.statistics() == FlowStatistics(0, 0, 0, 0), runtime.statistics()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def run_cases(first_seed, num_cases):
+    """In a process of its own: how many cases had which outcome."""
+    counts = Counter()
+    with asyncio.Runner() as runner:
+
+        @seed(first_seed)
+        @settings(
+            max_examples=num_cases,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.integers(0, 2**48))
+        def run(number):
+            try:
+                runner.run(run_case(number, counts))
+            except Exception as exc:
+                raise AssertionError(f"FUZZ_SEED={number}: {exc!r}") from exc
+
+        run()
+    return counts
 
 
 @pytest.mark.fuzz
-def test_random_graphs_do_what_the_reference_does_and_leave_nothing():
-    counts = Counter()
-
-    with asyncio.Runner() as runner:
-
-        @settings(
-            max_examples=NUM_CASES,
-            deadline=None,
-            database=None,
-            derandomize=SEED is None,
-            phases=[Phase.explicit, Phase.generate],
-            suppress_health_check=list(HealthCheck),
-            print_blob=False,
-        )
-        @given(seed=st.integers(0, 2**48) if SEED is None else st.just(int(SEED)))
-        def run(seed):
-            try:
-                runner.run(run_case(seed, counts))
-            except BaseException:
-                print(f"FUZZ_SEED={seed}")
-                raise
-
-        run()
-    print(f"{sum(counts.values())} cases: {dict(counts)}")
-    assert counts["refused"] <= 0.1 * sum(counts.values())
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_graphs_do_what_the_reference_does_and_leave_nothing(capsys):
+    if "FUZZ_SEED" in os.environ:
+        with asyncio.Runner() as runner:
+            runner.run(run_case(int(os.environ["FUZZ_SEED"]), Counter()))
+        return
+    first_seed = int(os.environ.get("FUZZ_FIRST_SEED", "1"))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn) as pool:
+        parts = [first_seed + number for number in range(NUM_PROCESSES)]
+        counts = sum(pool.map(run_cases, parts, [NUM_CASES // NUM_PROCESSES] * NUM_PROCESSES), Counter())
+    with capsys.disabled():
+        print(f"\nrandom graphs: seeds {parts}, {sum(counts.values())} cases: {dict(counts)}")
+    assert sum(counts.values()) >= NUM_CASES
+    assert counts["refused"] <= 0.1 * NUM_CASES

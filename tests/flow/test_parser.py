@@ -109,7 +109,7 @@ def test_root_of_a_join_is_the_nearest_node_above_all_of_its_edges():
 
 
 def test_join_is_per_frame_where_every_way_out_of_its_root_is():
-    graph, x = Graph("g"), None
+    graph = Graph("g")
     fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
     left, right = graph.role(Each, "left").run(x=fork.y), graph.role(Each, "right").run(x=fork.z)
     graph.output(y=graph.role(Pair, "pair").run(left=left.y, right=right.y).y)

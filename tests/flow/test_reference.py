@@ -281,7 +281,9 @@ async def serve(node, inputs):
     """What an activation of a random node yields, and whether it fails."""
     yields = []
     try:
-        async for one in node.forward(SimpleNamespace(path=(), inputs={name: stream(some) for name, some in inputs.items()})):
+        async for one in node.forward(
+            SimpleNamespace(path=(), inputs={name: stream(some) for name, some in inputs.items()})
+        ):
             yields.append([(each.field, each.payload) for each in ([one] if isinstance(one, Emission) else one)])
     except NodeBroke:
         return yields, True

@@ -8,6 +8,7 @@ from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
 from vllm_omni.flow.controller import Activation, Node, NodeController, Yield
 from vllm_omni.flow.dsl import Field, GlobalParameters, Graph, Placeholder, Role, Scheduling, interface
 from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Emission, EndReason, Frame, OutputFrame, TransferFunction
+from vllm_omni.flow.linear import LinearStage, linear_graph
 from vllm_omni.flow.link import InProcessLink, Link
 from vllm_omni.flow.parser import GraphParser, parse_graphs
 from vllm_omni.flow.plan import StaticPlan
@@ -29,6 +30,7 @@ __all__ = [
     "GraphParser",
     "GraphRuntime",
     "InProcessLink",
+    "LinearStage",
     "Link",
     "LoopClock",
     "Node",
@@ -42,5 +44,6 @@ __all__ = [
     "TransferFunction",
     "Yield",
     "interface",
+    "linear_graph",
     "parse_graphs",
 ]

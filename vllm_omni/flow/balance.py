@@ -5,14 +5,19 @@ From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+import msgspec
+
 from vllm_omni.errors import NoInstance
 from vllm_omni.flow.controller import Activation, Node, Yield
+from vllm_omni.flow.dsl import Scheduling
+from vllm_omni.flow.frame import Chunk
 from vllm_omni.flow.registry import Instance, ServiceRegistry
 
 
@@ -87,6 +92,23 @@ class SessionLoadBalance:
                 instances = await self._registry.instances(self._role)
 
 
+class Broadcast:
+    """All of them: each instance serves every activation, and what they yield comes as it is made."""
+
+
+def policy_for(scheduling: Scheduling, role: str, registry: ServiceRegistry) -> LoadBalance | Broadcast:
+    """What an interface declares, as a policy."""
+    match scheduling:
+        case Scheduling.ROUND_ROBIN:
+            return RoundRobin()
+        case Scheduling.LEAST_OUTSTANDING:
+            return LeastOutstanding()
+        case Scheduling.SESSION:
+            return SessionLoadBalance(role, registry)
+        case Scheduling.BROADCAST:
+            return Broadcast()
+
+
 class ReplicatedNode:
     """A node of the graph that is several: each activation goes to the instance that the policy chooses.
 
@@ -99,7 +121,11 @@ class ReplicatedNode:
     """
 
     def __init__(
-        self, role: str, registry: ServiceRegistry, policy: LoadBalance, resolve: Callable[[Instance], Node]
+        self,
+        role: str,
+        registry: ServiceRegistry,
+        policy: LoadBalance | Broadcast,
+        resolve: Callable[[Instance], Node],
     ) -> None:
         self._role = role
         self._registry = registry
@@ -115,10 +141,20 @@ class ReplicatedNode:
         instances = await self._registry.instances(self._role)
         if not instances:
             raise NoInstance(f"role {self._role!r}: no instance is registered")
-        chosen = await self._policy.choose(instances, self.outstanding, activation.session)
-        self.outstanding[chosen.instance_id] += 1
+        served: AsyncGenerator[Yield, None]
+        if isinstance(self._policy, Broadcast):
+            served = self._serve_by_all(instances, activation)
+        else:
+            chosen = await self._policy.choose(instances, self.outstanding, activation.session)
+            served = self._serve(chosen, activation)
+        async with aclosing(served):
+            async for emission in served:
+                yield emission
+
+    async def _serve(self, instance: Instance, activation: Activation) -> AsyncGenerator[Yield, None]:
+        self.outstanding[instance.instance_id] += 1
         try:
-            emissions = self._resolve(chosen).forward(activation)
+            emissions = self._resolve(instance).forward(activation)
             if isinstance(emissions, AsyncGenerator):
                 async with aclosing(emissions):
                     async for emission in emissions:
@@ -127,6 +163,57 @@ class ReplicatedNode:
                 async for emission in emissions:
                     yield emission
         finally:
-            self.outstanding[chosen.instance_id] -= 1
-            if not self.outstanding[chosen.instance_id]:
-                del self.outstanding[chosen.instance_id]
+            self.outstanding[instance.instance_id] -= 1
+            if not self.outstanding[instance.instance_id]:
+                del self.outstanding[instance.instance_id]
+
+    async def _serve_by_all(self, instances: Sequence[Instance], activation: Activation) -> AsyncGenerator[Yield, None]:
+        tees = {name: _Tee(chunks, len(instances)) for name, chunks in activation.inputs.items()}
+        made: asyncio.Queue[Yield | None] = asyncio.Queue(maxsize=len(instances))
+
+        async def serve(number: int, instance: Instance) -> None:
+            inputs = {name: tee.read(number) for name, tee in tees.items()}
+            async with aclosing(self._serve(instance, msgspec.structs.replace(activation, inputs=inputs))) as served:
+                async for emission in served:
+                    await made.put(emission)
+            await made.put(None)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, instance in enumerate(instances):
+                    tasks.create_task(serve(number, instance))
+                num_running = len(instances)
+                while num_running:
+                    emission = await made.get()
+                    if emission is None:
+                        num_running -= 1
+                    else:
+                        yield emission
+        except* Exception as errors:  # the first is the cause; the others were cancelled
+            raise errors.exceptions[0] from None
+
+
+class _Tee:
+    """One input, read by several: a chunk stays until each has it."""
+
+    def __init__(self, chunks: AsyncIterator[Chunk], num_readers: int) -> None:
+        self._chunks = chunks
+        self._waiting: list[deque[Chunk]] = [deque() for _ in range(num_readers)]
+        self._lock = asyncio.Lock()
+        self._is_over = False
+
+    async def read(self, number: int) -> AsyncIterator[Chunk]:
+        mine = self._waiting[number]
+        while True:
+            async with self._lock:  # whoever is ahead reads on, for all
+                if not mine and not self._is_over:
+                    try:
+                        chunk = await anext(self._chunks)
+                    except StopAsyncIteration:
+                        self._is_over = True
+                    else:
+                        for each in self._waiting:
+                            each.append(chunk)
+            if not mine:
+                return
+            yield mine.popleft()

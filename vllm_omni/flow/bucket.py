@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.credit import ReceiveWindow, open_all
-from vllm_omni.flow.frame import Chunk, Death, EndReason, Frame, Lineage, SlotEos
+from vllm_omni.flow.frame import Chunk, Death, EndReason, Frame, SlotEos
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan
 from vllm_omni.flow.sequence import Stream

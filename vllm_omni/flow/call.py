@@ -348,8 +348,8 @@ class GraphRuntime:
                 if isinstance(node, Remote):
                     if node_plan.parameters:
                         raise GraphError(
-                            f"graph {plan.name!r}: role {node_plan.role!r} is served by another process, where the parameters "
-                            f"{', '.join(map(repr, node_plan.parameters))} are not; serve the role in this process"
+                            f"graph {plan.name!r}: role {node_plan.role!r} is served by another process, where its "
+                            f"parameters {', '.join(map(repr, node_plan.parameters))} are not; serve it in this process"
                         )
                     self._controllers[name] = RemoteController(name, self.link)
                 else:

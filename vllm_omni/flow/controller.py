@@ -196,7 +196,7 @@ class NodeController:
 
         Args:
             unfinished_only: spare those that have ended all of their wanted fields and are merely tidying up, and go on
-                delivering frames to them. Otherwise the call is dead: nothing is delivered. In both cases nothing fires.
+                delivering frames to them. Otherwise the call is dead: nothing is delivered. Either way, nothing fires.
         """
         call = self._calls[call_id]
         call.closing = True
@@ -208,7 +208,7 @@ class NodeController:
                     run.cancelled = True
                     run.task.cancel()
                     if not run.has_started:  # it runs no line of its own: its end is only seen from outside
-                        run.task.add_done_callback(lambda _, run=run: self._on_done(call, run, None))
+                        run.task.add_done_callback(functools.partial(self._on_never_started, call, run))
 
     def close(self, call_id: str) -> None:
         """Forget a call none of whose activations is in flight; frames that still arrive are dropped."""
@@ -378,10 +378,9 @@ class NodeController:
         plan, group = call.plan, run.bucket.group
         if call.closing:
             return
-        if group.loop is not None and plan.max_turns is not None:
-            if run.lineage.path.count(TURN + group.loop) > plan.max_turns:
-                self._on_dead(call, run)
-                return
+        if self._is_turn_too_many(plan, run):
+            self._on_dead(call, run)
+            return
         if plan.first_wins and group.loop is None:
             choice = call.choices[run.lineage.path]
             choice.is_decided = True
@@ -397,6 +396,13 @@ class NodeController:
             self._take_turns(call, call.order, call.order.places.push(run.lineage.path, turn, run.lineage.turns))
         else:
             self._start(call, run)
+
+    @staticmethod
+    def _is_turn_too_many(plan: NodePlan, run: _Run) -> bool:
+        loop = run.bucket.group.loop
+        if loop is None or plan.max_turns is None:
+            return False
+        return run.lineage.path.count(TURN + loop) > plan.max_turns
 
     def _on_dead(self, call: _Call, run: _Run) -> None:
         plan, group = call.plan, run.bucket.group
@@ -512,6 +518,9 @@ class NodeController:
                 await emissions.aclose()
         if not run.cancelled:
             out.end(EndReason.EMPTY)
+
+    def _on_never_started(self, call: _Call, run: _Run, _: asyncio.Task[None]) -> None:
+        self._on_done(call, run, None)
 
     def _on_done(self, call: _Call, run: _Run, error: BaseException | None) -> None:
         assert run.out is not None

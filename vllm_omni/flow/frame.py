@@ -59,7 +59,7 @@ class Lineage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One piece of one field on one edge. From: Omni-Flow sections 3.2.2, 3.4: ARRIVED, or with a reason UNREACHABLE."""
+    """One piece of one field on one edge: ARRIVED, or with a reason UNREACHABLE. From: Omni-Flow sections 3.2, 3.4."""
 
     call_id: str  # the graph call it belongs to
     source: str  # producing node, or ENTRY

@@ -125,8 +125,8 @@ class RoleHost:
                 if node_plan.role in nodes and name not in self._nodes:
                     if node_plan.parameters:
                         raise GraphError(
-                            f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the process of "
-                            "the entry; serve the role there"
+                            f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the "
+                            "entry's process; serve the role there"
                         )
                     self._nodes[name] = _Node(NodeController(name, nodes[node_plan.role], link))
                     link.bind(name, self._receive)

@@ -136,8 +136,8 @@ class GraphParser:
                 if ref.node not in cycle.nodes
             )
             raise PlanError(
-                f"the loop {loop} is entered at {len(cycle.headers)} nodes ({entries}), but each turn could only be fed "
-                "by the loop itself; let one node of the loop take all of it from outside and pass it on"
+                f"the loop {loop} is entered at {len(cycle.headers)} nodes ({entries}), but the loop alone feeds its "
+                "turns; let one node of the loop take all of it from outside and pass it on"
             )
         leaves = any(ref.node in cycle.nodes for ref in self._graph._outputs.values()) or any(
             ref.node in cycle.nodes
@@ -159,8 +159,8 @@ class GraphParser:
         if declared.activate_by_count:
             if cycle is not None:
                 raise PlanError(
-                    f"node {name!r}: activate_by_count fires once in a call, and the loop of {', '.join(sorted(cycle.nodes))} "
-                    "comes by again and again; count behind the loop"
+                    f"node {name!r}: activate_by_count fires once in a call, and the loop of "
+                    f"{', '.join(sorted(cycle.nodes))} comes by again and again; count behind the loop"
                 )
             edges = [self._edge(name, field, ref) for field, ref in node.sources]
             node.groups = [_Group(edges, counts=declared.activate_by_count)]
@@ -190,9 +190,9 @@ class GraphParser:
         assert cycle is not None  # otherwise all comes from outside
         where, other = ("inside", "outside") if is_back else ("outside", "inside")
         return (
-            f"node {name!r}: the join {list(fields)} can never complete: {missing!r} only comes from {other} of the loop "
-            f"of {', '.join(sorted(cycle.nodes))}, the rest from {where}; let the loop pass {missing!r} on, or declare a "
-            "group for what starts the loop and another one for its turns"
+            f"node {name!r}: the join {list(fields)} can never complete: {missing!r} only comes from {other} of the "
+            f"loop of {', '.join(sorted(cycle.nodes))}, the rest from {where}; let the loop pass {missing!r} on, or "
+            "declare a group for what starts the loop and another one for its turns"
         )
 
     def _edge(self, name: str, field: str, ref: FieldRef) -> Edge:
@@ -290,9 +290,9 @@ class GraphParser:
             once = all(not forks[edge.source] and not self._is_streamed(edge) for edge in edges)
             if once and not self._has_loops and isinstance(count, int) and count > len(edges):
                 raise GraphError(
-                    f"node {name!r}: activate_by_count wants {count} of {field!r}, but no more than {len(edges)} can come, "
-                    f"so that it can never complete; declare {edges[0].source}.{edges[0].source_field} streamed, or lower "
-                    "the count"
+                    f"node {name!r}: activate_by_count wants {count} of {field!r}, but no more than {len(edges)} can "
+                    f"come, so that it can never complete; declare {edges[0].source}.{edges[0].source_field} streamed, "
+                    "or lower the count"
                 )
 
     @property
@@ -315,9 +315,9 @@ class GraphParser:
                     f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges
                 )
                 raise GraphError(
-                    f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fields}, where "
-                    f"{_names(sorted(below))} makes several of one and what is above all of them ({root}) does not; let one "
-                    "node yield what feeds all groups, or use another scheduling"
+                    f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fields}, "
+                    f"where {_names(sorted(below))} makes several of one and what is above all of them ({root}) does "
+                    "not; let one node yield what feeds all groups, or use another scheduling"
                 )
 
     # ---- the plan ----
@@ -431,13 +431,15 @@ def parse_graphs(graphs: Iterable[Graph]) -> dict[str, StaticPlan]:
             other, declared = roles.setdefault(name, (graph, type(role)))
             if declared is not type(role):
                 raise GraphError(
-                    f"graphs {other.name!r} and {graph.name!r} disagree about role {name!r}: it is {declared.__name__} in the "
-                    f"one and {type(role).__name__} in the other; use graph.role_ref(...) of the other's, or another name"
+                    f"graphs {other.name!r} and {graph.name!r} disagree about role {name!r}: it is "
+                    f"{declared.__name__} in the one and {type(role).__name__} in the other; use graph.role_ref(...) "
+                    "of the other's, or another name"
                 )
             if (theirs := other._roles[name]._parameters) != role._parameters:
                 raise GraphError(
                     f"graphs {other.name!r} and {graph.name!r} disagree about role {name!r}: its parameters are "
-                    f"{[one.name for one in theirs]} in the one and {[one.name for one in role._parameters]} in the other"
+                    f"{[one.name for one in theirs]} in the one and {[one.name for one in role._parameters]} in the "
+                    "other"
                 )
         plans[graph.name] = GraphParser(graph).parse()
     return plans

@@ -12,8 +12,9 @@ from vllm_omni.flow.render import to_mermaid, to_svg, to_text
 
 FORMATS = {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
 
-DESCRIPTION = """Print the graph of a model, or each graph that a Python file defines, as text, Mermaid or SVG, after
-every check that a start makes. What is wrong is told with node and field, and exits with 1. No stage is started."""
+DESCRIPTION = """Print the graph of a model, or each graph that a Python file defines, as text, Mermaid or SVG, with
+its joins, loops and critical edges, after every check that a start makes. What the checks found, but is not wrong, is
+listed behind the graph; what is wrong is told with node and field, and exits with 1. No stage is started."""
 
 
 def graph(args: Sequence[str]) -> None:
@@ -46,12 +47,17 @@ def graph(args: Sequence[str]) -> None:
 def _of_file(path: Path) -> list[Graph]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
+    neighbours = str(path.parent.resolve())
+    sys.path.insert(0, neighbours)  # as `python FILE` does
     try:
         names = runpy.run_path(str(path), run_name="__graph__")
     except GraphError:
         raise
     except Exception as exc:
         raise ConfigError(f"{path}: running it failed: {type(exc).__name__}: {exc}") from exc
+    finally:
+        if neighbours in sys.path:  # unless the file took it off
+            sys.path.remove(neighbours)
     graphs = {id(value): value for value in names.values() if isinstance(value, Graph)}
     if not graphs:
         raise ConfigError(f"{path}: defines no Graph at its top level")
