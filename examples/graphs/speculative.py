@@ -27,13 +27,14 @@ class SlowNode:
     """Would take an hour."""
 
     def __init__(self):
-        self.was_cancelled = False
+        self.state = "idle"
 
     async def forward(self, activation):
+        self.state = "running"
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
-            self.was_cancelled = True
+            self.state = "cancelled"
             raise
         yield
 

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from tests.flow.builders import FunctionNode, read, read_payloads, spin
-from vllm_omni.errors import CallAborted, GraphError, InvalidRequest
+from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest
 from vllm_omni.flow import Emission, EndReason, Field, GlobalParameters, Graph, Role, Scheduling, interface
 from vllm_omni.flow.credit import WINDOW
 from vllm_omni.flow.frame import TURN
@@ -615,3 +615,76 @@ async def test_calls_of_a_session_share_its_parameters_until_it_ends(make_runtim
     assert released[1:] == [["x:0", "x:0"]]
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"}, session="s")) == {"y": [["x:0"]]}
     runtime.end_session("s")
+
+
+# ---- identity ----
+
+
+async def test_buckets_of_two_calls_do_not_mix(make_runtime):
+    async def echo(activation):
+        async for chunk in activation.inputs["x"]:
+            for number in range(3):
+                yield [Emission("y", f"{chunk.payload}{number}"), Emission("z", f"{chunk.payload}{number}")]
+
+    nodes = {"source": FunctionNode(echo), "left": tell({(0,): 9}), "right": tell({(1,): 5}), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    calls = {name: runtime.open(name, {"x": name}, {"y"}) for name in "pqr"}
+    for name, call in calls.items():
+        assert await read_payloads(call) == {"y": [f"a:x:{name}{k} b:x:{name}{k}" for k in range(3)]}
+
+
+async def test_groups_of_a_node_that_share_a_field_have_buckets_of_their_own(make_runtime):
+    class Shared(Role):
+        run = interface([["a", "b"], ["a", "c"]], {"y": TEXT})
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    reply = graph.role(Shared, "shared").run(a=source.whole, b=source.y, c=source.z)
+    graph.output(y=reply.y)
+    nodes = {"source": emit({"whole": "w", "y": 1}, {"z": 2}), "shared": tell()}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:w b:1", "a:w c:2"]}
+
+
+async def test_slow_branch_does_not_hold_back_its_sibling(make_runtime):
+    gate = asyncio.Event()
+
+    async def wait(activation):
+        await gate.wait()
+        yield Emission("y", await gather(activation))
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    graph.output(
+        slow=graph.role(Each, "slow").run(x=source.y).y, fast=graph.role(Each, "fast").run(x=source.y).y
+    )
+    runtime = make_runtime(graph, {"source": emit(*FRAMES), "slow": FunctionNode(wait), "fast": tell()})
+    got = []
+    async for frame in runtime.open("c", {"x": 0}, {"slow", "fast"}):
+        got.append(frame.field)
+        if len(got) == 3:
+            gate.set()
+    assert got[:3] == ["fast"] * 3
+
+
+async def test_join_that_waits_for_a_node_that_hangs_meets_the_deadline_of_its_call(make_runtime):
+    async def hang(activation):
+        await asyncio.get_running_loop().create_future()
+        yield
+
+    nodes = {"source": emit(*FRAMES), "left": tell(), "right": FunctionNode(hang), "join": tell()}
+    runtime = make_runtime(make_diamond(), nodes)
+    with pytest.raises(DeadlineExceeded, match=r"nodes still running: right.run; outputs not ended: y"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}, deadline_s=0.2))
+
+
+async def test_death_passes_through_a_long_chain(make_runtime):
+    graph = Graph("g")
+    field = graph.role(Source, "source").run(x=graph.placeholder("x")).whole
+    names = [f"n{number}" for number in range(200)]
+    for name in names:
+        field = graph.role(All, name).run(x=field).y
+    graph.output(y=field)
+    runtime = make_runtime(graph, {"source": emit()} | {name: tell() for name in names})
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE

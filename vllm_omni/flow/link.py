@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -114,20 +115,39 @@ class Link(Protocol):
         """Hand a message over; never waits for the target."""
 
 
+MAX_NESTING = 40  # deliveries within deliveries; Python's stack holds about a hundred
+
+
 class InProcessLink:
-    """Calls the receiver directly: a send returns once the next node has been fired, and no further."""
+    """Calls the receiver directly: a send returns once the next node has been fired, and no further.
+
+    What a node never fired for is told on by who hears of it, node by node. Where such a chain is long, the rest of it
+    is delivered by the first send rather than the last.
+    """
 
     def __init__(self) -> None:
         self._receivers: dict[str, Receiver] = {}
+        self._nesting = 0
+        self._postponed: deque[Message] = deque()
 
     def bind(self, target: str, receive: Receiver) -> None:
         self._receivers[target] = receive
 
     def send(self, message: Message) -> None:
-        self._receivers[message.target](message)
+        if self._nesting == MAX_NESTING:
+            self._postponed.append(message)
+            return
+        self._nesting += 1
+        try:
+            self._receivers[message.target](message)
+            while self._nesting == 1 and self._postponed:
+                message = self._postponed.popleft()
+                self._receivers[message.target](message)
+        finally:
+            self._nesting -= 1
 
 
-class ZmqLink:
+class ZmqLink(InProcessLink):
     """Targets of several processes: those bound here are called directly, the others are sent to over ZMQ.
 
     Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
@@ -146,8 +166,8 @@ class ZmqLink:
         import zmq
 
         self._zmq = zmq
+        super().__init__()
         self._addresses = dict(addresses)
-        self._receivers: dict[str, Receiver] = {}
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Message)
@@ -162,18 +182,14 @@ class ZmqLink:
         self._loop.add_reader(self._inbound, self._drain)
         self._drain()
 
-    def bind(self, target: str, receive: Receiver) -> None:
-        self._receivers[target] = receive
-
     def send(self, message: Message) -> None:
         """Hand a message over.
 
         Raises:
             LinkError: nobody knows where the target lives, or its payload cannot travel.
         """
-        receive = self._receivers.get(message.target)
-        if receive is not None:
-            receive(message)
+        if message.target in self._receivers:
+            super().send(message)
             return
         if isinstance(message, Frame) and isinstance(message.payload, BaseException):
             message = msgspec.structs.replace(message, payload=Fault.of(message.payload))

@@ -102,6 +102,8 @@ MARGIN, TITLE, SMALL = 24, 13, 11
 PITCH = 20  # between the ends of two edges, so that a label has room above its edge
 BETWEEN = 24  # two boxes of a column
 BEND, LANE, CHANNEL = 76, 12, 26  # what an edge needs to get to another row; to go down beside, back below the boxes
+RADIUS = 6  # of a corner
+TIP = 5  # of an arrow, in front of the end of its line
 LETTER = 0.63  # of the font size
 BOX_LETTERS = 34  # in a line below the name of a node
 STYLE = f"""text {{ font: {TITLE}px sans-serif; fill: #1d2733 }} .label {{ font-size: {SMALL}px; fill: #55606e }}
@@ -112,7 +114,7 @@ path, line {{ fill: none; stroke: #55606e }} .streamed {{ stroke-width: 3 }} .ba
 LEGEND = {  # class -> what it says, in this order
     "streamed": "streamed",
     "each": "per frame: each is an activation, or part of a join, of its own",
-    "critical": "critical: a join waits for it, and nothing can stand in",
+    "critical": "critical: nothing else can fill this field of a join",
     "back": "loop",
     "header": "where a loop begins its turns",
     "join": "join",
@@ -274,7 +276,7 @@ class _Drawing:
             if y != to:
                 path += f" C{_n(middle)},{_n(y)} {_n(middle)},{_n(to)} {_n(gap.up)},{_n(to)}"
             y = to
-        return f"{path} L{_n(cells[-1].x)},{_n(y)}"
+        return f"{path} L{_n(cells[-1].x - TIP)},{_n(y)}"
 
     def back_path(self, wire: _Wire) -> tuple[str, float, float]:
         """And where its label starts."""
@@ -283,18 +285,10 @@ class _Drawing:
         leaving = [other for other in self.back if other.cells[0].column == start.column]
         coming = [other for other in self.back if other.cells[-1].column == end.column]
         right = self.gaps[start.column].down + LANE * (leaving.index(wire) + 1)
-        left = self.gaps[end.column - 1].up + LANE * (len(coming) - 1 - coming.index(wire))
-        x, r = start.x + start.width, LANE // 2 + 2
-        return (
-            f"M{_n(x)},{_n(wire.y_out)} L{_n(right - r)},{_n(wire.y_out)} "
-            f"Q{_n(right)},{_n(wire.y_out)} {_n(right)},{_n(wire.y_out + r)} "
-            f"L{_n(right)},{_n(level - r)} Q{_n(right)},{_n(level)} {_n(right - r)},{_n(level)} "
-            f"L{_n(left + r)},{_n(level)} Q{_n(left)},{_n(level)} {_n(left)},{_n(level - r)} "
-            f"L{_n(left)},{_n(wire.y_in + r)} Q{_n(left)},{_n(wire.y_in)} {_n(left + r)},{_n(wire.y_in)} "
-            f"L{_n(end.x)},{_n(wire.y_in)}",
-            left + LANE,
-            level - 5,
-        )
+        left = self.gaps[end.column - 1].up + LANE * (len(coming) - 0.5 - coming.index(wire))
+        corners = [(right, wire.y_out), (right, level), (left, level), (left, wire.y_in)]
+        path = _rounded([(start.x + start.width, wire.y_out), *corners, (end.x - TIP, wire.y_in)])
+        return path, left + LANE, level - 5
 
 
 def to_svg(plan: StaticPlan) -> str:
@@ -347,7 +341,7 @@ def to_svg(plan: StaticPlan) -> str:
 
 def _tip(name: str, colour: str) -> str:
     return (
-        f'<marker id="{name}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="9" markerHeight="9" '
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="3" refY="4" markerWidth="9" markerHeight="9" '
         f'markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L8,4 L0,8 z" style="fill:{colour};stroke:none"/>'
         "</marker>"
     )
@@ -426,6 +420,25 @@ def _key(node: str, name: str, end: str) -> str:
     return f"{end} {name}" if node == ENTRY else node
 
 
+def _rounded(points: Sequence[tuple[float, float]]) -> str:
+    """A path through points at right angles to one another."""
+    path = f"M{_point(points[0])}"
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        path += f" L{_point(_toward(before, corner))} Q{_point(corner)} {_point(_toward(after, corner))}"
+    return f"{path} L{_point(points[-1])}"
+
+
+def _toward(far: tuple[float, float], corner: tuple[float, float]) -> tuple[float, float]:
+    """Where the bend around a corner begins or ends."""
+    (x, y), (to_x, to_y) = corner, far
+    part = min(1, RADIUS / max(abs(to_x - x) + abs(to_y - y), 1))
+    return x + (to_x - x) * part, y + (to_y - y) * part
+
+
+def _point(point: tuple[float, float]) -> str:
+    return f"{_n(point[0])},{_n(point[1])}"
+
+
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0
@@ -451,9 +464,14 @@ def _traits(node: NodePlan) -> list[str]:
 def _marks(node: NodePlan) -> list[str]:
     """What stands in a box below the name."""
     marks = [] if _is_plain(node) else [f"on {_fires(group)}" for group in node.groups]
-    if traits := _traits(node):
-        marks.append(", ".join(traits))
-    return [line for mark in marks for line in textwrap.wrap(mark, BOX_LETTERS)]
+    return [line for mark in [*marks, *_traits(node)] for line in _fold(mark)]
+
+
+def _fold(mark: str) -> list[str]:
+    """In lines that a box has room for, behind the colon if that will do."""
+    head, colon, tail = mark.partition(": ")
+    parts = [head + ":", tail] if colon and len(mark) > BOX_LETTERS else [mark]
+    return [line for part in parts for line in textwrap.wrap(part, BOX_LETTERS)]
 
 
 def _fires(group: GroupPlan) -> str:
