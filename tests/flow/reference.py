@@ -426,8 +426,10 @@ class _Interpreter:
     def may_do_without(self, node: str) -> bool:
         """Whether somebody further down has something else to go on with."""
         for name in self.topology.below[node] & self.needed:
-            groups = self.topology.groups[name]
-            if len(groups) > 1 or any(len(group.edges) > len(group.fields) for group in groups):
+            groups = [group for group in self.topology.groups[name] if not group.is_back]
+            if self.topology.interfaces[name].first_wins and len(groups) > 1:
+                return True
+            if any(len(group.edges) > len(group.fields) for group in groups):
                 return True
         return False
 

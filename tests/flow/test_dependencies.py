@@ -48,6 +48,15 @@ class Either(Role):
     first = interface([["a"], ["b"]], {"y": TEXT}, first_wins=True)
 
 
+class JoinEach(Role):
+    run = interface([["a", "b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT})
+
+
+class EitherEach(Role):
+    run = interface([["a"], ["b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT})
+    first = interface([["a"], ["b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT}, first_wins=True)
+
+
 def emit(*yields):
     """A node that yields what it is told: each is a dict of fields."""
 
@@ -401,6 +410,41 @@ async def test_turns_are_bounded_by_what_the_interface_declares(make_runtime):
     assert [one.path for one in nodes["thinker"].activations] == [(), (TURN,), (TURN, TURN)]
 
 
+async def test_turn_streams_into_the_next_one_far_beyond_a_window(make_runtime):
+    """What comes of the second turn is ahead of its place, which must not hold back the first."""
+    num = 3 * WINDOW
+
+    async def stream(activation):
+        (chunks,) = activation.inputs.values()
+        async for _ in chunks:
+            for number in range(num if activation.turn == 0 else 1):
+                yield [Emission("y", number), *([Emission("call", number)] if activation.turn == 0 else ())]
+
+    graph = Graph("g")
+    thinker = graph.role(Thinker, "thinker")
+    thought = thinker.think(question=graph.placeholder("x"))
+    thinker.think(result=thought.call)
+    graph.output(y=thought.y)
+    runtime = make_runtime(graph, {"thinker": FunctionNode(stream)})
+    payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert [one for one in payloads if one is not None] == [*range(num), *[0] * num]
+
+
+async def test_turns_are_counted_for_the_loop_that_a_node_is_part_of(make_runtime):
+    graph = Graph("g")
+    one, two = graph.role(Thinker, "one"), graph.role(Thinker, "two")
+    first = one.think(question=graph.placeholder("x"))
+    one.think(result=first.call)
+    second = two.think(question=first.y)
+    two.think(result=second.call)
+    graph.output(y=second.y)
+    nodes = {"one": think(2), "two": think(1)}
+    runtime = make_runtime(graph, nodes)
+    await read_payloads(runtime.open("c", {"x": "q"}, {"y"}))
+    assert sorted(one.turn for one in nodes["one"].activations) == [0, 1, 2]
+    assert sorted(one.turn for one in nodes["two"].activations) == [0, 0, 0, 1, 1, 1]
+
+
 async def test_unreachable_is_not_told_around_a_loop_forever(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
@@ -452,6 +496,42 @@ async def test_node_that_raises_is_done_without_where_a_group_remains(make_runti
     nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": tell(), "either": tell()}
     runtime = make_runtime(make_either("first"), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0"]}
+
+
+async def test_node_that_raises_is_done_without_where_a_field_has_another_source(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    last = graph.role(All, "last")
+    reply = last.run(x=graph.role(Each, "left").run(x=source.y).y)
+    last.run(x=graph.role(Each, "right").run(x=source.z).y)
+    graph.output(y=reply.y)
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": tell(), "last": tell()}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:x:0"]}
+
+
+async def test_node_that_raises_fails_the_call_where_each_group_fires_by_itself(make_runtime):
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": tell(), "either": tell()}
+    runtime = make_runtime(make_either(), nodes)
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
+
+
+async def test_reader_of_a_stream_that_breaks_off_meets_the_error_where_its_node_could_be_done_without(make_runtime):
+    async def break_off(activation):
+        yield Emission("y", 1)
+        raise GraphError("broken")
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    last = graph.role(All, "last")
+    reply = last.run(x=graph.role(All, "left").spread(x=source.y).y)
+    last.run(x=graph.role(All, "right").spread(x=source.z).y)
+    graph.output(y=reply.y)
+    nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(break_off), "right": repeat(1), "last": tell()}
+    runtime = make_runtime(graph, nodes)
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
 
 
 async def test_call_fails_if_no_group_remains(make_runtime):
@@ -549,6 +629,30 @@ async def test_session_node_whose_first_activation_is_late_does_not_lock_its_sou
     runtime = make_runtime(make_diamond("ordered"), nodes)
     payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
     assert payloads == [f"a:x:{k} b:x:{k}" for k in range(3 * WINDOW)]
+
+
+async def test_fork_whose_joins_are_all_dead_is_not_held_back(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    graph.output(y=graph.role(JoinEach, "join").run(a=source.y, b=source.z).y)
+    num = 3 * WINDOW
+    nodes = {"source": emit(*({"y": k} for k in range(num)), *({"z": k} for k in range(num))), "join": tell()}
+    runtime = make_runtime(graph, nodes)
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE
+
+
+@pytest.mark.parametrize("interface", ["run", "first"])
+async def test_fork_whose_frames_lose_every_choice_is_not_held_back(make_runtime, interface):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    either = graph.role(EitherEach, "either")
+    reply = getattr(either, interface)(a=source.y, b=source.z)
+    graph.output(y=reply.y)
+    nodes = {"source": emit(*({"y": k, "z": k} for k in range(3 * WINDOW))), "either": tell()}
+    runtime = make_runtime(graph, nodes)
+    payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert len([one for one in payloads if one]) == 3 * WINDOW * (2 if interface == "run" else 1)
 
 
 # ---- calls, graphs, parameters ----
@@ -655,9 +759,7 @@ async def test_slow_branch_does_not_hold_back_its_sibling(make_runtime):
 
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
-    graph.output(
-        slow=graph.role(Each, "slow").run(x=source.y).y, fast=graph.role(Each, "fast").run(x=source.y).y
-    )
+    graph.output(slow=graph.role(Each, "slow").run(x=source.y).y, fast=graph.role(Each, "fast").run(x=source.y).y)
     runtime = make_runtime(graph, {"source": emit(*FRAMES), "slow": FunctionNode(wait), "fast": tell()})
     got = []
     async for frame in runtime.open("c", {"x": 0}, {"slow", "fast"}):

@@ -261,7 +261,8 @@ def test_failing_node_fails_the_call_unless_somebody_can_do_without():
     graph.output(out=make_role(graph, "n", [["x"]]).run(x=first.a).a)
     assert run(graph, {"a": fails, "n": passes()}).outcome is Outcome.FAILS
     behave = {"r": emits("a0 b0"), "a": fails, "b": passes(), "n": passes()}
-    assert run(make_alternatives(), behave).outcome is Outcome.OPEN
+    assert run(make_alternatives(), behave).outcome is Outcome.FAILS  # each group fires by itself
+    assert run(make_alternatives(first_wins=True), behave).outcome is Outcome.OPEN
     assert run(make_alternatives(), behave | {"r": emits("b0")}).outcome is Outcome.DONE
 
 

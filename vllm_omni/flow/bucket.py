@@ -64,12 +64,9 @@ class Slot:
         """
         done = self.order.done
         for frame in due:
-            window = None
-            if self.windows is not None and (window := self.windows.get(frame.origin)) is not None:
-                window.num_received += 1
             if frame.reason is EndReason.NONE:
                 if self.windows is not None:
-                    self._credited.append(window)
+                    self._credited.append(self.windows.get(frame.origin))
                 self.stream.put_nowait(Chunk(frame.payload, self.num_frames, done and is_final and frame is due[-1]))
                 self.num_frames += 1
             else:
@@ -77,8 +74,8 @@ class Slot:
                 self.death = death if self.death is None else min(self.death, death)
                 if SEVERITY.index(frame.reason) > SEVERITY.index(self.reason):
                     self.reason, self.error = frame.reason, frame.payload
-        if done:
-            self.stream.finish(self.error)
+        if done:  # one that broke off is known to its reader; one that never began is as if it were not there
+            self.stream.finish(self.error if self.num_frames else None)
 
     def open_windows(self) -> None:
         if self.windows is not None:

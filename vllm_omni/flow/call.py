@@ -184,6 +184,7 @@ class GraphCall:
             if window is None:
                 grant = partial(self._grant, frame.source, frame.origin, frame.field)
                 window = output.windows[frame.origin] = ReceiveWindow(grant)
+            window.on_received(frame.seq)
             due = output.order.push(frame.lineage.path, frame, frame.lineage.turns)
             self._deliver(frame.source, frame.field, output, due)
             if self._frames.is_waited_for:  # what comes ahead of its turn must not hold back what is before it
@@ -198,11 +199,10 @@ class GraphCall:
     def _deliver(self, source: str, name: str, output: _Output, due: Sequence[Frame]) -> None:
         done = output.order.done
         for frame in due:
-            window = output.windows[frame.origin]
-            window.num_received += 1
             if frame.reason is EndReason.NONE:
                 is_last = done and frame is due[-1]
-                self._put(OutputFrame(name, frame.payload, output.num_frames, is_last), window)
+                chunk = OutputFrame(name, frame.payload, output.num_frames, is_last)
+                self._put(chunk, output.windows[frame.origin])
                 output.num_frames += 1
                 output.reason = EndReason.NONE if frame.last else EndReason.EMPTY
             elif frame.reason is EndReason.ERROR:

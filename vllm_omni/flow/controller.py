@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from vllm_omni.errors import CallAborted
+from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.bucket import Bucket, Slot, State, read
 from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, open_all
@@ -52,12 +53,10 @@ class Activation(msgspec.Struct, frozen=True):
     session: str | None = None  # likewise
     path: Path = ()  # its place in the order of the node's activations
     parameters: Mapping[str, Any] = {}  # what the session shares, see GlobalParameters
+    turn: int = 0  # how often the loop that the node is part of has come round
 
-    @property
-    def turn(self) -> int:
-        """How often a loop has come back to here."""
-        return sum(key >= TURN for key in self.path)
 
+logger = logging.getLogger(__name__)
 
 NO_PARAMETERS: Mapping[str, Any] = {}
 Yield: TypeAlias = Emission | Sequence[Emission]
@@ -72,7 +71,8 @@ class Node(Protocol):
         It is cancelled, at most once, when its call is aborted or fails, or when nobody can see its output any more:
         ``CancelledError`` at whichever await it stands, be it in its ``finally``, or ``GeneratorExit`` at a yield where
         it is held back by a slow reader. The end of its clean-up is the acknowledgement that the call waits for. What
-        it raises fails that call, unless somebody further down can do without this node.
+        it raises fails that call, unless a node further down has another source for what it did not get (several edges
+        into one field, or groups of which the first one wins).
         """
 
 
@@ -97,27 +97,24 @@ class _Run:
         "bucket",
         "cancelled",
         "credited",
+        "fork_id",
         "has_started",
         "lineage",
-        "num_frames",
         "out",
         "task",
     )
 
-    def __init__(self, node: str, activation_id: int, lineage: Lineage, bucket: Bucket):
+    def __init__(self, node: str, activation_id: int, lineage: Lineage, bucket: Bucket, fork_id: int):
         self.activation_id = activation_id
         self.activity = Activity(node, activation_id)
         self.lineage = lineage
         self.bucket = bucket
-        self.num_frames: list[ReceiveWindow] = NO_FRAMES  # of edges that are per frame: one frame each
+        self.fork_id = fork_id  # the activation that feeds its edges that are per frame
         self.out: Outbound | None = None
         self.credited: asyncio.Future[None] | None = None  # while it waits for credit
         self.task: asyncio.Task[None] | None = None
         self.has_started = False
         self.cancelled = False  # by its call
-
-
-NO_FRAMES: list[ReceiveWindow] = []
 
 
 class _Turn(NamedTuple):
@@ -244,7 +241,8 @@ class NodeController:
             if call.over is not None and message.activation_id in call.over:
                 self._refuse(edge, message)
                 return
-            run = self._begin(call, group, message.lineage, message.activation_id)
+            origin = message.origin if isinstance(message, Frame) else 0
+            run = self._begin(call, group, message.lineage, message.activation_id, origin)
             if run is None:
                 self._refuse(edge, message)
                 return
@@ -255,7 +253,7 @@ class NodeController:
                 state = run.bucket.push(message)
             else:
                 state = run.bucket.set_count(message)
-        except Exception as exc:  # a count that is no number
+        except GraphError as exc:  # a count that is no number
             self._fail(call, run, exc)
             return
         if run.task is None and run.out is None:
@@ -266,15 +264,17 @@ class NodeController:
             else:
                 run.bucket.slots[message.slot].open_windows()  # it waits, so nobody may wait for it
         elif run.task is None:
+            if call.plan.loops_around:
+                run.bucket.open_windows()
             self._open_pending(call)
         elif group.root is not None and (group.counts is not None or run.bucket.is_waited_for):
             run.bucket.open_windows()
 
-    def _begin(self, call: _Call, group: GroupPlan, lineage: Lineage, activation_id: int) -> _Run | None:
-        """The activation that a frame or a count is the first to speak of."""
+    def _begin(self, call: _Call, group: GroupPlan, lineage: Lineage, activation_id: int, origin: int) -> _Run | None:
+        """The activation that a frame or a count is the first to speak of; None if another group has won already."""
         plan = call.plan
         path, roots, turns = lineage.path, lineage.roots, lineage.turns
-        depth, outside = len(path), turns
+        depth, outside, fork_id = len(path), turns, origin
         if group.root is not None:
             root = find_root(lineage, group.root)
             assert root is not None
@@ -285,18 +285,19 @@ class NodeController:
                 path, roots, turns = (*path, TURN + group.loop), above(lineage, root, inclusive=False), ()
             else:
                 roots = above(lineage, root)
+            fork_id = root.activation_id
         bucket = Bucket(plan, group, depth, outside)
         own = Lineage(path, roots, turns)
         if plan.choice_root is not None and group.loop is None and not plan.first_wins:
             own = self._insert_choice(call, group, own)
         if plan.loops:
             own = Lineage(own.path, own.roots, plan.loops + own.turns)  # the turns of this loop come first
-        run = _Run(self.name, activation_id, own, bucket)
+        run = _Run(self.name, activation_id, own, bucket, fork_id)
         if plan.first_wins and group.loop is None:
             choice = call.choices.setdefault(own.path, _Choice())
             if choice.is_decided:
-                call.over = call.over or set()
-                call.over.add(activation_id)
+                call.runs[activation_id] = run
+                self._forget(call, run)
                 return None
             choice.runs.append(run)
         call.runs[activation_id] = run
@@ -341,20 +342,37 @@ class NodeController:
         """See to it that the producer learns how far its reader is."""
         slot = run.bucket.slots[frame.slot]
         if edge.per_frame:
-            if call.windows is None:
-                call.windows = {}
-            key = (edge.slot, frame.origin)
-            window = call.windows.get(key)
-            if window is None:
-                window = call.windows[key] = self._make_window(edge, frame)
             if not slot.order.done:  # no duplicate
-                window.num_received += 1
-                run.num_frames = [*run.num_frames, window]
-        elif not (frame.last and not frame.seq) and (slot.windows is None or frame.origin not in slot.windows):
-            run.bucket.add_window(frame.slot, frame.origin, self._make_window(edge, frame))
+                self._fork_window(call, edge, frame.origin).num_received += 1
+            return
+        window = None if slot.windows is None else slot.windows.get(frame.origin)
+        if window is None:
+            if frame.last and not frame.seq:
+                return  # all there is
+            window = self._make_window(frame.call_id, edge, frame.origin)
+            run.bucket.add_window(frame.slot, frame.origin, window)
+        window.on_received(frame.seq)
 
-    def _make_window(self, edge: Edge, frame: Frame) -> ReceiveWindow:
-        return ReceiveWindow(functools.partial(self._grant, frame.call_id, edge, frame.origin))
+    def _fork_window(self, call: _Call, edge: Edge, origin: int) -> ReceiveWindow:
+        """Of an edge that is per frame: what is read of it are activations, when they are over."""
+        if call.windows is None:
+            call.windows = {}
+        window = call.windows.get((edge.slot, origin))
+        if window is None:
+            window = self._make_window(call.scope.call_id, edge, origin)
+            call.windows[edge.slot, origin] = window
+        return window
+
+    def _settle_frame(self, call: _Call, run: _Run, index: int) -> None:
+        """An activation is over: the frame that it had of a fork is read, or will not be when it comes."""
+        slot = run.bucket.slots[index]
+        window = self._fork_window(call, slot.edge, run.fork_id)
+        if not slot.order.done:
+            window.num_received += 1
+        window.on_read()
+
+    def _make_window(self, call_id: str, edge: Edge, origin: int) -> ReceiveWindow:
+        return ReceiveWindow(functools.partial(self._grant, call_id, edge, origin))
 
     def _grant(self, call_id: str, edge: Edge, origin: int, limit: int) -> None:
         self._link.send(Credit(call_id, edge.source, origin, edge.target, edge.slot, edge.target_field, limit))
@@ -392,6 +410,8 @@ class NodeController:
         if call.order is not None:
             for slot in run.bucket.slots.values():
                 slot.stream.on_wait = functools.partial(self._on_wait_in_order, call, run)
+            if plan.loops_around:
+                run.bucket.open_windows()
             turn = _Turn(run)
             self._take_turns(call, call.order, call.order.places.push(run.lineage.path, turn, run.lineage.turns))
         else:
@@ -399,10 +419,9 @@ class NodeController:
 
     @staticmethod
     def _is_turn_too_many(plan: NodePlan, run: _Run) -> bool:
-        loop = run.bucket.group.loop
-        if loop is None or plan.max_turns is None:
+        if run.bucket.group.loop is None or plan.max_turns is None:
             return False
-        return run.lineage.path.count(TURN + loop) > plan.max_turns
+        return _count_turns(plan, run) > plan.max_turns
 
     def _on_dead(self, call: _Call, run: _Run) -> None:
         plan, group = call.plan, run.bucket.group
@@ -433,7 +452,11 @@ class NodeController:
         self._open_pending(call)
 
     def _open_pending(self, call: _Call) -> None:
-        """An activation whose turn has not come may hold nobody back on whom those before it may depend."""
+        """An activation whose time has not come may hold nobody back on whom those before it may depend.
+
+        While one of those runs and does not wait it needs nobody; but in a loop what waits may be a turn of its own, and
+        is always open.
+        """
         order = call.order
         assert order is not None
         if order.running is None or order.running.bucket.is_waited_for:
@@ -469,6 +492,9 @@ class NodeController:
                 await self._read_and_serve(call, run)
         except (Exception, asyncio.CancelledError) as exc:
             error = exc
+        except BaseException as exc:
+            self._on_done(call, run, exc)
+            raise
         self._on_done(call, run, error)
 
     async def _read_and_serve(self, call: _Call, run: _Run) -> None:
@@ -503,6 +529,7 @@ class NodeController:
                 scope.session,
                 run.lineage.path,
                 {name: scope.parameters[name] for name in plan.parameters} if plan.parameters else NO_PARAMETERS,
+                _count_turns(plan, run) if plan.loops_around else 0,
             )
         )
         try:
@@ -541,6 +568,7 @@ class NodeController:
     def _raise(self, call: _Call, run: _Run, error: Exception) -> None:
         """What a node raised fails the call at once, unless somebody further down can do without the node."""
         if call.plan.tolerates and run.out is not None and not call.cancelled:
+            logger.warning("call %r does without node %r, which raised", call.scope.call_id, self.name, exc_info=error)
             run.out.end(EndReason.ERROR, error)
         else:
             self._report(call, error, EndReason.ERROR)
@@ -560,11 +588,15 @@ class NodeController:
             if not slot.order.done and slot.windows is not None:
                 for origin in slot.windows:
                     self._grant(call.scope.call_id, slot.edge, origin, UNLIMITED)
-        for window in run.num_frames:
-            window.on_read()
+        for index in run.bucket.group.per_frame_slots:
+            self._settle_frame(call, run, index)
 
     def _report(self, call: _Call, error: BaseException, reason: EndReason) -> None:
         self._link.send(Frame(call.scope.call_id, self.name, ENTRY, 0, "", 0, 0, True, error, reason))
+
+
+def _count_turns(plan: NodePlan, run: _Run) -> int:
+    return sum(key - TURN in plan.loops_around for key in run.lineage.path)
 
 
 async def _transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:

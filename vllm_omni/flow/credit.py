@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 Reader: TypeAlias = tuple[str, int, str]  # a node, or ENTRY, its slot, and its input field or the graph output
 
-WINDOW = 64  # frames
+WINDOW = 64  # frames; the same in all processes
 UNLIMITED = 1 << 62  # the reader has stopped reading
 
 
@@ -23,12 +23,17 @@ class ReceiveWindow:
 
     __slots__ = ("_grant", "_limit", "_num_read", "num_received", "size")
 
-    def __init__(self, grant: Callable[[int], None], size: int = WINDOW):
-        self.size = size
-        self.num_received = 0  # in order
+    def __init__(self, grant: Callable[[int], None], size: int | None = None):
+        self.size = size = size or WINDOW
+        self.num_received = 0  # up to the one furthest ahead
         self._num_read = 0
         self._limit = size
         self._grant = grant
+
+    def on_received(self, seq: int) -> None:
+        """A frame has come, be it ahead of its turn."""
+        if seq >= self.num_received:
+            self.num_received = seq + 1
 
     def on_read(self, _: object = None) -> None:
         """The reader has taken a frame. Half a window at a time is given back: credit costs a message."""
@@ -61,9 +66,9 @@ class SendLimits:
 
     __slots__ = ("_limits", "_readers", "_room", "_size", "full")
 
-    def __init__(self, readers: Mapping[str, tuple[Reader, ...]], size: int = WINDOW):
+    def __init__(self, readers: Mapping[str, tuple[Reader, ...]], size: int | None = None):
         self._readers = readers
-        self._size = size
+        self._size = size = size or WINDOW
         self._limits: dict[Reader, int] = {}  # of readers that have granted more
         self._room = dict.fromkeys(readers, size)  # frames that may still be sent
         self.full: set[str] | None = None  # fields that may not go on

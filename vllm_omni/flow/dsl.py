@@ -42,8 +42,9 @@ class Field:
     """What a field carries.
 
     ``streamed``: an output may be emitted in many pieces (otherwise exactly one); an input is read piece by piece in
-    one activation. An input declared without it has one activation for each piece of a streamed output. An input that
-    is not declared is as the output that feeds it.
+    one activation. An input declared without it has one activation for each piece of a streamed output, if it is alone
+    in its group or is fed by the node above all of the group, and otherwise gathers what belongs together. An input
+    that is not declared is as the output that feeds it.
     """
 
     modality: str
@@ -138,11 +139,12 @@ def interface(
         inputs: field name -> what it must carry; a field left out takes anything.
         activate_by_count: field name -> number of frames after which the node fires, once in a call, on whatever paths
             they come (a multi-stream join); instead of a number the name of an input field that carries it.
-        scheduling: among the instances of the role; with ``SESSION`` activations keep the order of their production.
+        scheduling: among the instances of the role; with ``SESSION`` the activations of a call run one after the other,
+            in the order in which what feeds them was made.
         first_wins: of several groups only the one that is complete first fires (for every frame of their common
             source); otherwise each does.
-        max_turns: where a loop comes back to this node, how often it may; a turn more is not taken. None: the nodes of
-            the loop end it themselves, by not emitting the field that leads on.
+        max_turns: where a loop comes back to this node, how many turns may follow one another; one more is not taken.
+            None: the nodes of the loop end it themselves, by not emitting the field that leads on.
 
     Raises:
         GraphError: a declaration contradicts itself; the message shows it.

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_omni import errors
 from vllm_omni.errors import LinkError, RemoteError
-from vllm_omni.flow.frame import Credit, EndReason, Frame, SlotEos
+from vllm_omni.flow.frame import ENTRY, Credit, EndReason, Frame, SlotEos
 
 if TYPE_CHECKING:
     import zmq
@@ -230,14 +230,28 @@ class ZmqLink(InProcessLink):
             except self._zmq.Again:
                 return
             try:
-                message = self._decoder.decode(data)
+                message = _with_error(self._decoder.decode(data))
             except msgspec.MsgspecError as exc:
                 logger.warning("dropped a message of %d bytes that is none of ours: %s", len(data), exc)
                 continue
-            if isinstance(message, Frame) and message.reason in (EndReason.ERROR, EndReason.CANCEL) and message.payload:
-                message = msgspec.structs.replace(message, payload=msgspec.convert(message.payload, Fault).to_error())
             receive = self._receivers.get(message.target)
             if receive is None:
                 logger.warning("dropped a message for %r, which does not live here", message.target)
                 continue
-            receive(message)
+            try:
+                receive(message)
+            except Exception as exc:  # the others must be taken all the same
+                logger.exception("call %r: a message for %r could not be taken", message.call_id, message.target)
+                self._fail(message, exc)
+
+    def _fail(self, message: Message, error: Exception) -> None:
+        if message.target != ENTRY:
+            reason = EndReason.ERROR
+            self.send(Frame(message.call_id, message.target, ENTRY, 0, "", 0, 0, True, error, reason))
+
+
+def _with_error(message: Message) -> Message:
+    if isinstance(message, Frame) and message.reason in (EndReason.ERROR, EndReason.CANCEL) and message.payload:
+        fault = msgspec.convert(message.payload, Fault)
+        return msgspec.structs.replace(message, payload=fault.to_error())
+    return message

@@ -69,7 +69,7 @@ class Outbound:
                 self._send_yield({emission.field: emission})
             return
         frames: dict[str, Emission] = {}
-        for emission in emissions:  # all or nothing is sent
+        for emission in emissions:
             self._check(emission)
             if emission.field in self._outlets.per_frame:
                 if emission.field in frames:

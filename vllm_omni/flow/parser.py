@@ -252,21 +252,22 @@ class GraphParser:
     def _check_joins(self, topology: Topology) -> None:
         forks: dict[str, frozenset[str]] = {ENTRY: frozenset()}  # node -> what multiplies its activations
         for name, node in self._nodes.items():
-            found: set[str] = set()
+            of_groups: list[frozenset[str]] = []
             for group in node.choices:
                 if group.counts is not None:
                     self._check_counts(name, node, forks)
+                    of_groups.append(frozenset())
                     continue
-                if group.root is None:
+                source, per_frame = group.root, group.root_per_frame
+                if source is None:
                     (edge,) = group.edges
-                    found |= forks[edge.source] | ({edge.source} if edge.per_frame else set())
-                    continue
-                base = forks[group.root] | ({group.root} if group.root_per_frame else set())
-                found |= base
+                    source, per_frame = edge.source, edge.per_frame
+                base = forks[source] | ({source} if per_frame else set())
+                of_groups.append(base)
                 self._check_pairing(name, node, group, {e: forks[e.source] - base for e in group.edges})
-            forks[name] = frozenset(found)
+            forks[name] = frozenset[str]().union(*of_groups)
             if node.declared.scheduling is Scheduling.SESSION and node.choice_root is not None:
-                self._check_ordered(name, node, forks)
+                self._check_ordered(name, node, forks, of_groups)
 
     def _check_pairing(self, name: str, node: _Node, group: _Group, below: Mapping[Edge, Iterable[str]]) -> None:
         paired = [
@@ -303,21 +304,21 @@ class GraphParser:
         streamed = edge.source != ENTRY and self._nodes[edge.source].declared.outputs[edge.source_field].streamed
         return streamed or edge.transfer is not None
 
-    def _check_ordered(self, name: str, node: _Node, forks: Mapping[str, frozenset[str]]) -> None:
+    def _check_ordered(
+        self, name: str, node: _Node, forks: Mapping[str, frozenset[str]], of_groups: Sequence[frozenset[str]]
+    ) -> None:
         """Each group must have one activation for each frame of what is above all of them."""
         root = node.choice_root
         assert root is not None
         base = forks[root] | ({root} if node.choice_per_frame else set())
-        for group in node.choices:
-            below = forks[name] - base
+        for group, above in zip(node.choices, of_groups, strict=True):
+            below = above - base
             if below and not node.declared.first_wins:
-                fields = ", ".join(
-                    f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges
-                )
+                fed = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)
                 raise GraphError(
-                    f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fields}, "
-                    f"where {_names(sorted(below))} makes several of one and what is above all of them ({root}) does "
-                    "not; let one node yield what feeds all groups, or use another scheduling"
+                    f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fed} has "
+                    f"several frames for one of what is above all groups ({root}), made by {_names(sorted(below))}; let "
+                    "one node yield what feeds all groups, or use another scheduling"
                 )
 
     # ---- the plan ----
@@ -329,7 +330,8 @@ class GraphParser:
         roots |= {node.choice_root for node in self._nodes.values()}
         spares = {name for name, node in self._nodes.items() if self._has_alternatives(node)}
         for name, node in self._nodes.items():
-            nodes[name] = self._plan_node(name, node, roots, bool(spares & (topology.reaches(name) - {name})))
+            tolerates = bool(spares & (topology.reaches(name) - {name}))
+            nodes[name] = self._plan_node(name, node, roots, tolerates, topology)
         outputs = {name: Edge(source.node, source.field, ENTRY, name) for name, source in graph._outputs.items()}
         edges = (*(edge for node in nodes.values() for edge in node.slots), *outputs.values())
         plan = StaticPlan(
@@ -347,11 +349,14 @@ class GraphParser:
         return plan
 
     def _has_alternatives(self, node: _Node) -> bool:
-        if len(node.choices) > 1:
+        """Where one of several groups or sources is enough; groups that each fire by themselves are no alternatives."""
+        if len(node.choices) > 1 and node.declared.first_wins:
             return True
         return any(len(edges) > 1 for group in node.choices for edges in _by_field(group.edges).values())
 
-    def _plan_node(self, name: str, node: _Node, roots: set[str | None], tolerates: bool) -> NodePlan:
+    def _plan_node(
+        self, name: str, node: _Node, roots: set[str | None], tolerates: bool, topology: Topology
+    ) -> NodePlan:
         slots: list[Edge] = []
         groups: list[GroupPlan] = []
         for index, group in enumerate(node.groups):
@@ -373,6 +378,7 @@ class GraphParser:
                     group.counts,
                     critical,
                     tuple(slot for slots_ in fields.values() for slot in slots_),
+                    tuple(edge.slot for edge in slots if edge.group == index and edge.per_frame),
                     group.counts is None
                     and len(critical) == len(group.edges)
                     and all(edge.transfer is None for edge in group.edges),
@@ -395,7 +401,15 @@ class GraphParser:
             tolerates=tolerates,
             parameters=tuple(one.name for one in self._graph._roles[node.role]._parameters),
             loops=tuple(group.loop for group in node.groups if group.loop is not None),
+            loops_around=self._loops_around(name, topology),
         )
+
+    def _loops_around(self, name: str, topology: Topology) -> tuple[int, ...]:
+        cycle = topology.cycle_of(name)
+        if cycle is None:
+            return ()
+        (header,) = cycle.headers
+        return tuple(group.loop for group in self._nodes[header].groups if group.loop is not None)
 
     def _check_all_used(self, plan: StaticPlan) -> None:
         used = frozenset[str]().union(*(needed.nodes for needed in plan.needed_by.values()))

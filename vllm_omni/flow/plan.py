@@ -43,6 +43,7 @@ class GroupPlan:
     counts: Mapping[str, int | str] | None  # activate_by_count
     critical: frozenset[int]  # slots that are the only ones of their field
     all_slots: tuple[int, ...]
+    per_frame_slots: tuple[int, ...]
     reads_plainly: bool  # one edge for each field, and no transfer function
 
 
@@ -65,6 +66,7 @@ class NodePlan:
     tolerates: bool = False  # somebody further down can do without this node
     parameters: tuple[str, ...] = ()
     loops: tuple[int, ...] = ()  # that lead back to it
+    loops_around: tuple[int, ...] = ()  # that it is part of
 
     @property
     def inputs(self) -> Mapping[str, tuple[Edge, ...]]:

@@ -52,7 +52,8 @@ def _input(edge: Edge, group: GroupPlan) -> str:
 
 # ---- Mermaid ----
 
-MERMAID_CLASSES = {
+CRITICAL = "#c0392b"  # red
+NODE_STYLES = {  # what a node is -> how Mermaid shows it
     "join": "fill:#fdf0d0,stroke:#b98a1d",
     "session": "stroke-width:3px",
     "header": "stroke-dasharray:8 5",
@@ -81,8 +82,8 @@ def to_mermaid(plan: StaticPlan) -> str:
         lines.append(f'  {source} {arrow}|"{label}"| {target}' if label else f"  {source} {arrow} {target}")
     critical = [str(index) for index, edge in enumerate(plan.edges) if _is_critical(edge, _group(plan, edge))]
     if critical:
-        lines.append(f"  linkStyle {','.join(critical)} stroke:#c0392b")
-    for kind, style in MERMAID_CLASSES.items():
+        lines.append(f"  linkStyle {','.join(critical)} stroke:{CRITICAL}")
+    for kind, style in NODE_STYLES.items():
         members = [ids[node.name] for node in plan.nodes.values() if kind in _kinds(node)]
         if members:
             lines += [f"  classDef {kind} {style}", f"  class {','.join(members)} {kind}"]
@@ -110,7 +111,7 @@ STYLE = f"""text {{ font: {TITLE}px sans-serif; fill: #1d2733 }} .label {{ font-
 .node {{ fill: #e8f0fe; stroke: #4a78c2 }} .end {{ fill: #f4f4f2; stroke: #9a9a94 }}
 .join {{ fill: #fdf0d0; stroke: #b98a1d }} .session {{ stroke-width: 3 }} .header {{ stroke-dasharray: 8 5 }}
 path, line {{ fill: none; stroke: #55606e }} .streamed {{ stroke-width: 3 }} .back {{ stroke-dasharray: 8 5 }}
-.each {{ stroke-dasharray: 3 4 }} .critical {{ stroke: #c0392b }}"""
+.each {{ stroke-dasharray: 3 4 }} .critical {{ stroke: {CRITICAL} }}"""
 LEGEND = {  # class -> what it says, in this order
     "streamed": "streamed",
     "each": "per frame: each is an activation, or part of a join, of its own",
@@ -156,13 +157,11 @@ class _Wire:
 
 
 class _Gap(NamedTuple):
-    """What lies between two columns, from left to right: edges that go down, bends, edges that come up, labels."""
+    """What lies between two columns: where from left to right it begins. Labels come last."""
 
-    down: float
+    down: float  # edges of a loop that leave
     bend: float
-    up: float
-    labels: float
-    end: float
+    up: float  # edges of a loop that arrive
 
 
 class _Drawing:
@@ -255,13 +254,13 @@ class _Drawing:
             down = x + width
             bend = down + LANE * sum(wire.cells[0].column == index for wire in self.back)
             if index + 1 == len(self.columns):
-                gaps.append(_Gap(down, bend, bend + MARGIN, bend + MARGIN, bend + MARGIN))
+                gaps.append(_Gap(down, bend, bend + MARGIN))
                 break
             up = bend + BEND
             labels = up + LANE * sum(wire.cells[-1].column == index + 1 for wire in self.back)
             arriving = [wire for wire in self.wires if wire.cells[-1].column == index + 1]
             x = labels + 22 + max((_width(wire.label, SMALL) for wire in arriving), default=0)
-            gaps.append(_Gap(down, bend, up, labels, x))
+            gaps.append(_Gap(down, bend, up))
         return gaps
 
     def forward_path(self, wire: _Wire) -> str:
@@ -311,32 +310,36 @@ def to_svg(plan: StaticPlan) -> str:
             )
     for box in drawing.boxes.values():
         body += _draw_box(box)
-    kinds = {kind for wire in drawing.wires for kind in wire.kind.split()}
-    kinds |= {kind for box in drawing.boxes.values() for kind in box.kind.split()}
-    legend = [kind for kind in LEGEND if kind in kinds]
-    width = max(drawing.width, MARGIN * 2 + max((_key_width(kind) for kind in legend), default=0))
-    height = drawing.height + MARGIN
-    rows = list(_wrap_legend(legend, width - 2 * MARGIN))
-    body.append('<g class="legend">')
-    for row in rows:
-        x = float(MARGIN)
-        for kind in row:
-            body += _draw_key(kind, x, height + 8)
-            x += _key_width(kind)
-        height += PITCH
-    body.append("</g>")
-    for finding in plan.findings:
-        for line in textwrap.wrap(f"found: {finding}", int((width - 2 * MARGIN) / (SMALL * LETTER))):
-            height += PITCH - 2
-            body.append(f'<text class="label finding" x="{MARGIN}" y="{_n(height)}">{escape(line)}</text>')
-    height += MARGIN if rows or plan.findings else 0
+    width, height, foot = _draw_foot(drawing, plan.findings)
     size = f'viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}"'
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         f"<title>{escape(plan.name)}</title><style>{STYLE}</style>",
-        f"<defs>{_tip('tip', '#55606e')}{_tip('tip-critical', '#c0392b')}</defs>",
+        f"<defs>{_tip('tip', '#55606e')}{_tip('tip-critical', CRITICAL)}</defs>",
     ]
-    return "\n".join([*head, *body, "</svg>"]) + "\n"
+    return "\n".join([*head, *body, *foot, "</svg>"]) + "\n"
+
+
+def _draw_foot(drawing: _Drawing, findings: Iterable[str]) -> tuple[float, float, list[str]]:
+    """Legend and findings; and the size of the whole."""
+    drawn = [*(wire.kind for wire in drawing.wires), *(box.kind for box in drawing.boxes.values())]
+    kinds = set(" ".join(drawn).split())
+    legend = [kind for kind in LEGEND if kind in kinds]
+    width = max(drawing.width, 2 * MARGIN + max((_key_width(kind) for kind in legend), default=0))
+    y: float = drawing.height + MARGIN
+    parts = ['<g class="legend">']
+    for row in _wrap_legend(legend, width - 2 * MARGIN):
+        x = float(MARGIN)
+        for kind in row:
+            parts += _draw_key(kind, x, y + 8)
+            x += _key_width(kind)
+        y += PITCH
+    parts.append("</g>")
+    for finding in findings:
+        for line in textwrap.wrap(f"found: {finding}", int((width - 2 * MARGIN) / (SMALL * LETTER))):
+            parts.append(f'<text class="label finding" x="{MARGIN}" y="{_n(y + 12)}">{escape(line)}</text>')
+            y += PITCH
+    return width, y + (MARGIN / 2 if legend or findings else 0), parts
 
 
 def _tip(name: str, colour: str) -> str:
@@ -372,7 +375,7 @@ def _stack(column: list[_Cell], wanted: Callable[[_Cell], float]) -> None:
 
 
 def _draw_box(box: _Cell) -> Iterator[str]:
-    radius = 6 if box.kind != "end" else box.height / 2
+    radius = PITCH if box.kind == "end" else 6
     yield (
         f'<rect class="{box.kind}" x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" '
         f'rx="{_n(radius)}"/>'
@@ -385,7 +388,7 @@ def _draw_box(box: _Cell) -> Iterator[str]:
 
 
 def _draw_key(kind: str, x: float, y: float) -> Iterator[str]:
-    if kind in MERMAID_CLASSES:  # of boxes
+    if kind in NODE_STYLES:  # of boxes
         yield f'<rect class="node {kind}" x="{_n(x)}" y="{_n(y - 6)}" width="30" height="12" rx="3"/>'
     else:
         kinds = f"streamed {kind}" if kind == "each" else kind
@@ -454,7 +457,7 @@ def _traits(node: NodePlan) -> list[str]:
         traits.append(node.scheduling.value.replace("_", " "))
     if node.first_wins:
         traits.append("first wins")
-    elif node.choice_root is not None:
+    elif node.choice_root is not None and node.choice_root != ENTRY:
         traits.append(f"ordered {_per(node.choice_root, node.choice_per_frame)}")
     if node.max_turns is not None and node.loops:
         traits.append(f"at most {node.max_turns} turns")

@@ -1,3 +1,4 @@
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 
 from vllm_omni.entrypoints.cli.main import main
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "graphs"
 GOOD = """
 from vllm_omni.flow import Field, Graph, Role, interface
 
@@ -46,6 +48,31 @@ def test_graph_of_a_model_is_printed(capsys: pytest.CaptureFixture[str], tiny_ch
 def test_graphs_of_a_file_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, write(tmp_path, GOOD), "--format", "mermaid")
     assert (code, out.splitlines()[0]) == (0, "flowchart LR")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py") if path.stem != "standins"))
+@pytest.mark.parametrize("form", ["text", "mermaid", "svg"])
+def test_every_example_is_printed_in_every_format(capsys: pytest.CaptureFixture[str], name: str, form: str) -> None:
+    code, out, err = run(capsys, str(EXAMPLES / name), "--format", form)
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_file_finds_its_neighbours_only_while_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "the_neighbour.py").write_text(GOOD)
+    before = list(sys.path)
+    try:
+        code, out, _ = run(capsys, write(tmp_path, "from the_neighbour import graph"))
+    finally:
+        sys.modules.pop("the_neighbour", None)
+    assert (code, out.splitlines()[0]) == (0, "graph echo")
+    assert sys.path == before
+
+
+def test_what_the_checks_found_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    unread = GOOD.replace('Field("text")}', 'Field("text"), "z": Field("text")}')
+    code, out, _ = run(capsys, write(tmp_path, unread))
+    assert (code, out.splitlines()[-1]) == (0, "  found: nobody reads output 'z' of node 'echo.run'")
 
 
 def test_svg_goes_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
