@@ -1,12 +1,28 @@
 """What the documents name is there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.documents import read_blocks
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_program_of_the_control_flow_guide_runs() -> None:
+    blocks = [block.text for block in read_blocks(ROOT / "docs" / "control_flow.md") if block.language == "python"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

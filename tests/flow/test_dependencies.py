@@ -655,6 +655,32 @@ async def test_fork_whose_frames_lose_every_choice_is_not_held_back(make_runtime
     assert len([one for one in payloads if one]) == 3 * WINDOW * (2 if interface == "run" else 1)
 
 
+async def test_fork_that_nobody_hears_any_more_ends(make_runtime):
+    """It has sent its last frame and still waits for room, when the outputs have ended without it."""
+    graph = Graph("g")
+    x = graph.placeholder("x")
+    source = graph.role(Source, "source").run(x=x)
+    either = graph.role(Either, "either")
+    reply = either.first(a=graph.role(All, "quick").run(x=x).y)
+    either.first(b=graph.role(Each, "each").run(x=source.y).y)
+    graph.output(y=reply.y)
+    gate = asyncio.Event()
+
+    async def wait(activation):
+        await gate.wait()
+        yield Emission("y", await gather(activation))
+
+    frames = [{"y": k} for k in range(2 * WINDOW)]
+    nodes = {"source": emit(*frames), "quick": FunctionNode(wait), "each": tell(), "either": tell()}
+    nodes["each"] = FunctionNode(wait)
+    runtime = make_runtime(graph, nodes)
+    call = runtime.open("c", {"x": 0}, {"y"}, deadline_s=10)
+    while len(nodes["each"].activations) < WINDOW:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    gate.set()
+    assert await read_payloads(call) == {"y": ["a:x:0"]}
+
+
 # ---- calls, graphs, parameters ----
 
 

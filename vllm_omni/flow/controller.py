@@ -198,8 +198,10 @@ class NodeController:
         call = self._calls[call_id]
         call.closing = True
         call.cancelled = call.cancelled or not unfinished_only
-        for run in call.runs.values():
-            if run.task is not None and not run.cancelled:
+        for run in list(call.runs.values()):
+            if run.task is None:
+                self._forget(call, run)  # it will not fire: who produces for it must not wait for it
+            elif not run.cancelled:
                 assert run.out is not None
                 if run.out.next_seq or not unfinished_only:
                     run.cancelled = True
@@ -395,6 +397,7 @@ class NodeController:
     def _on_fired(self, call: _Call, run: _Run) -> None:
         plan, group = call.plan, run.bucket.group
         if call.closing:
+            self._forget(call, run)
             return
         if self._is_turn_too_many(plan, run):
             self._on_dead(call, run)
@@ -454,7 +457,7 @@ class NodeController:
     def _open_pending(self, call: _Call) -> None:
         """An activation whose time has not come may hold nobody back on whom those before it may depend.
 
-        While one of those runs and does not wait it needs nobody; but in a loop what waits may be a turn of its own, and
+        While one of those runs and does not wait it needs nobody; but in a loop what waits may be a turn of its own: it
         is always open.
         """
         order = call.order

@@ -317,8 +317,8 @@ class GraphParser:
                 fed = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)
                 raise GraphError(
                     f"node {name!r} has scheduling SESSION, but nothing says in which order its groups come: {fed} has "
-                    f"several frames for one of what is above all groups ({root}), made by {_names(sorted(below))}; let "
-                    "one node yield what feeds all groups, or use another scheduling"
+                    f"several frames for one of what is above all groups ({root}), made by {_names(sorted(below))}; "
+                    "let one node yield what feeds all groups, or use another scheduling"
                 )
 
     # ---- the plan ----
