@@ -345,7 +345,10 @@ class NodeController:
         slot = run.bucket.slots[frame.slot]
         if edge.per_frame:
             if not slot.order.done:  # no duplicate
-                self._fork_window(call, edge, frame.origin).num_received += 1
+                fork_window = self._fork_window(call, edge, frame.origin)
+                fork_window.num_received += 1
+                if run.bucket.group.is_behind_order:  # it may wait for what its fork has yet to yield
+                    fork_window.on_read()
             return
         window = None if slot.windows is None else slot.windows.get(frame.origin)
         if window is None:
@@ -369,9 +372,11 @@ class NodeController:
         """An activation is over: the frame that it had of a fork is read, or will not be when it comes."""
         slot = run.bucket.slots[index]
         window = self._fork_window(call, slot.edge, run.fork_id)
-        if not slot.order.done:
+        has_come = slot.order.done
+        if not has_come:
             window.num_received += 1
-        window.on_read()
+        if not (has_come and run.bucket.group.is_behind_order):
+            window.on_read()
 
     def _make_window(self, call_id: str, edge: Edge, origin: int) -> ReceiveWindow:
         return ReceiveWindow(functools.partial(self._grant, call_id, edge, origin))

@@ -379,6 +379,7 @@ class GraphParser:
                     critical,
                     tuple(slot for slots_ in fields.values() for slot in slots_),
                     tuple(edge.slot for edge in slots if edge.group == index and edge.per_frame),
+                    self._is_behind_order(group, topology),
                     group.counts is None
                     and len(critical) == len(group.edges)
                     and all(edge.transfer is None for edge in group.edges),
@@ -402,6 +403,17 @@ class GraphParser:
             parameters=tuple(one.name for one in self._graph._roles[node.role]._parameters),
             loops=tuple(group.loop for group in node.groups if group.loop is not None),
             loops_around=self._loops_around(name, topology),
+        )
+
+    def _is_behind_order(self, group: _Group, topology: Topology) -> bool:
+        if group.root is None or group.root == ENTRY:
+            return False
+        sources = {edge.source for edge in group.edges}
+        between = topology.reaches(group.root) - {group.root}
+        return any(
+            self._nodes[name].declared.scheduling is Scheduling.SESSION
+            for name in between
+            if not sources.isdisjoint(topology.reaches(name))
         )
 
     def _loops_around(self, name: str, topology: Topology) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class GroupPlan:
     critical: frozenset[int]  # slots that are the only ones of their field
     all_slots: tuple[int, ...]
     per_frame_slots: tuple[int, ...]
+    is_behind_order: bool  # a node with session scheduling is between its root and itself
     reads_plainly: bool  # one edge for each field, and no transfer function
 
 
