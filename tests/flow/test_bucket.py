@@ -18,7 +18,7 @@ def make_bucket(fields, counts=None, depth=0, turns=()):
             for i in slots[field]
         ]
     critical = frozenset(each[0] for each in slots.values() if len(each) == 1)
-    group = GroupPlan(0, slots, "r.run", False, None, counts, critical, tuple(range(len(edges))), (), False, False)
+    group = GroupPlan(0, slots, "r.run", False, None, counts, critical, tuple(range(len(edges))), (), True, False)
     return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, turns)
 
 

@@ -75,7 +75,7 @@ class GraphCall:
         self._runtime = runtime
         self._tracker = ActivityTracker(self._close)
         self._until = until  # outputs that complete the call
-        self._outputs = {name: _Output() for name in route.outputs}  # that have not ended
+        self._outputs = {name: _Output() for name in sorted(route.outputs)}  # that have not ended
         self._frames: Stream[OutputFrame] = Stream(self._on_read, self._on_wait)
         self._credited: deque[ReceiveWindow | None] = deque()  # of the frames that wait to be read
         self._timer: TimerHandle | None = None

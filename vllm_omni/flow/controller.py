@@ -347,7 +347,7 @@ class NodeController:
             if not slot.order.done:  # no duplicate
                 fork_window = self._fork_window(call, edge, frame.origin)
                 fork_window.num_received += 1
-                if run.bucket.group.is_behind_order:  # it may wait for what its fork has yet to yield
+                if not run.bucket.group.holds_forks_back:
                     fork_window.on_read()
             return
         window = None if slot.windows is None else slot.windows.get(frame.origin)
@@ -375,7 +375,7 @@ class NodeController:
         has_come = slot.order.done
         if not has_come:
             window.num_received += 1
-        if not (has_come and run.bucket.group.is_behind_order):
+        if run.bucket.group.holds_forks_back or not has_come:
             window.on_read()
 
     def _make_window(self, call_id: str, edge: Edge, origin: int) -> ReceiveWindow:

@@ -47,7 +47,8 @@ class Outbound:
             for name, edges in outlets.whole.items()
         }
         self._num_yields = 0  # over edges that are per frame
-        self.next_seq = dict.fromkeys(outlets.fields, 0)  # wanted fields that have not ended -> seq of the next frame
+        # Wanted fields that have not ended -> seq of the next frame.
+        self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
         self.limits = SendLimits(outlets.readers)
 
     @property

@@ -379,7 +379,7 @@ class GraphParser:
                     critical,
                     tuple(slot for slots_ in fields.values() for slot in slots_),
                     tuple(edge.slot for edge in slots if edge.group == index and edge.per_frame),
-                    self._is_behind_order(group, topology),
+                    self._holds_forks_back(name, node, group, topology),
                     group.counts is None
                     and len(critical) == len(group.edges)
                     and all(edge.transfer is None for edge in group.edges),
@@ -405,15 +405,20 @@ class GraphParser:
             loops_around=self._loops_around(name, topology),
         )
 
-    def _is_behind_order(self, group: _Group, topology: Topology) -> bool:
-        if group.root is None or group.root == ENTRY:
+    def _holds_forks_back(self, name: str, node: _Node, group: _Group, topology: Topology) -> bool:
+        """Not where an activation may wait for what its fork will yield: behind a node that keeps the order, or if
+        it keeps the order itself within a loop.
+        """
+        if node.declared.scheduling is Scheduling.SESSION and topology.cycle_of(name) is not None:
             return False
+        if group.root is None or group.root == ENTRY:
+            return True
         sources = {edge.source for edge in group.edges}
         between = topology.reaches(group.root) - {group.root}
-        return any(
-            self._nodes[name].declared.scheduling is Scheduling.SESSION
-            for name in between
-            if not sources.isdisjoint(topology.reaches(name))
+        return not any(
+            self._nodes[each].declared.scheduling is Scheduling.SESSION
+            for each in between
+            if not sources.isdisjoint(topology.reaches(each))
         )
 
     def _loops_around(self, name: str, topology: Topology) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class GroupPlan:
     critical: frozenset[int]  # slots that are the only ones of their field
     all_slots: tuple[int, ...]
     per_frame_slots: tuple[int, ...]
-    is_behind_order: bool  # a node with session scheduling is between its root and itself
+    holds_forks_back: bool  # who yields on edges that are per frame may be made to wait for its activations
     reads_plainly: bool  # one edge for each field, and no transfer function
 
 
@@ -100,7 +100,7 @@ class Outlets:
     whole: Mapping[str, tuple[Edge, ...]]  # field -> edges that carry it as a stream
     per_frame: Mapping[str, tuple[Edge, ...]]
     edges: tuple[Edge, ...]  # all of them
-    fields: frozenset[str]
+    fields: frozenset[str]  # of both
     readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> who gives credit
 
 
