@@ -3,9 +3,10 @@ import pytest
 from tests.flow.builders import spin
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import EndReason, Frame
-from vllm_omni.flow.bucket import Bucket, State, read
+from vllm_omni.flow.bucket import Bucket, State
 from vllm_omni.flow.frame import Death, Lineage, SlotEos
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan
+from vllm_omni.flow.reading import chain
 
 
 def make_bucket(fields, counts=None, depth=0, turns=()):
@@ -38,7 +39,7 @@ def count(slot, count, path=()):
 async def payloads(bucket):
     got = {}
     for field, slots in bucket.inputs():
-        got[field] = [chunk.payload async for chunk in read([slot.stream for slot in slots], bucket.limit(field))]
+        got[field] = [chunk.payload async for chunk in chain([slot.stream for slot in slots], bucket.limit(field))]
     return got
 
 

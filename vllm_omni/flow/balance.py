@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 
 from vllm_omni.errors import NoInstance
-from vllm_omni.flow.controller import Activation, Node, Yield
 from vllm_omni.flow.dsl import Scheduling
 from vllm_omni.flow.frame import Chunk
+from vllm_omni.flow.node import Activation, Node, Yield
 from vllm_omni.flow.registry import Instance, ServiceRegistry
 
 

@@ -5,7 +5,7 @@ From: Omni-Flow section 3.2 (definition of a bucket), 3.2.3 (activate_by_count),
 
 import enum
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.credit import ReceiveWindow, open_all
@@ -232,16 +232,3 @@ class Bucket:
                     )
                 return number
         return -1
-
-
-async def read(slots: Sequence[AsyncIterator[Chunk]], limit: int | None) -> AsyncGenerator[Chunk, None]:
-    """Several edges of one field, one after the other; no more than ``limit`` chunks."""
-    seq = 0
-    for chunks in slots:
-        if seq == limit:
-            return
-        async for chunk in chunks:
-            yield Chunk(chunk.payload, seq, chunk.last or seq + 1 == limit)
-            seq += 1
-            if seq == limit:
-                return

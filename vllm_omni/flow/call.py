@@ -12,13 +12,14 @@ from typing import Any
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, OmniError, RoleUnavailable
 from vllm_omni.flow.activity import Activity, ActivityTracker
 from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
-from vllm_omni.flow.controller import CallScope, Node, NodeController
+from vllm_omni.flow.controller import CallScope, NodeController
 from vllm_omni.flow.credit import ReceiveWindow, open_all
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, EndReason, Frame, Lineage, OutputFrame, Root, SlotEos
 from vllm_omni.flow.host import Remote, RemoteController, cancellation
 from vllm_omni.flow.identity import activation_id
 from vllm_omni.flow.link import Began, Cancelled, Ended, InProcessLink, Link
+from vllm_omni.flow.node import Node
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.plan import Route, StaticPlan
 from vllm_omni.flow.sequence import Stream

@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
-
-import msgspec
+from typing import Any, NamedTuple
 
 from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow.activity import Activity, Tracker
-from vllm_omni.flow.bucket import Bucket, Slot, State, read
+from vllm_omni.flow.bucket import Bucket, State
 from vllm_omni.flow.credit import UNLIMITED, ReceiveWindow, open_all
 from vllm_omni.flow.dsl import Scheduling
 from vllm_omni.flow.frame import (
@@ -24,7 +22,6 @@ from vllm_omni.flow.frame import (
     Chunk,
     Credit,
     Death,
-    Emission,
     EndReason,
     Frame,
     Lineage,
@@ -33,47 +30,15 @@ from vllm_omni.flow.frame import (
 )
 from vllm_omni.flow.identity import above, find_root
 from vllm_omni.flow.link import Link
+from vllm_omni.flow.node import Activation, Node
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.outbound import Outbound, send_count
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan, Route
-
-
-class Activation(msgspec.Struct, frozen=True):
-    """One run of a node for one call."""
-
-    call_id: str
-    node: str
-    interface: str
-    activation_id: int
-    inputs: Mapping[
-        str, AsyncIterator[Chunk]
-    ]  # of the group that fired: field -> chunks, behind the transfer functions
-    wanted: frozenset[str]  # output fields that somebody needs in this call; others may be emitted and go nowhere
-    context: Any  # as passed to GraphRuntime.open
-    session: str | None = None  # likewise
-    path: Path = ()  # its place in the order of the node's activations
-    parameters: Mapping[str, Any] = {}  # what the session shares, see GlobalParameters
-    turn: int = 0  # how often the loop that the node is part of has come round
-
+from vllm_omni.flow.reading import chain, transfer
 
 logger = logging.getLogger(__name__)
 
 NO_PARAMETERS: Mapping[str, Any] = {}
-Yield: TypeAlias = Emission | Sequence[Emission]
-
-
-class Node(Protocol):
-    """What a role brings to the graph."""
-
-    def forward(self, activation: Activation) -> AsyncIterator[Yield]:
-        """Serve one activation: an async generator of emissions, or of lists of those that belong together.
-
-        It is cancelled, at most once, when its call is aborted or fails, or when nobody can see its output any more:
-        ``CancelledError`` at whichever await it stands, be it in its ``finally``, or ``GeneratorExit`` at a yield where
-        it is held back by a slow reader. The end of its clean-up is the acknowledgement that the call waits for. What
-        it raises fails that call, unless a node further down has another source for what it did not get (several edges
-        into one field, or groups of which the first one wins).
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,10 +480,10 @@ class NodeController:
                     streams.append(slot.stream)
                     if slot.edge.transfer is not None:
                         info = CallInfo(call.scope.call_id, call.scope.context, slot.edge.source, slot.edge.target)
-                        streams[-1] = await cleanup.enter_async_context(aclosing(_transfer(slot, info)))
+                        streams[-1] = await cleanup.enter_async_context(aclosing(transfer(slot, info)))
                 inputs[name] = streams[0]
                 if len(streams) > 1 or run.bucket.group.counts is not None:
-                    chunks = read(streams, run.bucket.limit(name))
+                    chunks = chain(streams, run.bucket.limit(name))
                     inputs[name] = await cleanup.enter_async_context(aclosing(chunks))
             await self._serve(call, run, inputs)
 
@@ -605,23 +570,3 @@ class NodeController:
 
 def _count_turns(plan: NodePlan, run: _Run) -> int:
     return sum(key - TURN in plan.loops_around for key in run.lineage.path)
-
-
-async def _transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
-    """Run an edge's transfer function lazily, in the consumer's task; number its chunks, name it in its errors."""
-    edge = slot.edge
-    assert edge.transfer is not None
-    try:
-        async with AsyncExitStack() as cleanup:
-            converted = edge.transfer(slot.stream, info)
-            if isinstance(converted, AsyncGenerator):
-                await cleanup.enter_async_context(aclosing(converted))
-            seq = 0
-            async for chunk in converted:
-                yield chunk if chunk.seq == seq else Chunk(chunk.payload, seq, chunk.last)
-                if chunk.last:
-                    return
-                seq += 1
-    except Exception as exc:
-        exc.add_note(f"in transfer function {getattr(edge.transfer, '__qualname__', edge.transfer)!r} on edge {edge}")
-        raise

@@ -15,10 +15,11 @@ from typing import Any
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.activity import Activity, Tracker
-from vllm_omni.flow.controller import CallScope, Node, NodeController
+from vllm_omni.flow.controller import CallScope, NodeController
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
 from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Link, Open
+from vllm_omni.flow.node import Node
 from vllm_omni.flow.plan import Route, StaticPlan
 
 logger = logging.getLogger(__name__)
