@@ -215,7 +215,7 @@ class NodeController:
                 return
         try:
             if isinstance(message, Frame):
-                if message.source != ENTRY:
+                if message.source != ENTRY and (not message.last or message.seq or edge.per_frame):  # more may come
                     self._watch(call, run, edge, message)
                 state = run.bucket.push(message)
             else:
@@ -317,8 +317,6 @@ class NodeController:
             return
         window = None if slot.windows is None else slot.windows.get(frame.origin)
         if window is None:
-            if frame.last and not frame.seq:
-                return  # all there is
             window = self._make_window(frame.call_id, edge, frame.origin)
             run.bucket.add_window(frame.slot, frame.origin, window)
         window.on_received(frame.seq)

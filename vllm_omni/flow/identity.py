@@ -5,9 +5,10 @@ From: Omni-Flow appendix A, Algorithm 2.
 
 import functools
 import hashlib
+from typing import TypeAlias
 
 from vllm_omni.flow.frame import ENTRY, NO_BUCKET, Lineage, Root
-from vllm_omni.flow.plan import Edge
+from vllm_omni.flow.plan import Edge, Outlets
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,6 +36,29 @@ def activation_id(edge: Edge, lineage: Lineage, source_id: int, index: int) -> i
     root = find_root(lineage, edge.root)
     assert root is not None, f"{edge}: {edge.root} is above all that comes here"
     return bucket_id(edge, root)
+
+
+Targets: TypeAlias = dict[str, list[tuple[Edge, int]]]
+"""Output field -> the edges that carry it whole, and the activation that each leads to."""
+
+
+def targets(outlets: Outlets, lineage: Lineage, source_id: int) -> Targets:
+    """Where an activation sends its fields."""
+    if not outlets.has_joins:
+        return _targets(outlets, source_id)
+    return {
+        name: [(edge, activation_id(edge, lineage, source_id, 0)) for edge in edges]
+        for name, edges in outlets.whole.items()
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _targets(outlets: Outlets, source_id: int) -> Targets:
+    """By Rule A alone: that of another call is the same."""
+    return {
+        name: [(edge, activation_id(edge, Lineage(), source_id, 0)) for edge in edges]
+        for name, edges in outlets.whole.items()
+    }
 
 
 def bucket_for(edge: Edge, lineage: Lineage) -> int:

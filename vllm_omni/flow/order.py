@@ -20,7 +20,7 @@ class PathOrder(Generic[Numbered]):
     __slots__ = ("_leaf", "_root", "done")
 
     def __init__(self) -> None:
-        self._leaf: SequenceQueue[Numbered] = SequenceQueue()
+        self._leaf: SequenceQueue[Numbered] | None = None
         self._root: _Branch[Numbered] | None = None
         self.done = False
 
@@ -31,6 +31,13 @@ class PathOrder(Generic[Numbered]):
             turns: loops of which a turn is below the leaf, once the leaf has ended.
         """
         if not path and not turns and self._root is None:
+            if self._leaf is None:
+                if self.done:
+                    return []
+                if item.last and not item.seq:  # all there is
+                    self.done = True
+                    return [item]
+                self._leaf = SequenceQueue()
             due = self._leaf.push(item)
             self.done = self._leaf.ended
             return due
@@ -53,7 +60,7 @@ class PathOrder(Generic[Numbered]):
     def __len__(self) -> int:
         """Items that came ahead of their turn."""
         if self._root is None:
-            return len(self._leaf)
+            return 0 if self._leaf is None else len(self._leaf)
         total, todo = 0, [self._root]
         while todo:
             branch = todo.pop()
@@ -66,7 +73,7 @@ class PathOrder(Generic[Numbered]):
         if self.done:
             return None
         if self._root is None:
-            self._root = _Branch(self._leaf)
+            self._root = _Branch(SequenceQueue() if self._leaf is None else self._leaf)
         branch = self._root
         for key in path:
             if branch.is_over(key):

@@ -10,7 +10,7 @@ from vllm_omni.errors import GraphError
 from vllm_omni.flow.credit import SendLimits
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import NO_BUCKET, Death, Emission, EndReason, Frame, Lineage, Root, SlotEos
-from vllm_omni.flow.identity import activation_id, bucket_for
+from vllm_omni.flow.identity import activation_id, bucket_for, targets
 from vllm_omni.flow.link import Link
 from vllm_omni.flow.plan import PER_FRAME, Edge, NodePlan, Outlets
 
@@ -42,10 +42,7 @@ class Outbound:
         self._call_id = call_id
         self._id = own_id
         self._lineage = lineage = self._mark(lineage) if plan.is_root else lineage
-        self._whole = {
-            name: [(edge, activation_id(edge, lineage, own_id, 0)) for edge in edges]
-            for name, edges in outlets.whole.items()
-        }
+        self._whole = targets(outlets, lineage, own_id)
         self._num_yields = 0  # over edges that are per frame
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
@@ -97,11 +94,11 @@ class Outbound:
             del self.next_seq[name]
         else:
             self.next_seq[name] = seq + 1
-        targets = self._whole.get(name)
-        if targets is not None:
+        whole = self._whole.get(name)
+        if whole is not None:
             if not last:
                 self.limits.on_sent(name)
-            for edge, target_id in targets:
+            for edge, target_id in whole:
                 self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
 
     def end(self, reason: EndReason, error: BaseException | None = None) -> None:

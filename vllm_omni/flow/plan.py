@@ -93,7 +93,7 @@ class Needed(NamedTuple):
 PER_FRAME = ""  # stands for all edges of a node that are per frame: they are in step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outlets:
     """Where the output fields of a node go in a call."""
 
@@ -101,6 +101,7 @@ class Outlets:
     per_frame: Mapping[str, tuple[Edge, ...]]
     edges: tuple[Edge, ...]  # all of them
     fields: frozenset[str]  # of both
+    has_joins: bool  # some whole edge leads into a bucket
     readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> who gives credit
 
 
@@ -163,4 +164,5 @@ def _make_outlets(edges: Sequence[Edge], node: NodePlan | None) -> Outlets:
             continue
         key = PER_FRAME if edge.per_frame else edge.source_field
         readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
-    return Outlets(whole, per_frame, tuple(edges), frozenset(whole) | frozenset(per_frame), readers)
+    has_joins = any(edge.root is not None for each in whole.values() for edge in each)
+    return Outlets(whole, per_frame, tuple(edges), frozenset(whole) | frozenset(per_frame), has_joins, readers)
