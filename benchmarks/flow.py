@@ -22,7 +22,7 @@ Regimes, each with one call after the other and with many at once (``asyncio.gat
   LangGraph's have fewer frames (all would take more than half an hour a round): its cost per hop hardly depends on it.
 * growth: 3 nodes, calls opened until so many wait in the first node; then all go on. Each in a process of its own.
   Memory is what Python allocated for a waiting call and its reader (tracemalloc, in a run that is not timed) and the
-  growth of the resident set.
+  growth of the resident set. *No collector* is the same with Python's garbage collector off.
 
 Times are of a whole call, opening and reading included, divided by its nodes or hops: medians of interleaved rounds
 after one that warms up, with the 10th and 90th percentile. All of it is bound by the interpreter, on one core. The
@@ -560,7 +560,8 @@ def summarize(values: Sequence[float]) -> dict[str, Any]:
 
 # -- growth, each in a process of its own ------------------------------------------------------------------------------
 
-GROWING: dict[str, Callable[[], Side]] = {FLOOR: Queues, OURS: Flow, LANGGRAPH: LangGraph}
+UNCOLLECTED = "flow, no collector"  # what of our growth is the garbage collector's
+GROWING: dict[str, Callable[[], Side]] = {FLOOR: Queues, OURS: Flow, UNCOLLECTED: Flow, LANGGRAPH: LangGraph}
 
 
 def resident_bytes() -> int:
@@ -590,6 +591,8 @@ async def grow_in_child(name: str, num_calls: int, trace: bool) -> dict[str, Any
         await grow(side, min(num_calls, 10), resident_bytes)
     gc.collect()
     gc.freeze()
+    if name == UNCOLLECTED:
+        gc.disable()
     if trace:
         tracemalloc.start()
         return {"traced_bytes": (await grow(side, num_calls, lambda: tracemalloc.get_traced_memory()[0]))[1]}
@@ -606,7 +609,7 @@ def start_child(name: str, num_calls: int, *flags: str) -> dict[str, Any]:
 
 def measure_growth(options: argparse.Namespace) -> dict[str, dict[int, dict[str, Any]]]:
     """Side -> graph calls -> what they cost."""
-    limits = {FLOOR: options.max_calls, OURS: options.max_calls}
+    limits = {FLOOR: options.max_calls, OURS: options.max_calls, UNCOLLECTED: options.max_calls}
     if not options.without_langgraph:
         limits[LANGGRAPH] = min(options.max_calls, options.langgraph_calls)
     cases = [(name, count) for count in COUNTS for name, limit in limits.items() if count <= limit]
@@ -650,11 +653,12 @@ def goals(table: dict[str, dict[str, Any]], growth: dict[str, dict[int, dict[str
             if floor in row and (floor == FLOOR or name.endswith("alone")):
                 ratio = row[OURS]["us"] / row[floor]["us"]
                 rows.append(Goal(f"{name}: our {row['unit']}, times that of {floor}", 6.0, ratio, False))
-    ours, floor_growth = (grown(growth[name]) for name in (OURS, FLOOR))
+    ours, uncollected, floor_growth = (grown(growth[name]) for name in (OURS, UNCOLLECTED, FLOOR))
     what = (
         f"growth: our dearest node from {FLAT_FROM} calls on, times that at {FLAT_FROM} (queues': {floor_growth:.2f})"
     )
     rows.append(Goal(what, 1.5, ours, False))
+    rows.append(Goal("growth: the same without Python's garbage collector", 1.5, uncollected, False))
     return rows
 
 

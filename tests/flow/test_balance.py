@@ -4,7 +4,7 @@ import pytest
 
 from tests.flow.builders import FunctionNode, make_speech_nodes, make_speech_plan, read_payloads, spin
 from vllm_omni.errors import NoInstance
-from vllm_omni.flow import Emission, GraphRuntime, Scheduling
+from vllm_omni.flow import Activation, Chunk, Emission, GraphRuntime, Scheduling
 from vllm_omni.flow.balance import (
     Broadcast,
     LeastOutstanding,
@@ -14,6 +14,7 @@ from vllm_omni.flow.balance import (
     policy_for,
 )
 from vllm_omni.flow.registry import Instance, MemoryRegistry
+from vllm_omni.flow.sequence import Stream
 
 A, B, C = (Instance("thinker", name) for name in "abc")
 
@@ -213,4 +214,17 @@ async def test_broadcast_that_is_aborted_leaves_nobody_running():
     await spin()
     await call.aclose()
     assert [one.events for one in slow] == [["start", "cancelled", "clean"]] * 2
+    assert node.outstanding == {}
+
+
+async def test_broadcast_that_is_closed_where_it_yields_leaves_nobody_running():
+    slow = [say(name) for name in "ab"]
+    node, _ = await make_broadcast(a=slow[0], b=slow[1])
+    prompt = Stream()
+    prompt.put_nowait(Chunk("x"))
+    prompt.finish()
+    emissions = node.forward(Activation("c", "n", "run", 1, {"prompt": prompt}, frozenset({"text"}), None))
+    await anext(emissions)
+    await emissions.aclose()
+    assert [one.events[-1] for one in slow] == ["clean", "clean"]
     assert node.outstanding == {}

@@ -189,8 +189,9 @@ class ReplicatedNode:
                         num_running -= 1
                     else:
                         yield emission
-        except* Exception as errors:  # the first is the cause; the others were cancelled
-            raise errors.exceptions[0] from None
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(GeneratorExit) is None:  # it was not closed at its yield
+                raise errors.exceptions[0] from None  # the cause; the others were cancelled
 
 
 class _Tee:

@@ -93,11 +93,12 @@ class _Turn(NamedTuple):
 class _Order:
     """The activations of a node with session scheduling, one at a time."""
 
-    __slots__ = ("due", "places", "running")
+    __slots__ = ("due", "pending", "places", "running")
 
     def __init__(self) -> None:
         self.places: PathOrder[_Turn] = PathOrder()
-        self.due: deque[_Run] = deque()  # whose turn it is, behind `running`
+        self.pending: dict[int, _Run] = {}  # fired, and not started
+        self.due: deque[_Run] = deque()  # of these: whose turn it is, behind `running`
         self.running: _Run | None = None
 
 
@@ -115,13 +116,14 @@ class _Choice:
 class _Call:
     """What a node has of a call; what only some nodes need is made when they need it."""
 
-    __slots__ = ("cancelled", "choices", "closing", "counted", "order", "over", "plan", "runs", "scope", "windows")
+    __slots__ = ("cancelled", "choices", "closing", "counted", "order", "plan", "runs", "scope", "windows")
 
     def __init__(self, scope: CallScope, plan: NodePlan):
         self.scope = scope
         self.plan = plan
-        self.runs: dict[int, _Run] = {}  # activation id -> run
-        self.over: set[int] | None = None  # activations that are, to swallow what still arrives
+        self.runs: dict[
+            int, _Run | None
+        ] = {}  # activation id -> run; None: it is over, and swallows what still arrives
         self.windows: dict[tuple[int, int], ReceiveWindow] | None = None  # (slot, origin), edges per frame
         self.counted: set[Path] | None = None  # paths the yields of which were passed on
         self.choices: dict[Path, _Choice] = {} if plan.first_wins else NO_CHOICES
@@ -164,6 +166,8 @@ class NodeController:
         call.closing = True
         call.cancelled = call.cancelled or not unfinished_only
         for run in list(call.runs.values()):
+            if run is None:
+                continue
             if run.task is None:
                 self._forget(call, run)  # it will not fire: who produces for it must not wait for it
             elif not run.cancelled:
@@ -180,13 +184,16 @@ class NodeController:
 
     @property
     def num_running(self) -> int:
-        tasks = [run.task for call in list(self._calls.values()) for run in list(call.runs.values())]
-        return sum(task is not None and not task.done() for task in tasks)
+        return sum(run.task is not None and not run.task.done() for run in self._runs())
 
     @property
     def num_buffered(self) -> int:
-        runs = [run for call in list(self._calls.values()) for run in list(call.runs.values())]
-        return sum(run.bucket.num_buffered for run in runs)
+        return sum(run.bucket.num_buffered for run in self._runs())
+
+    def _runs(self) -> list[_Run]:
+        # Copies: metrics are read in another thread than the loop's.
+        calls = list(self._calls.values())
+        return [run for call in calls for run in list(call.runs.values()) if run is not None]
 
     # ---- inbound ----
 
@@ -205,7 +212,7 @@ class NodeController:
             return
         run = call.runs.get(message.activation_id)
         if run is None:
-            if call.over is not None and message.activation_id in call.over:
+            if message.activation_id in call.runs:
                 self._refuse(edge, message)
                 return
             origin = message.origin if isinstance(message, Frame) else 0
@@ -254,7 +261,8 @@ class NodeController:
                 roots = above(lineage, root)
             fork_id = root.activation_id
         bucket = Bucket(plan, group, depth, outside)
-        own = Lineage(path, roots, turns)
+        is_direct = group.root is None and lineage.death is Death.ALIVE
+        own = lineage if is_direct else Lineage(path, roots, turns)
         if plan.choice_root is not None and group.loop is None and not plan.first_wins:
             own = self._insert_choice(call, group, own)
         if plan.loops:
@@ -383,6 +391,7 @@ class NodeController:
                 slot.stream.on_wait = functools.partial(self._on_wait_in_order, call, run)
             if plan.loops_around:
                 run.bucket.open_windows()
+            call.order.pending[run.activation_id] = run
             turn = _Turn(run)
             self._take_turns(call, call.order, call.order.places.push(run.lineage.path, turn, run.lineage.turns))
         else:
@@ -419,6 +428,7 @@ class NodeController:
     def _next_turn(self, call: _Call, order: _Order) -> None:
         if order.running is None and order.due and not call.closing:
             order.running = order.due.popleft()
+            del order.pending[order.running.activation_id]
             self._start(call, order.running)
         self._open_pending(call)
 
@@ -431,9 +441,8 @@ class NodeController:
         order = call.order
         assert order is not None
         if order.running is None or order.running.bucket.is_waited_for:
-            for run in call.runs.values():
-                if run.task is None:
-                    run.bucket.open_windows()
+            for run in order.pending.values():
+                run.bucket.open_windows()
             if call.windows is not None:
                 open_all(call.windows.values())
 
@@ -503,6 +512,7 @@ class NodeController:
                 _count_turns(plan, run) if plan.loops_around else 0,
             )
         )
+        is_over = False
         try:
             async for emission in emissions:
                 if run.cancelled:  # the node swallowed its cancellation; closing it below is the second notice
@@ -511,8 +521,9 @@ class NodeController:
                 while out.limits.full:
                     run.credited = asyncio.get_running_loop().create_future()
                     await run.credited
+            is_over = True
         finally:
-            if isinstance(emissions, AsyncGenerator):
+            if not is_over and isinstance(emissions, AsyncGenerator):
                 await emissions.aclose()
         if not run.cancelled:
             out.end(EndReason.EMPTY)
@@ -550,11 +561,9 @@ class NodeController:
 
     def _forget(self, call: _Call, run: _Run) -> None:
         """An activation is over: give back what it did not read."""
-        if call.runs.pop(run.activation_id, None) is None:
+        if call.runs.get(run.activation_id) is None:
             return
-        if call.over is None:
-            call.over = set()
-        call.over.add(run.activation_id)
+        call.runs[run.activation_id] = None
         for slot in run.bucket.slots.values():  # who produces for it still must not wait for it
             if not slot.order.done and slot.windows is not None:
                 for origin in slot.windows:

@@ -61,14 +61,12 @@ class Outbound:
         """
         if isinstance(emissions, Emission):
             emission = emissions
-            self._check(emission)
             self._send_whole(emission)
             if emission.field in self._outlets.per_frame:
                 self._send_yield({emission.field: emission})
             return
         frames: dict[str, Emission] = {}
         for emission in emissions:
-            self._check(emission)
             if emission.field in self._outlets.per_frame:
                 if emission.field in frames:
                     raise GraphError(
@@ -82,8 +80,12 @@ class Outbound:
 
     def _send_whole(self, emission: Emission) -> None:
         name = emission.field
+        declared = self._plan.outputs.get(name)
+        if declared is None:
+            known = what_exists(name, self._plan.outputs)
+            raise GraphError(f"node {self._plan.name!r} emitted field {name!r}, which it does not declare; {known}")
         seq = self.next_seq.get(name)
-        streamed = self._plan.outputs[name].streamed
+        streamed = declared.streamed
         if seq is None:
             if name in self._outlets.fields:
                 why = "after its last frame" if streamed else "twice; declare Field(streamed=True)"
@@ -114,13 +116,6 @@ class Outbound:
                 self._send_yield({}, reason, error)
             edges = (edge for each in self._outlets.per_frame.values() for edge in each)
             send_count(edges, self._link, self._call_id, self._lineage, self._num_yields)
-
-    def _check(self, emission: Emission) -> None:
-        name = emission.field
-        declared = self._plan.outputs.get(name)
-        if declared is None:
-            known = what_exists(name, self._plan.outputs)
-            raise GraphError(f"node {self._plan.name!r} emitted field {name!r}, which it does not declare; {known}")
 
     def _send_yield(
         self, frames: dict[str, Emission], reason: EndReason = EndReason.EMPTY, error: BaseException | None = None
