@@ -70,6 +70,10 @@ class RelayBroken(RelayError):
     """The other side broke: the payload is missing, or does not match its reference."""
 
 
+class PoolExhausted(RelayError):
+    """No room in a pool of buffers; nothing was taken."""
+
+
 class StageFailed(OmniError):
     """A stage's engine died or failed a request; ``stage`` names it."""
 
