@@ -70,8 +70,16 @@ class RelayBroken(RelayError):
     """The other side broke: the payload is missing, or does not match its reference."""
 
 
+class RelayTimeout(RelayError, TimeoutError):
+    """A deadline passed: no room, or the bytes did not come; the call can be made again."""
+
+
 class PoolExhausted(RelayError):
-    """No room in a pool of buffers; nothing was taken."""
+    """No room in a pool of buffers; nothing was taken. ``is_final``: nor will there be, however much is released."""
+
+    def __init__(self, message: str, *, is_final: bool = False):
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class StageFailed(OmniError):

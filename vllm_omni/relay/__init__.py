@@ -3,5 +3,16 @@
 from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef
 from vllm_omni.relay.codec import Payload, pack, unpack
 from vllm_omni.relay.inline import InlineRelay
+from vllm_omni.relay.stream import StreamReader, StreamWriter
 
-__all__ = ["InlineRelay", "Payload", "Relay", "RelayStatistics", "TensorRef", "pack", "unpack"]
+__all__ = [
+    "InlineRelay",
+    "Payload",
+    "Relay",
+    "RelayStatistics",
+    "StreamReader",
+    "StreamWriter",
+    "TensorRef",
+    "pack",
+    "unpack",
+]

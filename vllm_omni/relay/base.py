@@ -1,23 +1,55 @@
 """The contract of every way in which a tensor gets from one stage to the next.
 
-From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data plane.
+From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data plane (communication, Relay Interface).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
 
-class TensorRef(msgspec.Struct, frozen=True):
+TIMEOUT_S = 30.0  # of a wait, unless its caller says otherwise
+LEASE_S = 300.0  # after that nobody comes for a tensor any more
+MAX_DIMS = 16
+MAX_NUM_BYTES = 1 << 40
+
+Clock: TypeAlias = Callable[[], float]  # seconds, monotonic
+
+# Spelled out, not getattr(torch, name): a reference comes off a wire and may name no other attribute.
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     """Where a tensor lies; what control messages carry in its stead."""
 
     backend: str  # which relay can pull it
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "float32", "bfloat16", "int64"
     location: bytes  # understood by the backend alone; "inline" puts the bytes themselves here
+    lease: int = 0  # number of the lease at its owner, whom the location names; 0: nothing is leased
 
     @property
     def num_rows(self) -> int:
@@ -25,48 +57,253 @@ class TensorRef(msgspec.Struct, frozen=True):
         return self.shape[0] if self.shape else 0
 
 
+class Layout(NamedTuple):
+    """What a reference claims, once it has been checked."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def check_ref(ref: TensorRef, backend: str) -> Layout:
+    """Look a reference over before a byte is touched.
+
+    Raises:
+        RelayBroken: another backend's, an unknown dtype, a shape that no tensor has.
+    """
+    if ref.backend != backend:
+        raise RelayBroken(f"a reference of backend {ref.backend!r} was given to {backend!r}")
+    dtype = DTYPES.get(ref.dtype)
+    if dtype is None:
+        raise RelayBroken(f"a reference has dtype {ref.dtype!r}; known: {', '.join(DTYPES)}")
+    num_bytes = dtype.itemsize
+    for size in ref.shape:
+        if size < 0:
+            raise RelayBroken(f"a reference has the shape {list(ref.shape)}")
+        num_bytes *= size
+    if len(ref.shape) > MAX_DIMS or num_bytes > MAX_NUM_BYTES or max(ref.shape, default=0) > MAX_NUM_BYTES:
+        raise RelayBroken(f"a reference has the shape {list(ref.shape)[:MAX_DIMS]}, beyond what can travel")
+    return Layout(dtype, ref.shape, num_bytes)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Raises ``TypeError`` for a dtype that cannot travel."""
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise TypeError(f"cannot publish a tensor of {tensor.dtype}; supported: {', '.join(DTYPES)}")
+    return name
+
+
 class RelayStatistics(NamedTuple):
-    """Counts since the relay was made; ``num_leases`` are payloads put and not yet released."""
+    """Counts since the relay was made; ``num_leases`` and ``num_bytes_leased`` are what is put and not yet released."""
 
     num_puts: int
     num_gets: int
     num_bytes_put: int
     num_leases: int
+    num_bytes_leased: int = 0
+    num_expired: int = 0  # leases that nobody came for
 
 
-class Relay(Protocol):
+class Relay(ABC):
     """Moves tensors between two stages: write once, announce, pull, release.
 
-    Called from a runner's thread between two engine steps, hence synchronous; a call never waits for the other side.
+    A producer puts, and sends the reference by whatever control plane there is; the consumer, another relay of the same
+    backend in whatever process, gets and releases. A method that waits has a deadline. All methods may be called from
+    any thread; the forms without ``async`` are for the thread of an engine, and those with ``_nowait`` never wait.
+
+    Cancelling a waiting method leaves nothing behind.
     """
 
-    backend: str
+    backend: ClassVar[str]
 
-    def put(self, request_id: str, tensor: torch.Tensor) -> TensorRef:
-        """Publish a tensor of a request. The tensor may be changed as soon as this returns.
+    def __init__(self) -> None:
+        self._num_puts = self._num_gets = self._num_bytes = 0
+        self._closed = False
+        self._lock = threading.RLock()
+        self._waiting_for_room: list[Future[None]] = []
+
+    # -- producer -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
+        """Publish a tensor of a request. The tensor may be changed as soon as this returns, unless it is a buffer of
+        the relay itself (``empty``), which is not copied.
+
+        Args:
+            num_readers: how often it will be released: once by each process that reads it.
 
         Raises:
+            PoolExhausted: no room: the consumers have not released enough of what they were sent.
             RelayClosed: the relay was closed.
+            TypeError: a dtype that cannot travel.
         """
-        ...
 
-    def get(self, ref: TensorRef) -> torch.Tensor:
-        """Pull a published tensor; the result belongs to the caller.
+    async def put(
+        self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1, timeout_s: float = TIMEOUT_S
+    ) -> TensorRef:
+        """``put_nowait``, once there is room.
 
         Raises:
-            RelayBroken: the bytes are missing or do not match the reference.
-            RelayClosed: the relay was closed.
+            RelayTimeout: there was none in time.
+            PoolExhausted: there never will be: the tensor is larger than the whole pool.
         """
-        ...
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.put_nowait(request_id, tensor, num_readers=num_readers)
+            except PoolExhausted as exc:
+                if exc.is_final:
+                    raise
+                with self._room() as room:
+                    # Once more behind the announcement: what was released before it tells nobody.
+                    with contextlib.suppress(PoolExhausted):
+                        return self.put_nowait(request_id, tensor, num_readers=num_readers)
+                    await self._await_room(room, deadline - time.monotonic(), exc)
 
-    def release(self, ref: TensorRef) -> None:
-        """Give the lease on a published tensor back; calling it twice does nothing."""
-        ...
+    def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A buffer to write into, which ``put`` then publishes without a copy, once; it belongs to the request.
 
+        Raises:
+            PoolExhausted, RelayClosed: as ``put_nowait``.
+        """
+        self._check_open()
+        return torch.empty(shape, dtype=dtype)
+
+    @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Release everything that was published for a request."""
-        ...
+        """Take back everything that was put for a request; what is being read goes when it has been."""
 
+    # -- consumer -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
+        """A published tensor if it is at hand; None if ``get`` has to wait for it. May be a view: see ``get``."""
+
+    async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        """Pull a published tensor: only to be read, and only until it is released.
+
+        Raises:
+            RelayBroken: the producer is gone, has taken the tensor back, or the reference is wrong.
+            RelayTimeout: it did not come in time.
+            RelayClosed: the relay was closed.
+        """
+        tensor = self.get_nowait(ref)
+        if tensor is None:
+            tensor = await wait_for(self._fetch(ref), timeout_s, f"a tensor of {ref.backend!r}")
+        return tensor
+
+    def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        """``get`` for a thread without an event loop."""
+        tensor = self.get_nowait(ref)
+        return block_on(self._fetch(ref), timeout_s, f"a tensor of {ref.backend!r}") if tensor is None else tensor
+
+    async def _fetch(self, ref: TensorRef) -> torch.Tensor:
+        """What ``get`` waits for; runs on the I/O thread's loop."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def release(self, ref: TensorRef) -> None:
+        """The tensor is not read here any more. Twice does nothing, nor does it if the producer is gone."""
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def statistics(self) -> RelayStatistics: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nobody can put, get or pull from here any more. Twice does nothing."""
+        self._closed = True
+        self._tell_room()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RelayClosed(f"this {self.backend!r} relay was closed")
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[Future[None]]:
+        """Hear of it when something is released."""
+        room: Future[None] = Future()
+        with self._lock:
+            self._waiting_for_room.append(room)
+        try:
+            yield room
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting_for_room.remove(room)
+
+    def _tell_room(self) -> None:
+        with self._lock:
+            waiting, self._waiting_for_room = self._waiting_for_room, []
+        for room in waiting:
+            if room.set_running_or_notify_cancel():
+                room.set_result(None)
+
+    @staticmethod
+    async def _await_room(room: Future[None], timeout_s: float, cause: Exception) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(room), max(timeout_s, 0))
+        except TimeoutError:
+            raise RelayTimeout(f"nothing was released in time: {cause}") from cause
+
+
+# -- the thread on which relays wait ----------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class IOThread:
+    """One event loop in a daemon thread for all relays of a process: connections, and whatever is waited for.
+
+    A runner has no loop of its own, and a program's loop may be busy or gone while another process reads from this one.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="relay-io", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+
+_io_thread: IOThread | None = None
+_io_lock = threading.Lock()
+
+
+def io_thread() -> IOThread:
+    """This process's; a forked child gets its own."""
+    global _io_thread
+    with _io_lock:
+        if _io_thread is None or _io_thread.pid != os.getpid():
+            _io_thread = IOThread()
+        return _io_thread
+
+
+async def wait_for(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+    """Run it on the I/O thread and await it here; ``RelayTimeout`` names ``what``."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(io_thread().submit(coroutine)), timeout_s)
+    except TimeoutError as exc:
+        raise RelayTimeout(f"{what} did not come within {timeout_s:g} s") from exc
+
+
+def block_on(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+    """``wait_for`` for a thread without an event loop."""
+    future = io_thread().submit(coroutine)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError as exc:
+        future.cancel()
+        raise RelayTimeout(f"{what} did not come within {timeout_s:g} s") from exc
+
+
+new_lease = itertools.count(1).__next__
+"""Numbers of leases, never used twice in a process."""

@@ -89,11 +89,12 @@ class BufferPool:
             PoolExhausted: no room, even without all idle blocks; nothing was changed.
         """
         wanted = self._count_chunks(num_bytes)
-        if not self.can_allocate(num_bytes):
+        if self._find(wanted) is None and not self.can_allocate(num_bytes):
             stats = self.statistics()
             raise PoolExhausted(
                 f"no room for {num_bytes} bytes: {stats.num_bytes_used} of {self.num_bytes} bytes are in use and "
-                f"{stats.num_bytes_idle} idle, in pieces; free blocks, or make the pool larger"
+                f"{stats.num_bytes_idle} idle, in pieces; free blocks, or make the pool larger",
+                is_final=wanted * self.chunk_bytes > self.num_bytes,
             )
         while (place := self._find(wanted)) is None:
             self._evict(next(iter(self._idle)))

@@ -1,0 +1,101 @@
+"""Within one process: tensors by reference, nothing is copied.
+
+Producer and consumers then hold the same tensor, and none of them may change it until it is released. Containers are
+not shared: a payload's are made anew for each reader (``codec.restore``).
+
+From: SGLang-Omni (communication, ``LOCAL_OBJECT``).
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.errors import RelayBroken
+from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef, check_ref, dtype_name, new_lease
+
+_relays: weakref.WeakValueDictionary[bytes, LocalRelay] = weakref.WeakValueDictionary()  # of this process, by token
+
+
+@dataclass(slots=True)
+class _Held:
+    tensor: torch.Tensor
+    request_id: str
+    num_readers: int
+    version: int | None  # how often it had been changed when it was put
+
+
+class LocalRelay(Relay):
+    """Keeps what was put until it is released.
+
+    Args:
+        check_versions: let ``release`` raise ``RelayBroken`` for a tensor that was changed since it was put: for
+            finding out who did.
+    """
+
+    backend = "local"
+
+    def __init__(self, *, check_versions: bool = False) -> None:
+        super().__init__()
+        self._token = secrets.token_bytes(16)
+        self._check_versions = check_versions
+        self._held: dict[int, _Held] = {}
+        _relays[self._token] = self
+
+    def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
+        dtype = dtype_name(tensor)
+        with self._lock:
+            self._check_open()
+            # Inference tensors do not count their changes.
+            version = tensor._version if self._check_versions and not tensor.is_inference() else None
+            lease = new_lease()
+            self._held[lease] = _Held(tensor.detach(), request_id, num_readers, version)
+            self._num_puts += 1
+            self._num_bytes += tensor.numel() * tensor.element_size()
+        return TensorRef(self.backend, tuple(tensor.shape), dtype, self._token, lease)
+
+    def get_nowait(self, ref: TensorRef) -> torch.Tensor:
+        layout = check_ref(ref, self.backend)
+        self._check_open()
+        self._num_gets += 1
+        producer = _relays.get(ref.location)
+        held = producer._held.get(ref.lease) if producer is not None else None
+        if held is None:
+            raise RelayBroken("the tensor is not in this process: released, aborted, or put in another one")
+        if held.tensor.dtype != layout.dtype or tuple(held.tensor.shape) != layout.shape:
+            raise RelayBroken(f"a reference says {ref.dtype} {list(ref.shape)}, the tensor is another")
+        return held.tensor
+
+    def release(self, ref: TensorRef) -> None:
+        producer = _relays.get(ref.location)
+        if producer is not None:
+            producer._release(ref.lease)
+
+    def _release(self, lease: int) -> None:
+        with self._lock:
+            held = self._held.get(lease)
+            if held is None:
+                return
+            held.num_readers -= 1
+            if not held.num_readers:
+                del self._held[lease]
+        if held.version is not None and held.tensor._version != held.version:
+            raise RelayBroken(f"request {held.request_id}: a tensor was changed between put and release")
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            for lease in [lease for lease, held in self._held.items() if held.request_id == request_id]:
+                del self._held[lease]
+
+    def statistics(self) -> RelayStatistics:
+        with self._lock:
+            num_bytes = sum(held.tensor.numel() * held.tensor.element_size() for held in self._held.values())
+            return RelayStatistics(self._num_puts, self._num_gets, self._num_bytes, len(self._held), num_bytes)
+
+    def close(self) -> None:
+        super().close()
+        _relays.pop(self._token, None)
+        self._held.clear()

@@ -1,0 +1,239 @@
+"""What relays have in common whose tensors lie in a slab of the producer's memory: blocks, leases, their end.
+
+How a consumer gets at the bytes, and how its release comes back, is the backend's (``shm``, ``tcp``, ...).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.relay.base import LEASE_S, Clock, Layout, Relay, RelayStatistics, TensorRef, dtype_name, io_thread
+from vllm_omni.relay.base import new_lease as next_number
+from vllm_omni.relay.buffer_pool import Block, BufferPool
+
+NUM_BYTES = 256 << 20
+CHUNK_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A block that somebody elsewhere may read."""
+
+    number: int
+    request_id: str
+    block: Block
+    num_readers: int  # who have to release it
+    expires_at: float  # by the relay's clock, if nobody reads it
+    is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
+
+
+class SlabRelay(Relay):
+    """A slab, a pool over it, and a lease for each published tensor.
+
+    A lease ends when all its readers have released it, when its request is aborted, or when it expires; but never under
+    a reader: what is being read is freed when that reader has released it or died.
+
+    Args:
+        memory: the slab, uint8 [num_bytes].
+        lease_s: how long a tensor waits for its readers.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, memory: torch.Tensor, *, lease_s: float = LEASE_S, clock: Clock = time.monotonic):
+        super().__init__()
+        self.pool = BufferPool(memory.numel(), CHUNK_BYTES)
+        self._memory = memory
+        self._base = memory.data_ptr()
+        self._typed = {torch.uint8: memory}  # views of the slab by dtype
+        self._lease_s = lease_s
+        self._clock = clock
+        self._leases: dict[int, Lease] = {}  # by number, the oldest first
+        self._of_request: dict[str, list[int]] = {}  # numbers; those that are over are dropped with the request's last
+        self._buffers: dict[int, str] = {}  # offset of a block of ``empty`` that was not put yet -> request
+        self._num_expired = 0
+        self._has_timer = False
+
+    # -- producer -----------------------------------------------------------------------------------------------------
+
+    def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
+        dtype = dtype_name(tensor)
+        with self._lock:
+            self._check_open()
+            self._num_puts += 1
+            shape = tuple(tensor.shape)
+            if not tensor.numel():
+                return TensorRef(self.backend, shape, dtype, b"")
+            self._collect_finished()
+            num_bytes = tensor.numel() * tensor.element_size()
+            block, offset = self._place(request_id, tensor, num_bytes)
+            try:
+                lease = self._grant(request_id, block, num_readers)
+            except BaseException:
+                self.pool.free(block)
+                raise
+            self._num_bytes += num_bytes
+            return TensorRef(self.backend, shape, dtype, self._locate(lease, offset), lease.number)
+
+    def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with self._lock:
+            self._check_open()
+            layout = _layout(shape, dtype)
+            if not layout.num_bytes:
+                return torch.empty(shape, dtype=dtype)
+            block = self._allocate(layout.num_bytes)
+            self._buffers[block.offset] = request_id
+            return self._view(block.offset, layout)
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            for number in self._of_request.pop(request_id, ()):
+                if (lease := self._leases.get(number)) is not None:
+                    self._end(lease)
+            for offset in [offset for offset, owner in self._buffers.items() if owner == request_id]:
+                del self._buffers[offset]
+                self._free_at(offset)
+            self._tell_room()
+
+    def _place(self, request_id: str, tensor: torch.Tensor, num_bytes: int) -> tuple[Block, int]:
+        """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
+        offset = tensor.data_ptr() - self._base
+        if 0 <= offset < self.pool.num_bytes and tensor.is_contiguous():
+            block = self.pool.find_alloc_by_ptr(offset)
+            if block is not None and self._buffers.pop(block.offset, None) is not None:
+                return block, offset
+        block = self._allocate(num_bytes)
+        self._view(block.offset, Layout(tensor.dtype, tuple(tensor.shape), num_bytes)).copy_(tensor)
+        return block, block.offset
+
+    def _allocate(self, num_bytes: int) -> Block:
+        if not self.pool.can_allocate(num_bytes):
+            self._collect()
+        return self.pool.allocate(num_bytes)
+
+    def _free_at(self, offset: int) -> None:
+        block = self.pool.find_alloc_by_ptr(offset)
+        assert block is not None, f"nothing is allocated at {offset}"
+        self.pool.free(block)
+
+    def _view(self, offset: int, layout: Layout) -> torch.Tensor:
+        return typed_view(self._typed, offset, layout)
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _grant(self, request_id: str, block: Block, num_readers: int) -> Lease:
+        lease = Lease(next_number(), request_id, block, num_readers, self._clock() + self._lease_s)
+        self._announce(lease)
+        self._leases[lease.number] = lease
+        self._of_request.setdefault(request_id, []).append(lease.number)
+        if not self._has_timer:
+            self._has_timer = True
+            io_thread().call(self._start_timer)
+        return lease
+
+    def _collect_finished(self) -> None:
+        """Free the oldest lease if it is over: what is put and released in turn needs no more."""
+        oldest = next(iter(self._leases.values()), None)
+        if oldest is not None and self._is_released(oldest):
+            self._drop(oldest)
+
+    def _collect(self) -> None:
+        """Free every lease that is over or has expired."""
+        now = self._clock()
+        for lease in list(self._leases.values()):
+            if self._is_released(lease):
+                self._drop(lease)
+            elif lease.is_revoked or now >= lease.expires_at:
+                self._num_expired += not lease.is_revoked
+                self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        """Nobody may begin to read it; it goes at once, or with the last who is reading."""
+        lease.is_revoked = True
+        if not self._revoke(lease):
+            self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        del self._leases[lease.number]
+        numbers = self._of_request.get(lease.request_id)
+        if numbers is not None:
+            numbers.remove(lease.number)
+            if not numbers:
+                del self._of_request[lease.request_id]
+        self._forget(lease)
+        self.pool.free(lease.block)
+
+    def _start_timer(self, delay_s: float | None = None) -> None:
+        io_thread().loop.call_later(self._lease_s if delay_s is None else delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        with self._lock:
+            self._collect()
+            self._tell_room()
+            self._has_timer = bool(self._leases) and not self._closed
+            if self._has_timer:
+                first = min(lease.expires_at for lease in self._leases.values())
+                # What has expired and is still being read is looked at again after a while.
+                self._start_timer(max(first - self._clock(), self._lease_s / 10))
+
+    # -- the backend's part -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _locate(self, lease: Lease, offset: int) -> bytes:
+        """What a consumer needs to find it: ``TensorRef.location``."""
+
+    @abstractmethod
+    def _announce(self, lease: Lease) -> None:
+        """Let consumers read it from now on. Raises ``PoolExhausted`` if so many leases cannot be kept."""
+
+    @abstractmethod
+    def _is_released(self, lease: Lease) -> bool:
+        """Whether all its readers have released it."""
+
+    @abstractmethod
+    def _revoke(self, lease: Lease) -> bool:
+        """Let nobody begin to read it any more; whether somebody is still reading."""
+
+    def _forget(self, lease: Lease) -> None:
+        """It is over: its number will not be seen again."""
+
+    def statistics(self) -> RelayStatistics:
+        with self._lock:
+            self._collect()
+            num_bytes = sum(lease.block.num_bytes for lease in self._leases.values())
+            counts = (self._num_puts, self._num_gets, self._num_bytes)
+            return RelayStatistics(*counts, len(self._leases), num_bytes, self._num_expired)
+
+    def check_integrity(self) -> None:
+        """For tests: what the pool holds is leased or a buffer, and nothing else."""
+        with self._lock:
+            self.pool.check_integrity()
+            blocks = {lease.block.offset for lease in self._leases.values()} | set(self._buffers)
+            assert len(blocks) == self.pool.statistics().num_blocks, "a block belongs to nobody"
+            of_request = [number for numbers in self._of_request.values() for number in numbers]
+            assert set(of_request) <= set(self._leases), "a request has a lease that is over"
+
+
+def typed_view(typed: dict[torch.dtype, torch.Tensor], offset: int, layout: Layout) -> torch.Tensor:
+    """A tensor over a slab, at a multiple of its item's size; ``typed`` keeps the slab's view by dtype (one torch call
+    for a tensor instead of three)."""
+    whole = typed.get(layout.dtype)
+    if whole is None:
+        whole = typed[layout.dtype] = typed[torch.uint8].view(layout.dtype)
+    strides, stride = [], 1
+    for size in reversed(layout.shape):
+        strides.append(stride)
+        stride *= size
+    return whole.as_strided(layout.shape, strides[::-1], offset // layout.dtype.itemsize)
+
+
+def _layout(shape: Iterable[int], dtype: torch.dtype) -> Layout:
+    shape = tuple(shape)
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    return Layout(dtype, shape, num_bytes)
