@@ -1,15 +1,20 @@
-"""What every relay promises. A new backend is added to ``RELAYS`` and must pass unchanged."""
+"""What every relay promises: a producer and a consumer that know each other by references alone.
 
-from collections.abc import Callable, Iterator
+A new backend is added to ``relays.BACKENDS`` and must pass unchanged.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
 
-from vllm_omni.errors import RelayBroken, RelayClosed
-from vllm_omni.relay import InlineRelay, Relay, TensorRef
+from tests.contract.relays import BACKENDS, COPYING, LEASING, NUM_BYTES, Pair, make_pair
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
+from vllm_omni.relay import TensorRef
 
-RELAYS: dict[str, Callable[[], Relay]] = {"inline": InlineRelay}
 DTYPES = [
     torch.float32,
     torch.float16,
@@ -20,70 +25,254 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
+HALF = NUM_BYTES // 2
 
 
-@pytest.fixture(params=RELAYS)
-def relay(request: pytest.FixtureRequest) -> Iterator[Relay]:
-    relay = RELAYS[request.param]()
-    yield relay
-    relay.close()
+def only(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", names, indirect=True)
+
+
+@pytest.fixture(params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if reason := BACKENDS[request.param].reason:
+        pytest.skip(reason)
+    with make_pair(request.param) as pair:
+        yield pair
+
+
+# -- tensors arrive ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4), (2, 0), (2, 3, 4)], ids=str)
-def test_a_tensor_arrives_as_it_was_put(relay: Relay, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+async def test_a_tensor_arrives_as_it_was_put(pair: Pair, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 100).to(dtype)
-    arrived = relay.get(relay.put("request", tensor))
+    ref = await pair.producer.put("request", tensor)
+    arrived = await pair.consumer.get(ref)
     assert arrived.dtype == dtype
     assert arrived.shape == tensor.shape
     assert torch.equal(arrived, tensor)
+    pair.consumer.release(ref)
 
 
-def test_a_view_arrives_without_what_lies_around_it(relay: Relay) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 1 << 20, 3_000_001], ids=str)
+async def test_every_byte_of_a_large_tensor_arrives(pair: Pair, num_bytes: int) -> None:
+    tensor = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    assert torch.equal(await pair.consumer.get(await pair.producer.put("request", tensor)), tensor)
+
+
+async def test_a_view_arrives_without_what_lies_around_it(pair: Pair) -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
-    ref = relay.put("request", tensor[1:3, ::2].T)
-    assert torch.equal(relay.get(ref), tensor[1:3, ::2].T)
+    ref = await pair.producer.put("request", tensor[1:3, ::2].T)
+    assert torch.equal(await pair.consumer.get(ref), tensor[1:3, ::2].T)
 
 
-def test_the_producer_may_change_its_tensor_after_put(relay: Relay) -> None:
+@only(*COPYING)
+async def test_the_producer_may_change_its_tensor_after_put(pair: Pair) -> None:
     tensor = torch.zeros(4)
-    ref = relay.put("request", tensor)
+    ref = await pair.producer.put("request", tensor)
     tensor.fill_(1.0)
-    assert torch.equal(relay.get(ref), torch.zeros(4))
+    assert torch.equal(await pair.consumer.get(ref), torch.zeros(4))
 
 
-def test_the_consumer_may_change_what_it_got(relay: Relay) -> None:
-    ref = relay.put("request", torch.zeros(4))
-    relay.get(ref).fill_(1.0)
-    assert torch.equal(relay.get(ref), torch.zeros(4))
+async def test_a_buffer_of_the_relay_arrives_as_it_was_filled(pair: Pair) -> None:
+    buffer = pair.producer.empty("request", (3, 5), torch.float32)
+    buffer.copy_(torch.arange(15.0).reshape(3, 5))
+    ref = await pair.producer.put("request", buffer)
+    assert torch.equal(await pair.consumer.get(ref), torch.arange(15.0).reshape(3, 5))
 
 
-def test_a_reference_survives_the_wire(relay: Relay) -> None:
+async def test_a_part_of_a_buffer_arrives_alone(pair: Pair) -> None:
+    buffer = pair.producer.empty("request", (8, 4), torch.float32)
+    buffer.copy_(torch.arange(32.0).reshape(8, 4))
+    ref = await pair.producer.put("request", buffer[2:5])
+    assert torch.equal(await pair.consumer.get(ref), torch.arange(8.0, 20.0).reshape(3, 4))
+
+
+async def test_the_producer_can_read_what_it_put_itself(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.ones(4))
+    assert torch.equal(await pair.producer.get(ref), torch.ones(4))
+
+
+async def test_a_reference_survives_the_wire(pair: Pair) -> None:
     tensor = torch.randn(7, 3)
-    wire = msgspec.msgpack.encode(relay.put("request", tensor))
-    assert torch.equal(relay.get(msgspec.msgpack.decode(wire, type=TensorRef)), tensor)
+    wire = msgspec.msgpack.encode(await pair.producer.put("request", tensor))
+    assert torch.equal(await pair.consumer.get(msgspec.msgpack.decode(wire, type=TensorRef)), tensor)
 
 
-def test_releasing_twice_does_nothing(relay: Relay) -> None:
-    ref = relay.put("request", torch.zeros(4))
-    relay.release(ref)
-    relay.release(ref)
-    assert relay.statistics().num_leases == 0
+async def test_a_reference_can_be_pulled_again_until_it_is_released(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.ones(4))
+    first = await pair.consumer.get(ref)
+    assert torch.equal(first, await pair.consumer.get(ref))
 
 
-def test_aborting_a_request_leaves_no_lease(relay: Relay) -> None:
+def test_a_thread_without_a_loop_can_pull(pair: Pair) -> None:
+    ref = pair.producer.put_nowait("request", torch.ones(4))
+    assert torch.equal(pair.consumer.get_blocking(ref), torch.ones(4))
+
+
+async def test_many_tensors_in_flight_are_told_apart(pair: Pair) -> None:
+    refs = [await pair.producer.put(f"request-{index}", torch.full((300,), index)) for index in range(200)]
+    for index in reversed(range(200)):
+        assert torch.equal(await pair.consumer.get(refs[index]), torch.full((300,), index))
+        pair.consumer.release(refs[index])
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+async def num_leases(pair: Pair, expected: int) -> int:
+    """Of the producer, once what was said about them has arrived there; at most five seconds."""
+    for _ in range(500):
+        if pair.producer.statistics().num_leases == expected:
+            break
+        await asyncio.sleep(0.01)
+    return pair.producer.statistics().num_leases
+
+
+async def test_releasing_twice_does_nothing(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    await pair.consumer.get(ref)
+    pair.consumer.release(ref)
+    pair.consumer.release(ref)
+    assert await num_leases(pair, 0) == 0
+
+
+async def test_a_tensor_can_be_released_without_being_read(pair: Pair) -> None:
+    pair.consumer.release(await pair.producer.put("request", torch.zeros(4)))
+    assert await num_leases(pair, 0) == 0
+
+
+@only(*LEASING)
+async def test_a_lease_ends_with_its_last_reader(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4), num_readers=2)
+    await pair.consumer.get(ref)
+    pair.consumer.release(ref)
+    assert torch.equal(await pair.producer.get(ref), torch.zeros(4))
+    assert pair.producer.statistics().num_leases == 1
+    pair.producer.release(ref)
+    assert await num_leases(pair, 0) == 0
+
+
+async def test_aborting_a_request_leaves_no_lease(pair: Pair) -> None:
     for _ in range(3):
-        relay.put("request", torch.zeros(4))
-    relay.abort("request")
-    relay.abort("unknown")
-    assert relay.statistics().num_leases == 0
+        await pair.producer.put("request", torch.zeros(4))
+    pair.producer.abort("request")
+    pair.producer.abort("unknown")
+    assert pair.producer.statistics().num_leases == 0
 
 
-def test_statistics_count_puts_gets_and_bytes(relay: Relay) -> None:
-    ref = relay.put("request", torch.zeros(4))
-    relay.get(ref)
-    statistics = relay.statistics()
-    assert (statistics.num_puts, statistics.num_gets, statistics.num_bytes_put) == (1, 1, 16)
+@only(*LEASING)
+async def test_aborting_a_request_leaves_the_others_alone(pair: Pair) -> None:
+    ref = await pair.producer.put("other", torch.ones(4))
+    await pair.producer.put("request", torch.zeros(4))
+    pair.producer.abort("request")
+    assert torch.equal(await pair.consumer.get(ref), torch.ones(4))
+
+
+@only(*LEASING)
+async def test_what_was_aborted_cannot_be_pulled(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    pair.producer.abort("request")
+    with pytest.raises(RelayBroken):
+        await pair.consumer.get(ref)
+
+
+@only(*LEASING)
+async def test_what_was_released_cannot_be_pulled(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    await pair.consumer.get(ref)
+    pair.consumer.release(ref)
+    assert await num_leases(pair, 0) == 0
+    with pytest.raises(RelayBroken):
+        await pair.consumer.get(ref)
+
+
+@only(*LEASING)
+async def test_a_released_buffer_is_not_confused_with_the_next_one_in_its_place(pair: Pair) -> None:
+    for index in range(50):
+        ref = await pair.producer.put("request", torch.full((100,), float(index)))
+        assert torch.equal(await pair.consumer.get(ref), torch.full((100,), float(index)))
+        pair.consumer.release(ref)
+        pair.consumer.release(ref)
+
+
+async def test_statistics_count_puts_gets_and_bytes(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    await pair.consumer.get(ref)
+    assert (pair.producer.statistics().num_puts, pair.producer.statistics().num_bytes_put) == (1, 16)
+    assert pair.consumer.statistics().num_gets == 1
+
+
+@pytest.mark.parametrize("name", [name for name in LEASING if BACKENDS[name].copies])
+async def test_a_lease_that_nobody_comes_for_expires(name: str) -> None:
+    if reason := BACKENDS[name].reason:
+        pytest.skip(reason)
+    with make_pair(name, lease_s=0.05) as pair:
+        ref = await pair.producer.put("request", torch.zeros(4))
+        assert await num_leases(pair, 0) == 0
+        assert pair.producer.statistics().num_expired == 1
+        with pytest.raises(RelayBroken):
+            await pair.consumer.get(ref)
+
+
+# -- credits ----------------------------------------------------------------------------------------------------------
+
+POOLED = [name for name in LEASING if BACKENDS[name].copies]
+
+
+@only(*POOLED)
+async def test_a_consumer_that_never_releases_is_sent_no_more_than_the_pool(pair: Pair) -> None:
+    refs = [pair.producer.put_nowait("request", torch.zeros(HALF, dtype=torch.uint8)) for _ in range(2)]
+    with pytest.raises(PoolExhausted):
+        pair.producer.put_nowait("request", torch.zeros(1))
+    with pytest.raises(RelayTimeout):
+        await pair.producer.put("request", torch.zeros(1), timeout_s=0.01)
+    assert pair.producer.statistics().num_bytes_leased == NUM_BYTES
+    assert len(refs) == 2
+
+
+@only(*POOLED)
+async def test_who_waits_for_room_goes_on_when_something_is_released(pair: Pair) -> None:
+    refs = [pair.producer.put_nowait("request", torch.zeros(HALF, dtype=torch.uint8)) for _ in range(2)]
+    waiting = asyncio.create_task(pair.producer.put("request", torch.ones(HALF, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await pair.consumer.get(refs[0])
+    pair.consumer.release(refs[0])
+    assert (await pair.consumer.get(await waiting)).all()
+
+
+@only(*POOLED)
+async def test_who_waits_for_room_goes_on_when_a_request_is_aborted(pair: Pair) -> None:
+    pair.producer.put_nowait("request", torch.zeros(NUM_BYTES, dtype=torch.uint8))
+    waiting = asyncio.create_task(pair.producer.put("other", torch.ones(HALF, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    pair.producer.abort("request")
+    await waiting
+
+
+@only(*POOLED)
+async def test_what_is_larger_than_the_pool_is_refused_at_once(pair: Pair) -> None:
+    with pytest.raises(PoolExhausted) as refusal:
+        await pair.producer.put("request", torch.zeros(NUM_BYTES + 1, dtype=torch.uint8))
+    assert refusal.value.is_final
+
+
+@only(*POOLED)
+async def test_a_buffer_that_is_being_read_is_not_given_away_by_an_abort(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.ones(HALF, dtype=torch.uint8))
+    arrived = await pair.consumer.get(ref)
+    pair.producer.abort("request")
+    pair.producer.put_nowait("other", torch.zeros(HALF, dtype=torch.uint8))
+    with pytest.raises(PoolExhausted):
+        pair.producer.put_nowait("third", torch.zeros(HALF, dtype=torch.uint8))
+    assert arrived.all()
+    pair.consumer.release(ref)
+    assert await num_leases(pair, 1) == 1
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,30 +281,81 @@ def test_statistics_count_puts_gets_and_bytes(relay: Relay) -> None:
         {"backend": "another"},
         {"dtype": "float33"},
         {"dtype": "__class__"},
-        {"dtype": "float64"},
-        {"shape": (5,)},
         {"shape": (-4,)},
         {"shape": (-2, -2)},
         {"shape": (1 << 62, 1 << 62)},
+        {"shape": (1 << 30,)},
+        {"shape": (1,) * 40},
         {"location": b""},
+        {"location": b"\xc1"},
+        {"location": b"\x93\xa0\x01\x02"},
+        {"location": b"\x93\xa3abc\xff\x02"},
     ],
     ids=str,
 )
-def test_a_reference_that_does_not_add_up_is_refused(relay: Relay, change: dict[str, object]) -> None:
-    ref = relay.put("request", torch.zeros(4))
+async def test_a_reference_that_does_not_add_up_is_refused(pair: Pair, change: dict[str, object]) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
     with pytest.raises(RelayBroken):
-        relay.get(msgspec.structs.replace(ref, **change))
+        await pair.consumer.get(msgspec.structs.replace(ref, **change), timeout_s=5)
 
 
-def test_a_closed_relay_says_that_it_was_closed(relay: Relay) -> None:
-    ref = relay.put("request", torch.zeros(4))
-    relay.close()
+@only(*LEASING)
+async def test_a_lease_of_another_number_is_refused(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    with pytest.raises(RelayBroken):
+        await pair.consumer.get(msgspec.structs.replace(ref, lease=ref.lease + 1))
+
+
+@only(*LEASING)
+async def test_a_producer_that_has_closed_is_broken_for_its_consumer(pair: Pair) -> None:
+    first = await pair.producer.put("request", torch.zeros(4))
+    second = await pair.producer.put("request", torch.zeros(4))
+    await pair.consumer.get(first)
+    pair.producer.close()
+    for _ in range(100):
+        try:
+            await pair.consumer.get(second, timeout_s=5)
+        except RelayBroken:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail("the consumer did not notice within a second")
+    pair.consumer.release(first)
+
+
+async def test_a_closed_relay_says_that_it_was_closed(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4))
+    pair.producer.close()
+    pair.producer.close()
     with pytest.raises(RelayClosed):
-        relay.put("request", torch.zeros(4))
+        pair.producer.put_nowait("request", torch.zeros(4))
+    pair.consumer.close()
     with pytest.raises(RelayClosed):
-        relay.get(ref)
+        await pair.consumer.get(ref)
 
 
-def test_a_dtype_that_cannot_travel_is_named(relay: Relay) -> None:
+async def test_a_dtype_that_cannot_travel_is_named(pair: Pair) -> None:
     with pytest.raises(TypeError, match="complex64"):
-        relay.put("request", torch.zeros(4, dtype=torch.complex64))
+        await pair.producer.put("request", torch.zeros(4, dtype=torch.complex64))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_put_and_pull_at_the_same_time(pair: Pair) -> None:
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for index in range(100):
+            ref = pair.producer.put_nowait(f"request-{seed}", torch.full((50,), seed * 1000 + index))
+            if not torch.equal(pair.consumer.get_blocking(ref), torch.full((50,), seed * 1000 + index)):
+                wrong.append(index)
+            pair.consumer.release(ref)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)

@@ -33,7 +33,9 @@ class InlineRelay(Relay):
             )
         self._num_gets += 1
         data = torch.frombuffer(bytearray(ref.location), dtype=torch.uint8) if ref.location else torch.empty(0)
-        return data.view(layout.dtype).reshape(layout.shape) if ref.location else data.to(layout.dtype).reshape(ref.shape)
+        return (
+            data.view(layout.dtype).reshape(layout.shape) if ref.location else data.to(layout.dtype).reshape(ref.shape)
+        )
 
     def release(self, ref: TensorRef) -> None:
         pass

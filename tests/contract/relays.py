@@ -1,0 +1,43 @@
+"""Every backend, as a producer and a consumer that are two relays; the contract suites run over all of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from vllm_omni.relay import InlineRelay, Relay
+from vllm_omni.relay.local import LocalRelay
+from vllm_omni.relay.shm import ShmRelay
+
+NUM_BYTES = 4 << 20  # of a producer's slab
+
+
+class Pair(NamedTuple):
+    producer: Relay
+    consumer: Relay
+
+
+class Backend(NamedTuple):
+    make: Callable[[float], Relay]  # lease_s -> a relay that can do both
+    copies: bool = True  # whether put copies: a consumer has what was there at that moment
+    leases: bool = True  # whether something stays with the producer until it is released
+    reason: str = ""  # why it cannot be tested here
+
+
+BACKENDS: dict[str, Backend] = {
+    "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
+    "local": Backend(lambda lease_s: LocalRelay(), copies=False),
+    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s)),
+}
+LEASING = [name for name, backend in BACKENDS.items() if backend.leases]
+COPYING = [name for name, backend in BACKENDS.items() if backend.copies]
+
+
+@contextmanager
+def make_pair(name: str, lease_s: float = 60.0) -> Iterator[Pair]:
+    producer = BACKENDS[name].make(lease_s)
+    consumer = BACKENDS[name].make(lease_s)
+    try:
+        yield Pair(producer, consumer)
+    finally:
+        consumer.close()
+        producer.close()
