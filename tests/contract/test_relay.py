@@ -281,6 +281,8 @@ async def test_a_buffer_that_is_being_read_is_not_given_away_by_an_abort(pair: P
         {"backend": "another"},
         {"dtype": "float33"},
         {"dtype": "__class__"},
+        {"dtype": "float64"},
+        {"shape": (5,)},
         {"shape": (-4,)},
         {"shape": (-2, -2)},
         {"shape": (1 << 62, 1 << 62)},

@@ -29,13 +29,12 @@ class InlineRelay(Relay):
         self._check_open()
         if len(ref.location) != layout.num_bytes:
             raise RelayBroken(
-                f"{ref.dtype} {list(ref.shape)} needs {layout.num_bytes} bytes, the reference carries {len(ref.location)}"
+                f"{ref.dtype} {list(ref.shape)} needs {layout.num_bytes} bytes, there are {len(ref.location)}"
             )
         self._num_gets += 1
-        data = torch.frombuffer(bytearray(ref.location), dtype=torch.uint8) if ref.location else torch.empty(0)
-        return (
-            data.view(layout.dtype).reshape(layout.shape) if ref.location else data.to(layout.dtype).reshape(ref.shape)
-        )
+        if not layout.num_bytes:
+            return torch.empty(layout.shape, dtype=layout.dtype)
+        return torch.frombuffer(bytearray(ref.location), dtype=layout.dtype).reshape(layout.shape)
 
     def release(self, ref: TensorRef) -> None:
         pass

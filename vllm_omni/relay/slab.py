@@ -27,6 +27,8 @@ class Lease:
     number: int
     request_id: str
     block: Block
+    offset: int  # of the tensor, in the slab; somewhere in the block
+    num_bytes: int
     num_readers: int  # who have to release it
     expires_at: float  # by the relay's clock, if nobody reads it
     is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
@@ -72,12 +74,12 @@ class SlabRelay(Relay):
             num_bytes = tensor.numel() * tensor.element_size()
             block, offset = self._place(request_id, tensor, num_bytes)
             try:
-                lease = self._grant(request_id, block, num_readers)
+                lease = self._grant(request_id, block, offset, num_bytes, num_readers)
             except BaseException:
                 self.pool.free(block)
                 raise
             self._num_bytes += num_bytes
-            return TensorRef(self.backend, shape, dtype, self._locate(lease, offset), lease.number)
+            return TensorRef(self.backend, shape, dtype, self._locate(lease), lease.number)
 
     def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with self._lock:
@@ -125,8 +127,9 @@ class SlabRelay(Relay):
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def _grant(self, request_id: str, block: Block, num_readers: int) -> Lease:
-        lease = Lease(next_number(), request_id, block, num_readers, self._clock() + self._lease_s)
+    def _grant(self, request_id: str, block: Block, offset: int, num_bytes: int, num_readers: int) -> Lease:
+        expires_at = self._clock() + self._lease_s
+        lease = Lease(next_number(), request_id, block, offset, num_bytes, num_readers, expires_at)
         self._announce(lease)
         self._leases[lease.number] = lease
         self._of_request.setdefault(request_id, []).append(lease.number)
@@ -183,7 +186,7 @@ class SlabRelay(Relay):
     # -- the backend's part -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _locate(self, lease: Lease, offset: int) -> bytes:
+    def _locate(self, lease: Lease) -> bytes:
         """What a consumer needs to find it: ``TensorRef.location``."""
 
     @abstractmethod

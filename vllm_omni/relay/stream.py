@@ -1,8 +1,8 @@
 """A stream of rows from one stage to the next: a ring with credits, written while it is read.
 
-A relay opens one for a request (``Streams.open_stream``); its reference, that of the ring, travels like a tensor's, and
-whoever gets it reads (``Streams.read_stream``). The number of a row is the chunk id of SGLang-Omni's streams; the ring's
-length is the credit: a writer so many rows ahead of its reader may not write, and knows it before it tries.
+A relay opens one for a request (``Streams.open_stream``); its reference, that of the ring, travels like a tensor's,
+and whoever gets it reads (``Streams.read_stream``). The number of a row is the chunk id of SGLang-Omni's streams; the
+ring's length is the credit: a writer so many rows ahead of its reader may not write, and knows it before it tries.
 
 From: SGLang-Omni (communication, Streaming Flow).
 """
