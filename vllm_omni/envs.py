@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_RESTARTS: int
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_RUNTIME_DIR: Path
+    VLLM_OMNI_RELAY_BYTES: int
 
 
 class Variable(NamedTuple):
@@ -44,6 +45,13 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError("a whole number, 0 or more")
     return int(text)
+
+
+def _slab_bytes(text: str) -> int:
+    value = _count(text)
+    if value < 1 << 20 or value % 4096:
+        raise ValueError("a number of bytes, 1048576 or more, in whole pages of 4096")
+    return value
 
 
 def _existing_directory(text: str) -> Path:
@@ -73,6 +81,11 @@ VARIABLES: Mapping[str, Variable] = {
         _existing_directory,
         lambda: Path(tempfile.gettempdir()),
         "where a server makes its private directory of sockets; a short path: a socket's name has at most 107 bytes",
+    ),
+    "VLLM_OMNI_RELAY_BYTES": Variable(
+        _slab_bytes,
+        lambda: 256 << 20,
+        "memory in which each stage that publishes tensors puts them for the next stage, bytes",
     ),
 }
 

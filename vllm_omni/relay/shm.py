@@ -18,7 +18,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import torch
@@ -54,18 +54,27 @@ class ShmRelay(SlabRelay, Streams):
     """One slab of this process, and those of the producers that it reads from. Linux.
 
     Args:
-        num_bytes: of the slab, whole chunks; touched at once, 0.9 ms for each MB. 0: this process only reads.
+        num_bytes: of the slab, whole chunks. 0: this process only reads.
+        prefault: touch the slab at once, 0.9 ms for each MB, and map those of others whole.
     """
 
     backend = "shm"
 
-    def __init__(self, num_bytes: int = NUM_BYTES, *, lease_s: float = LEASE_S, clock: Clock = time.monotonic):
+    def __init__(
+        self,
+        num_bytes: int = NUM_BYTES,
+        *,
+        prefault: bool = True,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ):
         self.address = f"vllm-omni-{os.getpid()}-{secrets.token_hex(8)}"
         size = max(num_bytes, CHUNK_BYTES)
         self._fd = os.memfd_create(self.address, os.MFD_CLOEXEC)
         os.truncate(self._fd, TABLE_BYTES + size)
-        self._mapping = Mapping(self._fd, size)
+        self._mapping = Mapping(self._fd, size, prefault)
         super().__init__(self._mapping.memory, lease_s=lease_s, clock=clock)
+        self._prefault = prefault
         self._own = Readable(self._mapping, OWN_READER)
         self._typed = self._mapping.typed
         self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
@@ -199,7 +208,7 @@ class ShmRelay(SlabRelay, Streams):
             self._check_open()
             producer = self._producers.get(address)
             if producer is None:
-                producer = self._producers[address] = Producer(address, timeout_s)
+                producer = self._producers[address] = Producer(address, timeout_s, self._prefault)
             return producer
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -237,6 +246,11 @@ class ShmRelay(SlabRelay, Streams):
         num_bytes = RING_OFFSET + layout.num_bytes
         source.take(location, ref.lease, Layout(torch.uint8, (num_bytes,), num_bytes))
         return ShmReader(self, source, ref, layout, location)
+
+    def credits_of(self, ref: TensorRef) -> Callable[[], int]:
+        location = parse_location(ref)
+        source = self._source(location) or self._connect(location.address, TIMEOUT_S)
+        return source.credits_of(location, ref.lease, ref.shape[0])
 
     # -- both ---------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,9 @@ PRODUCER_WAITS = FLAGS  # byte of slot 0, which is never leased, that is set whi
 READING, RELEASED = 1, 2
 OWN_READER = 0  # the byte of the producer's process
 
+# A stream's block begins with words: how many rows were written, how many read, ...
+NUM_WRITTEN, NUM_READ = 0, 1
+
 NUDGE = b"!"
 _fence_lock = threading.Lock()
 
@@ -64,8 +67,8 @@ decode_hello = msgspec.msgpack.Decoder(Hello).decode
 class Mapping:
     """Table and slab, as one process sees them."""
 
-    def __init__(self, fd: int, num_bytes: int):
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    def __init__(self, fd: int, num_bytes: int, prefault: bool):
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
         whole = mmap.mmap(fd, TABLE_BYTES + num_bytes, flags=flags)
         self.num_bytes = num_bytes
         self.bytes = memoryview(whole)
@@ -133,6 +136,19 @@ class Readable:
             return False
         return True
 
+    def credits_of(self, location: Location, lease: int, credits: int) -> Callable[[], int]:
+        """See ``Streams.credits_of``; nothing is taken."""
+        words, first = self.mapping.words, location.slot * SLOT_WORDS
+        start = (TABLE_BYTES + words[first + 1]) // 8
+        flags = slice(location.slot * SLOT_BYTES + FLAGS, (location.slot + 1) * SLOT_BYTES)
+
+        def count() -> int:
+            if words[first] != lease or RELEASED in bytes(self.mapping.bytes[flags]):
+                return credits
+            return credits - (words[start + NUM_WRITTEN] - words[start + NUM_READ])
+
+        return count
+
     def nudge(self) -> None:
         """Wake the producer."""
 
@@ -140,7 +156,7 @@ class Readable:
 class Producer(Readable):
     """Another process's slab, and the connection to it."""
 
-    def __init__(self, address: str, timeout_s: float):
+    def __init__(self, address: str, timeout_s: float, prefault: bool):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self.socket.settimeout(timeout_s)
@@ -159,7 +175,7 @@ class Producer(Readable):
             hello = decode_hello(data)
             if os.fstat(fds[0]).st_size != TABLE_BYTES + hello.num_bytes or not 0 < hello.reader < MAX_READERS:
                 raise RelayBroken(f"the producer {address} sent what is no slab")
-            mapping = Mapping(fds[0], hello.num_bytes)
+            mapping = Mapping(fds[0], hello.num_bytes, prefault)
         except msgspec.DecodeError as exc:
             self.socket.close()
             raise RelayBroken(f"the producer {address} sent what is no greeting: {exc}") from exc

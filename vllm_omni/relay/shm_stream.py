@@ -15,15 +15,24 @@ import torch
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
 from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref
 from vllm_omni.relay.buffer_pool import Block
-from vllm_omni.relay.shm_memory import RELEASED, SLOT_WORDS, TABLE_BYTES, Location, Readable, fence
+from vllm_omni.relay.shm_memory import (
+    NUM_READ,
+    NUM_WRITTEN,
+    RELEASED,
+    SLOT_WORDS,
+    TABLE_BYTES,
+    Location,
+    Readable,
+    fence,
+)
 from vllm_omni.relay.slab import Lease, typed_view
 from vllm_omni.relay.stream import StreamReader, StreamWriter
 
 if TYPE_CHECKING:
     from vllm_omni.relay.shm import ShmRelay
 
-# A stream's block: words of 8 bytes, the error's text, and the ring.
-NUM_WRITTEN, NUM_READ, STATE, READER_WAITS, WRITER_WAITS = range(5)
+# A stream's block: words of 8 bytes (behind NUM_WRITTEN and NUM_READ), the error's text, and the ring.
+STATE, READER_WAITS, WRITER_WAITS = 2, 3, 4
 ERROR_OFFSET = 64
 RING_OFFSET = 256
 OPEN, ENDED, FAILED = range(3)

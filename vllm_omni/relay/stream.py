@@ -10,6 +10,7 @@ From: SGLang-Omni (communication, Streaming Flow).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -108,3 +109,12 @@ class Streams(ABC):
     @abstractmethod
     def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
         """``read_stream`` for a thread without an event loop."""
+
+    @abstractmethod
+    def credits_of(self, ref: TensorRef) -> Callable[[], int] | None:
+        """How many rows its writer may still write, for whoever decides whether it works; None if that is not known in
+        this process.
+
+        Raises:
+            RelayBroken: the producer is gone.
+        """

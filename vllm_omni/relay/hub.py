@@ -1,0 +1,180 @@
+"""``RelayHub``: all relays of a process behind one door.
+
+A process publishes by one backend, the one chosen for its stage's edges, and reads from whatever backend a reference
+names. Small tensors ride inline in their reference, and so does one for which there is no room: the front end then
+carries the bytes, which is slow and safe.
+
+From: vLLM-Omni (paper), section 3.4: inline for small payloads, another transport for large ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from vllm_omni.errors import PoolExhausted, RelayBroken
+from vllm_omni.relay.base import TIMEOUT_S, Relay, RelayStatistics, TensorRef
+from vllm_omni.relay.codec import Payload, extract, restore
+from vllm_omni.relay.inline import InlineRelay
+from vllm_omni.relay.select import BACKENDS, make_relay
+from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 16 << 10  # up to which the bytes ride in the reference
+NUM_BYTES = 256 << 20
+
+
+class RelayOptions(msgspec.Struct, frozen=True):
+    """How a stage publishes; travels to its processes in vLLM's configuration."""
+
+    transport: str = "inline"  # a backend's name
+    num_bytes: int = NUM_BYTES  # of the slab
+    num_readers: int = 1  # processes that read each tensor: the next stage's ranks
+    stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
+    credits: int = CREDITS  # of a stream, rows
+
+
+class RelayHub:
+    """Publishes by one backend, reads by any. Thread-safe.
+
+    Args:
+        prefault: see ``make_relay``.
+    """
+
+    def __init__(self, options: RelayOptions, *, prefault: bool = True) -> None:
+        self.options = options
+        self._prefault = prefault
+        self._inline = InlineRelay()
+        self._relays: dict[str, Relay] = {"inline": self._inline}
+        self._publisher: Relay | None = None
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    # -- producer -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the slab now rather than with the first tensor."""
+        self._get_publisher()
+
+    def publish(self, request_id: str, tree: Any) -> Payload:
+        """Put every tensor of nested containers; never waits.
+
+        Raises:
+            TypeError: something in it cannot travel; nothing stays published.
+        """
+        values, tensors = extract(tree)
+        refs: dict[str, TensorRef] = {}
+        try:
+            for path, tensor in tensors.items():
+                refs[path] = self.put(request_id, tensor)
+        except BaseException:
+            for ref in refs.values():
+                self.release(ref)
+            raise
+        return Payload(refs, values)
+
+    def put(self, request_id: str, tensor: torch.Tensor) -> TensorRef:
+        """Publish one tensor: inline if it is small or there is no room."""
+        if tensor.numel() * tensor.element_size() > INLINE_BYTES:
+            try:
+                return self._get_publisher().put_nowait(request_id, tensor, num_readers=self.options.num_readers)
+            except PoolExhausted as exc:
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "tensors go through the front end while the %s relay is full: %s; "
+                        "VLLM_OMNI_RELAY_BYTES makes it larger",
+                        self.options.transport,
+                        exc,
+                    )
+        return self._inline.put_nowait(request_id, tensor)
+
+    def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
+        """A stream of rows like this one; None if the transport has no streams, or no room for one."""
+        publisher = self._get_publisher()
+        if not isinstance(publisher, Streams):
+            return None
+        try:
+            return publisher.open_stream(request_id, tuple(row.shape), row.dtype, credits=self.options.credits)
+        except PoolExhausted:
+            return None
+
+    def abort(self, request_id: str) -> None:
+        """Take back what was published for a request."""
+        if self._publisher is not None:
+            self._publisher.abort(request_id)
+
+    # -- consumer -----------------------------------------------------------------------------------------------------
+
+    def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        """See ``Relay.get``: only to be read, and until it is released."""
+        return self._reader(ref.backend).get_blocking(ref, timeout_s)
+
+    def pull_blocking(self, payload: Payload, timeout_s: float = TIMEOUT_S) -> Any:
+        """What was published, with tensors that are only to be read, until ``release_payload``."""
+        return restore(
+            payload.values, {path: self.get_blocking(ref, timeout_s) for path, ref in payload.tensors.items()}
+        )
+
+    def release(self, ref: TensorRef) -> None:
+        if ref.lease:
+            self._reader(ref.backend).release(ref)
+
+    def release_payload(self, payload: Payload) -> None:
+        """Its tensors and streams are not read here any more, or never will be."""
+        for ref in (*payload.tensors.values(), *payload.streams.values()):
+            self.release(ref)
+
+    def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
+        return self._streams(ref).read_stream_blocking(ref, timeout_s)
+
+    def credits_of(self, ref: TensorRef) -> Callable[[], int] | None:
+        """How many rows the writer of a stream may still write, asked from any process of its stage; None: unknown."""
+        return self._streams(ref).credits_of(ref)
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Mapping[str, RelayStatistics]:
+        """By backend."""
+        return {name: relay.statistics() for name, relay in self._relays.items()}
+
+    def close(self) -> None:
+        """Twice does nothing."""
+        with self._lock:
+            relays = list(self._relays.values())
+        for relay in relays:
+            relay.close()
+
+    def _get_publisher(self) -> Relay:
+        with self._lock:
+            if self._publisher is None:
+                name = self.options.transport
+                if name != "inline":
+                    self._relays[name] = make_relay(name, self.options.num_bytes, prefault=self._prefault)
+                self._publisher = self._relays[name]
+            return self._publisher
+
+    def _reader(self, backend: str) -> Relay:
+        with self._lock:
+            relay = self._relays.get(backend)
+            if relay is None:
+                if backend not in BACKENDS:
+                    raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
+                # The publisher reads, too: there is one relay of a backend.
+                num_bytes = self.options.num_bytes if backend == self.options.transport else 0
+                relay = self._relays[backend] = make_relay(backend, num_bytes, prefault=self._prefault)
+                if num_bytes:
+                    self._publisher = relay
+            return relay
+
+    def _streams(self, ref: TensorRef) -> Streams:
+        relay = self._reader(ref.backend)
+        if not isinstance(relay, Streams):
+            raise RelayBroken(f"the backend {ref.backend!r} has no streams")
+        return relay

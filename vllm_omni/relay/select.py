@@ -1,0 +1,118 @@
+"""Which backend carries an edge: the one that the deployment names, or the first that works there.
+
+From: SGLang-Omni (communication, Backends); vLLM-Omni (paper), section 3.4 (per-edge connectors).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from vllm_omni.errors import ConfigError, OmniError
+from vllm_omni.relay.base import Relay
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "local": "vllm_omni.relay.local:LocalRelay",
+    "cuda_ipc": "vllm_omni.relay.cuda_ipc:CudaIpcRelay",
+    "shm": "vllm_omni.relay.shm:ShmRelay",
+    "nixl": "vllm_omni.relay.nixl:NixlRelay",
+    "mooncake": "vllm_omni.relay.mooncake:MooncakeRelay",
+    "tcp": "vllm_omni.relay.tcp:TcpRelay",
+    "inline": "vllm_omni.relay.inline:InlineRelay",
+}
+"""The fastest first: the order in which ``auto`` tries."""
+WITHOUT_SLAB = ("local", "inline")
+PROBE_TIMEOUT_S = 10.0
+PROBE_BYTES = 1 << 20
+
+
+class Placement(NamedTuple):
+    """Where the two ends of an edge are."""
+
+    same_process: bool = False
+    same_host: bool = True
+    devices: tuple[str, str] = ("cpu", "cpu")  # types, of source and target
+    same_gpu: bool = False
+
+
+def make_relay(backend: str, num_bytes: int, *, prefault: bool = True) -> Relay:
+    """A relay with a slab of so many bytes, or with 0 one that only reads.
+
+    Args:
+        prefault: let a reader map what it will read at once; one that mostly forwards had better not.
+
+    Raises:
+        MissingDependency: the package that it needs is not installed.
+    """
+    module, _, name = BACKENDS[backend].partition(":")
+    relay_cls: Callable[..., Relay] = getattr(import_module(module), name)
+    if backend in WITHOUT_SLAB:
+        return relay_cls()
+    return relay_cls(num_bytes, prefault=prefault) if backend == "shm" else relay_cls(num_bytes)
+
+
+def choose_backend(transport: str, placement: Placement, edge: str) -> str:
+    """The backend of an edge; what was passed over is logged with the reason.
+
+    Args:
+        transport: a backend's name, or "auto".
+        edge: for messages: "thinker->talker".
+
+    Raises:
+        ConfigError: the backend that was named cannot work on this edge, or none can; the message says why.
+    """
+    if transport != "auto":
+        if (reason := why_not(transport, placement)) is not None:
+            raise ConfigError(f"edge {edge}: transport = {transport!r} cannot work here: {reason}")
+        return transport
+    passed_over = []
+    for backend in BACKENDS:
+        reason = why_not(backend, placement)
+        if reason is None:
+            skipped = f" (not {'; not '.join(passed_over)})" if passed_over else ""
+            logger.info("edge %s: tensors travel by %s%s", edge, backend, skipped)
+            return backend
+        passed_over.append(f"{backend}: {reason}")
+    raise ConfigError(f"edge {edge}: no transport works here: {'; '.join(passed_over)}")
+
+
+def why_not(backend: str, placement: Placement) -> str | None:
+    """Why a backend cannot carry an edge; None when it has carried a tensor, just now."""
+    if backend == "local" and not placement.same_process:
+        return "source and target are different processes"
+    if backend == "shm" and not placement.same_host:
+        return "source and target are on different hosts"
+    if backend == "cuda_ipc":
+        if placement.devices != ("cuda", "cuda"):
+            return f"it needs CUDA on both sides, the devices are {' and '.join(placement.devices)}"
+        if not placement.same_gpu:
+            return "source and target are not on the same GPU"
+    try:
+        _probe(backend)
+    except (OmniError, OSError, RuntimeError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return None
+
+
+def _probe(backend: str) -> None:
+    """Carry a tensor from one relay to another, in this process."""
+    sent = torch.arange(PROBE_BYTES // 8)
+    producer = make_relay(backend, 2 * PROBE_BYTES)
+    try:
+        consumer = make_relay(backend, 0)
+        try:
+            ref = producer.put_nowait("probe", sent)
+            arrived = consumer.get_blocking(ref, PROBE_TIMEOUT_S)
+            if not torch.equal(arrived.cpu(), sent):
+                raise RuntimeError("a tensor arrived changed")
+            consumer.release(ref)
+        finally:
+            consumer.close()
+    finally:
+        producer.close()
