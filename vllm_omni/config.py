@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 EngineType = Literal["ar", "generation", "diffusion"]
-Transport = Literal["inline"]
+Transport = Literal["auto", "inline", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
 TRANSPORTS: tuple[str, ...] = typing.get_args(Transport)
@@ -111,7 +111,9 @@ class EdgeConfig:
 
     source: str
     target: str
-    transport: Transport = "inline"
+    transport: Transport = "auto"  # a backend of the relay, or the first that works where the stages are
+    stream: bool = True  # the target starts while the source runs, if both the model and the transport can
+    credits: int = 256  # of a stream: how many rows the source may be ahead of the target
     # How a streamed field is cut, where the target reads chunks: one of CHUNK_KEYS -> number of the field's items. The
     # family's pipeline has a default for each.
     chunks: Mapping[str, int] = field(default_factory=dict)
@@ -120,6 +122,12 @@ class EdgeConfig:
         if self.transport not in TRANSPORTS:
             where = f"edge {self.source}->{self.target}: transport = {self.transport!r}"
             raise ConfigError(f"{where}: {suggest(str(self.transport), TRANSPORTS)}")
+        for key, check in _EDGE_CHECKS.items():
+            value = getattr(self, key)
+            try:
+                check(value)
+            except _Invalid as exc:
+                raise ConfigError(f"edge {self.source}->{self.target}: {key} = {value!r}: {exc}") from None
 
 
 class Origin(NamedTuple):
@@ -175,12 +183,12 @@ class OmniConfig:
         """The stage of that name or id; raises ``ConfigError`` naming the nearest."""
         return self.stages[_stage_index(str(name_or_id), self.stage_names, "stage")]
 
-    def transport(self, source: str, target: str) -> Transport:
-        """How tensors travel on that edge; ``inline`` where the deployment does not say."""
+    def edge(self, source: str, target: str) -> EdgeConfig:
+        """How tensors travel on that edge; the defaults where the deployment does not say."""
         for edge in self.edges:
             if (edge.source, edge.target) == (source, target):
-                return edge.transport
-        return "inline"
+                return edge
+        return EdgeConfig(source=source, target=target)
 
 
 def bundled_model_types() -> tuple[str, ...]:
@@ -402,14 +410,21 @@ class _Draft:
         for end in (source, target):
             if end not in self.names:
                 raise ConfigError(f"{where}: no stage {end!r}: {suggest(end, self.names)}")
-        layer.refuse_unknown_keys(("edges", edge), ["transport", "chunks"])
+        layer.refuse_unknown_keys(("edges", edge), ["transport", *_EDGE_CHECKS, "chunks"])
         layer.refuse_unknown_keys(("edges", edge, "chunks"), CHUNK_KEYS)
-        values = self.edges.setdefault((source, target), {"transport": "inline", "chunks": {}})
+        values = self.edges.setdefault((source, target), {"transport": "auto", "chunks": {}})
         how = layer.mapping("edges", edge).get("transport", values["transport"])
         if how not in TRANSPORTS:
             raise ConfigError(f"{layer.at(('edges', edge, 'transport'))} = {how!r}: {suggest(str(how), TRANSPORTS)}")
         values["transport"] = how
         self.origins["edges", f"{source}->{target}", "transport"] = layer.origin(("edges", edge, "transport"))
+        for key, check in _EDGE_CHECKS.items():
+            if key in (given := layer.mapping("edges", edge)):
+                try:
+                    values[key] = check(given[key])
+                except _Invalid as exc:
+                    raise ConfigError(f"{layer.at(('edges', edge, key))} = {given[key]!r}: {exc}") from None
+                self.origins["edges", f"{source}->{target}", key] = layer.origin(("edges", edge, key))
         for key, number in layer.mapping("edges", edge, "chunks").items():
             path = ("edges", edge, "chunks", key)
             if type(number) is not int or number < 0:
@@ -627,6 +642,18 @@ def _instance(*kinds: type, valid: str) -> Callable[[object], object]:
     return check
 
 
+def _flag(value: object) -> object:
+    if type(value) is not bool:
+        raise _Invalid("must be true or false")
+    return value
+
+
+def _credits(value: object) -> object:
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise _Invalid("must be a number of rows, from 1 to 1048576")
+    return value
+
+
 def _stage_id(value: object) -> object:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise _Invalid("must be a whole number, at least 0")
@@ -691,6 +718,7 @@ _STAGE_CHECKS: dict[str, Callable[[object], object]] = {
     "executor_class": _executor_class,
     "default_sampling_params": _sampling_params,
 }
+_EDGE_CHECKS: dict[str, Callable[[object], object]] = {"stream": _flag, "credits": _credits}
 _YAML_STAGE_KEYS = tuple(key for key in _STAGE_CHECKS if key not in ("stage_id", "name"))
 _MAPPING_FIELDS = ("engine_args", "default_sampling_params")
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -31,6 +32,8 @@ from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageReq
 from vllm_omni.model_executor.step_threads import NUM_STAGES
 from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
+from vllm_omni.relay.select import Placement, choose_backend
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class Orchestrator:
                 known = ", ".join(f"{source}->{target}" for source, target in sorted(edges))
                 raise ConfigError(f"edge {edge.source}->{edge.target}: the graph has no such edge; it has {known}")
         self.pipeline.set_chunks(config.edges)
+        # Opens what is for the user, and releases what nobody came for.
+        self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}
         self.door = Door()
         self._specs = specs
@@ -87,6 +92,7 @@ class Orchestrator:
         """Start all stages at once; on any failure, Ctrl-C included, take down what did start.
 
         Raises:
+            ConfigError: a transport that cannot work where the stages are.
             StageFailed: a stage did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
         """
         # Stages share the cores (model_executor/step_threads.py): who waits must not keep one from another stage.
@@ -95,6 +101,7 @@ class Orchestrator:
             engine = StageEngine(stage, self._specs[stage.name], log_stats=self._log_stats)
             self.engines[stage.name] = engine
         self.engines[self.config.stages[0].name].door = self.door
+        options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         run_directory = RunDirectory()
         starts: dict[str, Future[None]] = {}
         try:
@@ -102,7 +109,8 @@ class Orchestrator:
                 for engine in self.engines.values():
                     lease = run_directory.lease(engine.name)
                     lease[NUM_STAGES] = len(self.engines)
-                    starts[engine.name] = in_thread(engine.start, lease)
+                    lease[OPTIONS] = to_builtins(options[engine.name])
+                    starts[engine.name] = in_thread(engine.start, lease, self.hub)
                 _await_starts(starts)
         except BaseException:
             _shutdown(self.engines.values(), [], run_directory)
@@ -117,10 +125,36 @@ class Orchestrator:
         if self._log_stats:
             METRICS.add_graph(str(run_directory.path), partial(_collect, self.runtime, self.engines.values()))
 
+    def _relay_options(self, engine: StageEngine) -> RelayOptions:
+        """How a stage publishes: to the stages that read its rows, or to the user."""
+        num_bytes = envs.VLLM_OMNI_RELAY_BYTES
+        if engine.config.engine_type != "ar":
+            transport = choose_backend("auto", Placement(), f"{engine.name}->user")
+            return RelayOptions(transport, num_bytes)
+        targets = {
+            self.plan.nodes[edge.target].role
+            for edge in self.plan.edges
+            if ENTRY not in (edge.source, edge.target)
+            and self.plan.nodes[edge.source].role == engine.name
+            and edge.source_field in engine.spec.publishing_fields
+        }
+        if not targets:
+            return RelayOptions()
+        edges = [self.config.edge(engine.name, target) for target in sorted(targets)]
+        if len({(edge.transport, edge.stream, edge.credits) for edge in edges}) > 1:
+            names = ", ".join(f"{edge.source}->{edge.target}" for edge in edges)
+            raise ConfigError(f"edges {names}: a stage publishes once: give them one transport, stream and credits")
+        edge = edges[0]
+        device = engine.vllm_config.device_config.device_type
+        transport = choose_backend(edge.transport, Placement(devices=(device, device)), f"{edge.source}->{edge.target}")
+        num_readers = sum(self.engines[one].vllm_config.parallel_config.tensor_parallel_size for one in targets)
+        return RelayOptions(transport, num_bytes, num_readers, edge.stream and len(targets) == 1, edge.credits)
+
     def shutdown(self) -> None:
         """End every stage and remove what they left on disk; calling it twice does nothing."""
         if self._finalizer is not None:
             self._finalizer()
+        self.hub.close()
 
     async def aclose(self) -> None:
         """Abort what is running, await it, and stop listening to the engines; ``shutdown`` then ends them."""
@@ -212,6 +246,8 @@ class Orchestrator:
                 yield output
         finally:
             await call.aclose()
+            for payload in context.payloads:
+                self.hub.release_payload(payload)
             self.door.leave(request_id)
 
     async def abort(self, request_id: str) -> None:

@@ -14,23 +14,26 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
 from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
-from vllm_omni.relay import InlineRelay, Payload, unpack
+from vllm_omni.relay import Payload, unpack
+from vllm_omni.relay.hub import RelayHub
 
-Handler = Callable[[Payload, OmniRequestOutput], None]
+Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 """Puts one payload of the engine into the output that goes to the stage's caller."""
 
-_relay = InlineRelay()
 
-
-def forward_references(payload: Payload, output: OmniRequestOutput) -> None:
+def forward_references(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
     """Hidden states and latents: the front end passes references on and opens none."""
     output.payloads.append(payload)
 
 
-def open_media(payload: Payload, output: OmniRequestOutput) -> None:
-    """Audio: the user gets tensors."""
-    tensors = {name: _relay.get(ref) for name, ref in payload.tensors.items()}
-    merge_multimodal(output.multimodal_output, {**tensors, **payload.values})
+def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
+    """Audio: the user gets tensors, of its own."""
+    media = hub.pull_blocking(payload)
+    merge_multimodal(
+        output.multimodal_output,
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in media.items()},
+    )
+    hub.release_payload(payload)
 
 
 HANDLERS: Mapping[str, Handler] = {"text": forward_references, "latents": forward_references, "audio": open_media}
@@ -41,6 +44,7 @@ class OmniRequestState(RequestState):
     """Keeps the payloads that arrived since the last output, and attaches them to the next one."""
 
     handler: Handler
+    hub: RelayHub
     new_payloads: list[Payload]
 
     def _new_request_output(self, *args: Any, **kwargs: Any) -> RequestOutput | PoolingRequestOutput[Any]:
@@ -51,7 +55,7 @@ class OmniRequestState(RequestState):
             if "error" in payload.values:
                 omni.multimodal_output.update(payload.values)
             else:
-                self.handler(payload, omni)
+                self.handler(payload, omni, self.hub)
         self.new_payloads = []
         return omni
 
@@ -64,7 +68,7 @@ class MultimodalOutputProcessor(OutputProcessor):
     (``OmniRequestOutput.add``), so no chunk is lost.
     """
 
-    def __init__(self, upstream: OutputProcessor, output_type: str) -> None:
+    def __init__(self, upstream: OutputProcessor, output_type: str, hub: RelayHub) -> None:
         super().__init__(
             upstream.tokenizer,
             log_stats=upstream.log_stats,
@@ -73,6 +77,7 @@ class MultimodalOutputProcessor(OutputProcessor):
             admission_stats=upstream.admission_stats,
         )
         self.handler = HANDLERS[output_type]
+        self.hub = hub
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, prompt, *args, **kwargs)
@@ -81,7 +86,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         if not isinstance(state, OmniRequestState):
             state.__class__ = OmniRequestState
             assert isinstance(state, OmniRequestState)
-            state.handler, state.new_payloads = self.handler, []
+            state.handler, state.hub, state.new_payloads = self.handler, self.hub, []
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
@@ -90,8 +95,11 @@ class MultimodalOutputProcessor(OutputProcessor):
             if output.pooling_output is None:
                 continue
             state = self.request_states.get(output.request_id)
-            if isinstance(state, OmniRequestState):  # otherwise the request was aborted meanwhile
-                assert isinstance(output.pooling_output, torch.Tensor)
-                state.new_payloads.append(unpack(output.pooling_output))
+            assert isinstance(output.pooling_output, torch.Tensor)
+            payload = unpack(output.pooling_output)
+            if isinstance(state, OmniRequestState):
+                state.new_payloads.append(payload)
+            else:  # the request was aborted meanwhile
+                self.hub.release_payload(payload)
             output.pooling_output = None
         return super().process_outputs(engine_core_outputs, *args, **kwargs)

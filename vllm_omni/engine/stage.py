@@ -40,6 +40,7 @@ from vllm_omni.flow import Activation, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay.hub import RelayHub
 from vllm_omni.worker.platforms import ar_worker_cls
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class StageLLM(AsyncLLM):
 
     output_handler: asyncio.Task[None] | None
 
-    def __init__(self, vllm_config: VllmConfig, output_type: str, log_stats: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, output_type: str, hub: RelayHub, log_stats: bool) -> None:
         super().__init__(
             vllm_config,
             Executor.get_class(vllm_config),
@@ -128,7 +129,8 @@ class StageLLM(AsyncLLM):
         # Upstream hands its processor to the output loop when that starts, which inside an event loop is at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
         self.output_type = output_type
-        self.output_processor: OutputProcessor = MultimodalOutputProcessor(self.output_processor, output_type)
+        self.hub = hub
+        self.output_processor: OutputProcessor = MultimodalOutputProcessor(self.output_processor, output_type, hub)
 
     def replace_engine_core(self, engine_core: EngineCoreClient) -> None:
         """Go on with another engine core; what others hold of this object (renderer, input processor) stays.
@@ -136,7 +138,7 @@ class StageLLM(AsyncLLM):
         Call it in the event loop of the requests: upstream registers a request and sends it without a break between.
         """
         self.output_processor.propagate_error(EngineDeadError())  # whoever came after upstream told those waiting
-        self.output_processor = MultimodalOutputProcessor(self.output_processor, self.output_type)
+        self.output_processor = MultimodalOutputProcessor(self.output_processor, self.output_type, self.hub)
         self.output_handler = None  # upstream starts one for the new core with the next request
         self._profile_session_active = False
         self.engine_core = engine_core
@@ -166,8 +168,11 @@ class StageEngine:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def start(self, lease: Lease) -> None:
+    def start(self, lease: Lease, hub: RelayHub) -> None:
         """Start the engine's processes and load the model. Blocks until the engine is ready.
+
+        Args:
+            hub: the front end's, which opens what is for the user.
 
         Raises:
             StageFailed: the engine did not start; the cause is attached.
@@ -180,7 +185,7 @@ class StageEngine:
         logger.info("stage %s: starting", self.name)
         started = time.monotonic()
         try:
-            self.llm = StageLLM(self.vllm_config, self.spec.output_type, self.log_stats)
+            self.llm = StageLLM(self.vllm_config, self.spec.output_type, hub, self.log_stats)
         except Exception as exc:
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
         if self.config.stage_id:
@@ -365,6 +370,7 @@ class StageEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
+                    context.payloads += output.payloads
                     yield output
         except VLLMClientError as exc:
             raise refusal(exc, self.name) from exc
@@ -496,7 +502,11 @@ class StageEngine:
                 "max_num_seqs": 8,
                 "max_model_len": 16,  # one prompt token and one output token
             }
-        defaults: dict[str, Any] = {"async_scheduling": False, "worker_cls": ar_worker_cls(device)}
+        defaults: dict[str, Any] = {
+            "async_scheduling": False,
+            "worker_cls": ar_worker_cls(device),
+            "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
+        }
         if device == "cpu" and self.config.engine_args.get("tensor_parallel_size", 1) == 1:
             # In the engine core's own process: on the CPU vLLM would otherwise add a worker and two hops a step.
             defaults["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -24,7 +24,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.model_executor.step_threads import StepThreads
-from vllm_omni.relay import InlineRelay, Payload, pack
+from vllm_omni.relay import Payload, pack
+from vllm_omni.relay.hub import process_hub
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class OneShotExecutor(Executor):
     supports_pp = False
 
     def _init_executor(self) -> None:
-        self.relay = InlineRelay()
+        self.hub = process_hub(self.vllm_config.additional_config)
+        self.hub.prepare()
         self.model = self._load_model()
         self._profiler: WorkerProfiler | None = None
         if self.vllm_config.device_config.device_type == "cpu":
@@ -101,7 +103,7 @@ class OneShotExecutor(Executor):
                 return {request_id: _failure(request_id, exc) for request_id in batch}
             return {key: answer for one in batch.items() for key, answer in self._generate(dict([one])).items()}
         return {
-            request_id: Payload({name: self.relay.put(request_id, tensor) for name, tensor in tensors.items()})
+            request_id: self.hub.publish(request_id, tensors)
             for request_id, tensors in zip(batch, outputs, strict=True)
         }
 
@@ -162,7 +164,7 @@ class OneShotExecutor(Executor):
         pass
 
     def shutdown(self) -> None:
-        self.relay.close()
+        self.hub.close()
 
     @cached_property
     def supported_tasks(self) -> tuple[SupportedTask, ...]:

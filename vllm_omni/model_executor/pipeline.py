@@ -15,6 +15,7 @@ from vllm_omni.config import EdgeConfig, added_pipelines
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay import Payload
 
 PIPELINES = {"qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline"}
 
@@ -66,6 +67,7 @@ class RequestContext:
     trace_headers: Mapping[str, str] | None = None
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # more for ``AsyncLLM.generate`` of the first stage
     stage_durations: dict[str, float] = field(default_factory=dict)  # seconds, filled in as the stages end
+    payloads: list[Payload] = field(default_factory=list)  # that the stages have published, to be released at the end
 
 
 class Pipeline(ABC):

@@ -16,14 +16,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_omni.relay import Payload, Relay
+from vllm_omni.relay import StreamWriter
 
 STAGE_ARGS = "omni"
 """Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
 
 ``publish`` (bool)            publish the stage's rows for the next stage
-``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order
+``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order; where one has a stream, its
+                              rows follow those of the payloads while the request runs
+``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; so many rows
+                              fewer than tokens must be there before a step
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
 
@@ -40,6 +44,8 @@ class RequestInfo:
     error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
     next_row: int = 0  # rows before it were published; a preempted request computes them a second time
     pending_rows: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, until the first token
+    writer: StreamWriter | None = None  # takes the rows behind those of the first payload
+    has_announced_reply: bool = False  # the front end knows that the stream has a row
 
 
 class StepRequest(NamedTuple):
@@ -51,14 +57,42 @@ class StepRequest(NamedTuple):
     offset: int  # of its first token in the batch's flat token dimension
 
 
+class StreamUpdate(NamedTuple):
+    """What came for a request since its last step."""
+
+    rows: torch.Tensor | None  # [n, size], host; None: none
+    last: bool  # none follow
+    error: str = ""  # why none follow, if the stream broke
+
+
+@dataclass
+class StreamSchedulerOutput(SchedulerOutput):
+    """vLLM's, with the rows that the step needs."""
+
+    # request id -> what is new; only requests that this step schedules
+    streams: dict[str, StreamUpdate] = field(default_factory=dict)
+
+
 @runtime_checkable
 class ConsumesPayload(Protocol):
     """A model that is fed by an earlier stage."""
 
-    def load_request(self, info: RequestInfo, payloads: Sequence[Payload], relay: Relay) -> None:
-        """Pull what the previous stage published into ``info.state``. Called once, before the first step.
+    def load_request(self, info: RequestInfo, payloads: Sequence[dict[str, Any]]) -> None:
+        """Put what the previous stage published into ``info.state``. Called once, before the first step.
 
         Returning normally promises that ``preprocess`` cannot fail for this request.
+
+        Args:
+            payloads: in order; their tensors are only to be read, and only in this call.
+        """
+        ...
+
+    def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
+        """Take rows that follow those of the payloads, before the step that needs them.
+
+        Args:
+            rows: [n, size], host; None or no rows: only the end is told. They belong to the callee.
+            last: none follow. Told once for each request, also where there is no stream.
         """
         ...
 

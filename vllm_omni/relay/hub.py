@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import torch
 
-from vllm_omni.errors import PoolExhausted, RelayBroken
-from vllm_omni.relay.base import TIMEOUT_S, Relay, RelayStatistics, TensorRef
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics, TensorRef, io_thread
 from vllm_omni.relay.codec import Payload, extract, restore
 from vllm_omni.relay.inline import InlineRelay
 from vllm_omni.relay.select import BACKENDS, make_relay
@@ -38,6 +39,10 @@ class RelayOptions(msgspec.Struct, frozen=True):
     num_readers: int = 1  # processes that read each tensor: the next stage's ranks
     stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
     credits: int = CREDITS  # of a stream, rows
+
+
+OPTIONS = "relay"
+"""Key of vLLM's ``additional_config`` under which the options travel, as plain types."""
 
 
 class RelayHub:
@@ -105,6 +110,21 @@ class RelayHub:
         except PoolExhausted:
             return None
 
+    def finish_stream(self, writer: StreamWriter, rows: torch.Tensor | None = None) -> None:
+        """End a stream behind the rows that are left, without waiting for the reader to make room for them."""
+        if rows is None or not len(rows):
+            writer.end()
+            return
+
+        async def finish() -> None:
+            try:
+                await writer.write(rows, timeout_s=LEASE_S)
+                writer.end()
+            except RelayError as exc:
+                writer.end(str(exc))
+
+        io_thread().submit(finish())
+
     def abort(self, request_id: str) -> None:
         """Take back what was published for a request."""
         if self._publisher is not None:
@@ -131,8 +151,9 @@ class RelayHub:
         for ref in (*payload.tensors.values(), *payload.streams.values()):
             self.release(ref)
 
-    def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
-        return self._streams(ref).read_stream_blocking(ref, timeout_s)
+    def read_stream(self, ref: TensorRef) -> Future[StreamReader]:
+        """Connect to a stream; who asks does not wait."""
+        return io_thread().submit(self._streams(ref).read_stream(ref))
 
     def credits_of(self, ref: TensorRef) -> Callable[[], int] | None:
         """How many rows the writer of a stream may still write, asked from any process of its stage; None: unknown."""
@@ -178,3 +199,15 @@ class RelayHub:
         if not isinstance(relay, Streams):
             raise RelayBroken(f"the backend {ref.backend!r} has no streams")
         return relay
+
+
+_process_hub: RelayHub | None = None
+
+
+def process_hub(additional_config: Mapping[str, Any]) -> RelayHub:
+    """The hub of a stage's process: scheduler and runner may live in the same one."""
+    global _process_hub
+    if _process_hub is None:
+        options = additional_config.get(OPTIONS)
+        _process_hub = RelayHub(RelayOptions() if options is None else msgspec.convert(options, RelayOptions))
+    return _process_hub

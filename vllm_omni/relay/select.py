@@ -71,7 +71,7 @@ def choose_backend(transport: str, placement: Placement, edge: str) -> str:
         if (reason := why_not(transport, placement)) is not None:
             raise ConfigError(f"edge {edge}: transport = {transport!r} cannot work here: {reason}")
         return transport
-    passed_over = []
+    passed_over: list[str] = []
     for backend in BACKENDS:
         reason = why_not(backend, placement)
         if reason is None:

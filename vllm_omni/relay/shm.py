@@ -113,6 +113,9 @@ class ShmRelay(SlabRelay, Streams):
             return False
         return not self._revoke(lease)
 
+    def _is_being_read(self, lease: Lease) -> bool:
+        return READING in self._flags(lease)
+
     def _revoke(self, lease: Lease) -> bool:
         self._mapping.words[self._slot_of[lease.number] * SLOT_WORDS] = 0
         fence()

@@ -150,8 +150,12 @@ class ShmReader(StreamReader):
     def has_ended(self) -> bool:
         return bool(self._words[self._start + STATE] == ENDED)
 
-    def _is_broken(self) -> bool:
-        return self._source.is_broken or self._words[self._slot] != self._ref.lease
+    @property
+    def is_broken(self) -> bool:
+        state = self._words[self._start + STATE]
+        return state == FAILED or (
+            state == OPEN and (self._source.is_broken or self._words[self._slot] != self._ref.lease)
+        )
 
     def read_nowait(self) -> torch.Tensor:
         if self._is_closed:
@@ -163,7 +167,7 @@ class ShmReader(StreamReader):
             block = self._source.mapping.bytes[TABLE_BYTES + self._offset :]
             text = bytes(block[ERROR_OFFSET:RING_OFFSET]).rstrip(b"\0")
             raise RelayBroken(text.decode(errors="replace"))
-        if not num_rows and state == OPEN and self._is_broken():
+        if not num_rows and self.is_broken:
             raise RelayBroken("the producer of a stream is gone, or the stream's request was aborted")
         first = self._num_read % self._credits
         head = min(num_rows, self._credits - first)

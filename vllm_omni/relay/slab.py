@@ -150,8 +150,10 @@ class SlabRelay(Relay):
         for lease in list(self._leases.values()):
             if self._is_released(lease):
                 self._drop(lease)
-            elif lease.is_revoked or now >= lease.expires_at:
-                self._num_expired += not lease.is_revoked
+            elif lease.is_revoked:
+                self._end(lease)
+            elif now >= lease.expires_at and not self._is_being_read(lease):
+                self._num_expired += 1
                 self._end(lease)
 
     def _end(self, lease: Lease) -> None:
@@ -196,6 +198,10 @@ class SlabRelay(Relay):
     @abstractmethod
     def _is_released(self, lease: Lease) -> bool:
         """Whether all its readers have released it."""
+
+    @abstractmethod
+    def _is_being_read(self, lease: Lease) -> bool:
+        """Whether somebody who lives has begun to read it, and has not released it."""
 
     @abstractmethod
     def _revoke(self, lease: Lease) -> bool:

@@ -65,6 +65,11 @@ class StreamReader(ABC):
     def has_ended(self) -> bool:
         """Whether nothing follows the unread rows."""
 
+    @property
+    @abstractmethod
+    def is_broken(self) -> bool:
+        """Whether ``read_nowait`` would raise ``RelayBroken`` behind the unread rows."""
+
     @abstractmethod
     def read_nowait(self) -> torch.Tensor:
         """All rows that have come since the last call, [n, *row], n >= 0; they belong to the caller.

@@ -9,10 +9,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.model_executor.stage_model import (
     STAGE_ARGS,
     ConsumesPayload,
@@ -20,9 +22,11 @@ from vllm_omni.model_executor.stage_model import (
     PublishesRows,
     RequestInfo,
     StepRequest,
+    StreamSchedulerOutput,
 )
-from vllm_omni.relay import InlineRelay, Payload, pack
+from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.codec import decode
+from vllm_omni.relay.hub import process_hub
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class ARModelRunner(GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.relay = InlineRelay()
+        self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +56,8 @@ class ARModelRunner(GPUModelRunner):
         self.consumer = model if isinstance(model, ConsumesPayload) else None
         self.publisher = model if isinstance(model, PublishesRows) else None
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
+        if self.publisher is not None and get_tensor_model_parallel_rank() == 0:
+            self.hub.prepare()
 
     # -- a request begins and ends ------------------------------------------------------------------------------------
 
@@ -59,10 +65,14 @@ class ARModelRunner(GPUModelRunner):
         # Upstream caches new requests here and drops finished ones; ours are kept beside them. Finished first: an id
         # may be aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
-            self.request_infos.pop(request_id, None)
+            info = self.request_infos.pop(request_id, None)
+            if info is not None and info.writer is not None:
+                self.hub.finish_stream(info.writer, torch.cat(info.pending_rows) if info.pending_rows else None)
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.request_infos:
                 self._open_request(request)
+        if isinstance(scheduler_output, StreamSchedulerOutput):
+            self._extend_requests(scheduler_output)
         return super()._update_states(scheduler_output)
 
     def _open_request(self, request: NewRequestData) -> None:
@@ -74,12 +84,34 @@ class ARModelRunner(GPUModelRunner):
         info = RequestInfo(request.req_id, len(request.prompt_token_ids), args, publish=bool(args.get("publish")))
         self.request_infos[request.req_id] = info
         if "payloads" in args and self.consumer is not None:
+            payloads = []
             try:
-                self.consumer.load_request(info, [decode(data) for data in args["payloads"]], self.relay)
+                payloads = [decode(data) for data in args["payloads"]]
+                self.consumer.load_request(info, [self.hub.pull_blocking(payload) for payload in payloads])
+                if not any(payload.streams for payload in payloads):
+                    self.consumer.extend_request(info, None, last=True)
             except Exception as exc:  # an exception here would end the engine; the request alone must fail
-                logger.exception("request %s: the payload of the previous stage cannot be used", request.req_id)
-                info.error = f"{type(exc).__name__}: {exc}"
+                self._fail(info, exc)
+            for payload in payloads:
+                for ref in payload.tensors.values():
+                    self.hub.release(ref)
             args["payloads"] = ()  # the state holds the rows now; the bytes would stay until the request ends
+
+    def _extend_requests(self, scheduler_output: StreamSchedulerOutput) -> None:
+        for request_id, update in scheduler_output.streams.items():
+            info = self.request_infos[request_id]
+            if info.error or self.consumer is None:
+                continue
+            try:
+                if update.error:
+                    raise RelayBroken(update.error)
+                self.consumer.extend_request(info, update.rows, update.last)
+            except Exception as exc:  # as above
+                self._fail(info, exc)
+
+    def _fail(self, info: RequestInfo, exc: Exception) -> None:
+        logger.error("request %s: what the previous stage published cannot be used", info.request_id, exc_info=exc)
+        info.error = f"{type(exc).__name__}: {exc}"
 
     def _init_mrope_positions(self, req_state: Any) -> None:
         # Upstream derives positions from the prompt's own ids and media; a talker takes those of the thinker's prompt.
@@ -146,15 +178,35 @@ class ARModelRunner(GPUModelRunner):
                 info.pending_rows.append(rows[offset + num_known : offset + num_new])
                 info.next_row = end
             if end >= info.num_prompt_tokens and info.pending_rows:
-                payloads[info.request_id] = pack(self._payload(info))
-                info.pending_rows = []
+                payload = self._publish(info) if info.writer is None else self._stream(info)
+                if payload is not None:
+                    payloads[info.request_id] = pack(payload)
         return payloads
 
-    def _payload(self, info: RequestInfo) -> Payload:
-        new_rows = torch.cat(info.pending_rows)
-        tensors = {"rows": self.relay.put(info.request_id, new_rows)}
-        first_row = info.next_row - len(new_rows)
-        if first_row == 0 and self.uses_mrope:
-            positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
-            tensors["positions"] = self.relay.put(info.request_id, positions.to(torch.int32))
-        return Payload(tensors, {"first_row": first_row})
+    def _publish(self, info: RequestInfo) -> Payload:
+        """Put the rows that wait; with the first of them goes the stream for all that follow, if there can be one."""
+        rows = torch.cat(info.pending_rows)
+        info.pending_rows = []
+        first_row = info.next_row - len(rows)
+        tree = {"rows": rows, "first_row": first_row, "num_rows": len(rows)}
+        if first_row or not self.uses_mrope:
+            return self.hub.publish(info.request_id, tree)
+        positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
+        payload = self.hub.publish(info.request_id, tree | {"positions": positions.to(torch.int32)})
+        if self.hub.options.stream:
+            info.writer = self.hub.open_stream(info.request_id, rows[0])
+        return payload if info.writer is None else replace(payload, streams={"rows": info.writer.ref})
+
+    def _stream(self, info: RequestInfo) -> Payload | None:
+        """Write the rows that wait into the stream; what has no credit goes with the next step's."""
+        assert info.writer is not None
+        rows = torch.cat(info.pending_rows)
+        try:
+            info.writer.write_nowait(rows.cpu())
+        except PoolExhausted:  # not scheduled for rows that have none, unless credit is not known to the scheduler
+            return None
+        info.pending_rows = []
+        if info.has_announced_reply:
+            return None
+        info.has_announced_reply = True
+        return Payload(values={"num_rows": len(rows)})

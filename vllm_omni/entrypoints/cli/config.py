@@ -92,7 +92,8 @@ def resolve(deployment: OmniConfig) -> list[Value]:
         values += _of_stage(deployment, stage, specs[stage.name], engine.vllm_config)
     for edge in deployment.edges:
         path = ("edges", f"{edge.source}->{edge.target}")
-        values.append(_of_deployment(deployment, (*path, "transport"), edge.transport))
+        for key in ("transport", "stream", "credits"):
+            values.append(_of_deployment(deployment, (*path, key), getattr(edge, key)))
         sizes = pipeline.chunks.get((edge.source, edge.target))
         for key in () if sizes is None else CHUNK_KEYS:
             values.append(_of_deployment(deployment, (*path, "chunks", key), getattr(sizes, key)))

@@ -142,7 +142,8 @@ class Qwen2_5OmniPipeline(Pipeline):
         return graph
 
     async def thinker_to_talker(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        """All rows of the thinker, by reference, once its reply is complete.
+        """The thinker's rows, by reference, as soon as there is one of its reply: those that follow come by the stream
+        that the first payload names. Without a stream, all of them, once the reply is complete.
 
         A reply of fewer than two tokens yields nothing: its only token was never processed, so there is no row that the
         talker could speak, and the answer has audio of no samples.
@@ -150,23 +151,26 @@ class Qwen2_5OmniPipeline(Pipeline):
         A reply that was given (``num_reply_tokens``) is the end of the thinker's prompt. The one token that the thinker
         adds stands for the end token of a reply of its own: neither is ever processed, so the rows are the same.
         """
-        payloads, num_rows, prompt_token_ids = [], 0, None
+        payloads, num_rows, num_prompt_tokens, is_streamed = [], 0, 0, False
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
             output: OmniRequestOutput = chunk.payload
-            prompt_token_ids = output.prompt_token_ids
+            num_prompt_tokens = len(output.prompt_token_ids or ()) - call.context.options["num_reply_tokens"]
             for payload in output.payloads:
-                payloads.append(encode(payload))
-                num_rows += payload.tensors["rows"].num_rows
-        options = call.context.options
-        num_prompt_tokens = len(prompt_token_ids or ()) - options["num_reply_tokens"]
+                is_streamed |= bool(payload.streams)
+                num_rows += payload.values["num_rows"]
+                if payload.tensors:
+                    payloads.append(encode(payload))
+            if is_streamed and num_rows > num_prompt_tokens:
+                break
         if num_rows <= num_prompt_tokens:
             return
-        talker, speaker = self.talker_config, options["speaker"]
+        talker, speaker = self.talker_config, call.context.options["speaker"]
         ids = [talker.tts_codec_mask_token_id] * num_prompt_tokens
         ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
-        args = {"payloads": payloads, "speaker_index": self.speakers.index(speaker)}
+        # The speaker's token is the talker's own.
+        args = {"payloads": payloads, "num_own_tokens": 1, "speaker_index": self.speakers.index(speaker)}
         yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)
 
     async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:

@@ -16,6 +16,7 @@ embeddings added and M-RoPE positions used at any batch size; docs/parity.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.stage_model import RequestInfo, StepRequest, refuse_missing
-from vllm_omni.relay import Payload, Relay
 
 THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
 
@@ -146,19 +146,35 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
 
     # -- hooks of a stage model ---------------------------------------------------------------------------------------
 
-    def load_request(self, info: RequestInfo, payloads: Sequence[Payload], relay: Relay) -> None:
-        """Pull the thinker's rows; keep the prompt's inputs and the tail. Rows are [n, embedding_size], model dtype."""
+    def load_request(self, info: RequestInfo, payloads: Sequence[dict[str, Any]]) -> None:
+        """Take the positions and the rows that are there: all of the thinker's prompt's, and perhaps of the reply."""
         device, dtype = self.text_rows.device, self.text_rows.dtype
-        rows = torch.cat([relay.get(payload.tensors["rows"]) for payload in payloads]).to(device, dtype)
+        if payloads[0]["first_row"] != 0:
+            raise ValueError(f"rows begin at {payloads[0]['first_row']}: the thinker did not compute its prompt")
         num_thinker_tokens = info.num_prompt_tokens - 2
+        rows = torch.cat([payload["rows"] for payload in payloads if "rows" in payload]).to(device, dtype)
+        if len(rows) < num_thinker_tokens:
+            raise ValueError(f"{len(rows)} rows came with the request, its prompt has {num_thinker_tokens}")
         speaker_row = self.text_rows[2 + info.args["speaker_index"]].unsqueeze(0)
-        info.state["prompt"] = torch.cat([rows[:num_thinker_tokens], speaker_row, rows[num_thinker_tokens:][:1]])
-        info.state["tail"] = torch.cat([rows[num_thinker_tokens + 1 :], self.text_rows[:2]])
-        if payloads[0].values["first_row"] != 0:
-            raise ValueError(f"rows begin at {payloads[0].values['first_row']}: the thinker did not compute its prompt")
+        # The last row, that of the reply's first token, is filled in when it comes.
+        info.state["prompt"] = torch.cat([rows[:num_thinker_tokens], speaker_row, torch.zeros_like(speaker_row)])
+        info.state["tail"], info.state["has_reply"] = [], False
         # Of the thinker's whole prompt, whose end is a reply where that was given.
-        positions = relay.get(payloads[0].tensors["positions"]).to(torch.int64)
-        info.state["positions"] = positions[:, :num_thinker_tokens]
+        positions = payloads[0]["positions"].to(torch.int64)
+        info.state["positions"] = positions[:, :num_thinker_tokens].clone()
+        self.extend_request(info, rows[num_thinker_tokens:], last=False)
+
+    def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
+        """Rows of the reply: the first belongs to the prompt, the others to the tail, which the text's end closes."""
+        if rows is not None and len(rows):
+            rows = rows.to(self.text_rows.device, self.text_rows.dtype)
+            if not info.state["has_reply"]:
+                info.state["has_reply"] = True
+                info.state["prompt"][-1] = rows[0]
+                rows = rows[1:]
+            info.state["tail"] += rows.unbind()
+        if last:
+            info.state["tail"] += self.text_rows[:2].unbind()
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
         """The thinker's positions for its prompt; the two tokens after it go on from there as text does."""
