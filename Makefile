@@ -22,7 +22,16 @@ TINY_SOURCES := $(shell find vllm_omni -name 'tiny*.py')
 RUN_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING \
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test check format fuzz clean .venv
+# Optional: what cannot be compiled here is left out, and torch does its work.
+NATIVE := vllm_omni/ops/_native
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+NATIVE_FLAGS := -std=c++17 -O2 -shared
+COMPILER_FLAGS := -fPIC -fvisibility=hidden -Wall -Wextra
+NATIVE_API := csrc/api/block_copy.cpp
+NATIVE_HEADERS := csrc/api/block_copy.h csrc/kernels/block_copy.h
+HAS_CXX := $(shell command -v $(CXX))
+
+.PHONY: help demo test check format fuzz native clean .venv
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +39,7 @@ help:
 	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=...)"
 	@echo "make check   ruff, ruff format --check, mypy"
 	@echo "make format  mend what ruff can mend"
+	@echo "make native  compile csrc with g++, and with nvcc if there is one, into vllm_omni/ops/_native"
 	@echo "make fuzz    FUZZ_CASES random graphs (default 500000; FUZZ_FIRST_SEED for others)"
 	@echo "make clean   remove .venv, build and caches"
 
@@ -67,7 +77,18 @@ demo: $(STAMP) $(TINY)/config.json
 	@$(RUN_ENV) VLLM_LOGGING_LEVEL=ERROR TRANSFORMERS_VERBOSITY=error TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-all \
 		PYTHONWARNINGS=ignore $(BIN)/python examples/offline.py --model $(TINY)
 
-test: $(STAMP)
+native: $(if $(HAS_CXX),$(NATIVE)/libvllm_omni_cpu.so $(if $(NVCC),$(NATIVE)/libvllm_omni_cuda.so))
+	@$(if $(HAS_CXX),,echo "No $(CXX): csrc is not compiled.")
+
+$(NATIVE)/libvllm_omni_cpu.so: $(NATIVE_API) csrc/kernels/cpu/block_copy.cpp $(NATIVE_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) $(NATIVE_FLAGS) $(COMPILER_FLAGS) -o $@ $(filter %.cpp,$^)
+
+$(NATIVE)/libvllm_omni_cuda.so: $(NATIVE_API) csrc/kernels/cuda/block_copy.cu $(NATIVE_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) $(NATIVE_FLAGS) -arch=sm_75 $(COMPILER_FLAGS:%=-Xcompiler %) -o $@ $(filter %.cpp %.cu,$^)
+
+test: $(STAMP) native
 	$(RUN_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(STAMP)
@@ -84,5 +105,5 @@ fuzz: $(STAMP)
 	FUZZ_CASES=$(FUZZ_CASES) $(RUN_ENV) $(BIN)/python -m pytest -m fuzz --timeout 0 $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NATIVE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

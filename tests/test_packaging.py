@@ -94,6 +94,15 @@ def make_dry_run(*args: str, cwd: Path = ROOT) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "fuzz", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "fuzz", "native", "clean"])
 def test_make_target_exists(target):
     make_dry_run(target)
+
+
+def test_without_a_compiler_csrc_is_left_out():
+    assert "csrc is not compiled" in make_dry_run("native", "CXX=no-such-compiler")
+    assert "-o" not in make_dry_run("native", "CXX=no-such-compiler")
+
+
+def test_what_was_compiled_goes_into_the_wheel():
+    assert "ops/_native/*.so" in PROJECT["tool"]["setuptools"]["package-data"]["vllm_omni"]
