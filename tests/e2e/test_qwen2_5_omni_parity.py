@@ -25,7 +25,8 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.relay import InlineRelay, Payload
+from vllm_omni.relay import StreamReader
+from vllm_omni.relay.hub import RelayHub
 
 HIDDEN_STATE_TOLERANCE = 2e-5
 WAVEFORM_TOLERANCE = 1e-5
@@ -36,15 +37,17 @@ BLOCK_SIZE = 32
 
 # The deployments differ, too, so that each path of the runner is proved: one that holds all requests at once, one that
 # cuts prompts into chunks and compiles its talker, one with room for a few requests only, which must preempt, without
-# prefix caching, and with a vocoder that decodes whole utterances. The second dictionary is of the vocoder's chunks.
+# prefix caching, and with a vocoder that decodes whole utterances. The dictionaries are of the edge to the talker and
+# of the vocoder's chunks.
 DEPLOYMENTS = {
-    "base": ((), {}, 0),
+    "base": ((), {"transport": "auto"}, {}, 0),
     "wide": (
         (
             "thinker.max_num_batched_tokens=1024",
             "talker.max_num_batched_tokens=96",
             "talker.enforce_eager=false",
         ),
+        {"transport": "shm"},
         {"first": 10, "past": 7},
         1,
     ),
@@ -54,6 +57,7 @@ DEPLOYMENTS = {
             "talker.num_gpu_blocks_override=70",
             "thinker.enable_prefix_caching=false",
         ),
+        {"transport": "shm", "credits": 3},
         {"size": 0},
         2,
     ),
@@ -81,7 +85,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=DEPLOYMENTS)
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    stage_overrides, chunks, seed = DEPLOYMENTS[request.param]
+    stage_overrides, edge, chunks, seed = DEPLOYMENTS[request.param]
     path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param, seed=seed)
     omni = await asyncio.to_thread(
         AsyncOmni,
@@ -93,7 +97,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         skip_mm_profiling=True,
         mm_processor_cache_gb=0,
         stage_overrides=stage_overrides,
-        overrides={"edges": {"talker->token2wav": {"chunks": chunks}}},
+        overrides={"edges": {"thinker->talker": edge, "talker->token2wav": {"chunks": chunks}}},
         log_stats=True,
     )
     yield Pair(omni, Reference(path), CASES_OF[request.param], chunks)
@@ -109,20 +113,40 @@ class PublishedReply(NamedTuple):
 
 
 async def think(
-    engine: StageEngine, case: Case, max_tokens: int = MAX_TOKENS, *, request_id: str = ""
+    engine: StageEngine, hub: RelayHub, case: Case, max_tokens: int = MAX_TOKENS, *, request_id: str = ""
 ) -> PublishedReply:
-    """What the thinker stage itself publishes for a case."""
+    """What the thinker stage itself publishes for a case: the prompt's rows, and a stream with those of the reply."""
     params = SamplingParams(**GREEDY, max_tokens=max_tokens)
     context = RequestContext(request_id or f"think-{case.name}", {engine.name: params}, {})
     token_ids: list[int] = []
-    payloads: list[Payload] = []
+    rows: list[torch.Tensor] = []
+    positions = rest = None
     async for output in engine.generate(StageRequest(case.vllm_prompt), context, frozenset({"rows"})):
         token_ids += output.outputs[0].token_ids
-        payloads += output.payloads
         prompt_token_ids = output.prompt_token_ids
-    relay = InlineRelay()
-    rows = torch.cat([relay.get(payload.tensors["rows"]) for payload in payloads])
-    return PublishedReply(prompt_token_ids, token_ids, rows, relay.get(payloads[0].tensors["positions"]))
+        for payload in output.payloads:
+            content = hub.pull_blocking(payload)
+            if content.get("rows") is not None:
+                rows.append(content["rows"].clone())
+            if "positions" in content:
+                positions = content["positions"].clone()
+            for ref in payload.streams.values():
+                rest = asyncio.create_task(read_stream(await asyncio.wrap_future(hub.read_stream(ref))))
+            for ref in payload.tensors.values():
+                hub.release(ref)
+    if rest is not None:
+        rows += await rest
+    assert positions is not None
+    return PublishedReply(prompt_token_ids, token_ids, torch.cat(rows), positions)
+
+
+async def read_stream(stream: StreamReader) -> list[torch.Tensor]:
+    """As a consumer that keeps up: a producer without credits is not scheduled."""
+    rows = []
+    while len(new := await stream.read(timeout_s=60)):
+        rows.append(new)
+    stream.close()
+    return rows
 
 
 def num_preemptions() -> float:
@@ -166,8 +190,8 @@ def num_equal_until_tie(ours: list[int], theirs: list[int], margins: torch.Tenso
 
 async def test_thinker_equals_transformers_in_one_batch(pair: Pair) -> None:
     """Prompt ids, positions, token ids and hidden states, all cases in one batch: text, images, audio, video, mixed."""
-    engine = pair.omni.orchestrator.engines["thinker"]
-    replies = await asyncio.gather(*(think(engine, case) for case in pair.cases))
+    engine, hub = pair.omni.orchestrator.engines["thinker"], pair.omni.orchestrator.hub
+    replies = await asyncio.gather(*(think(engine, hub, case) for case in pair.cases))
     num_ties, worst = 0, 0.0
     for case, reply in zip(pair.cases, replies, strict=True):
         expected = pair.reference.think(pair.reference.process(case), MAX_TOKENS)
@@ -231,10 +255,10 @@ def test_the_talker_is_compiled_where_the_deployment_lets_it(pair: Pair) -> None
 
 async def test_rows_of_preempted_requests_are_published_once(pair: Pair) -> None:
     """Twelve long replies at a time: in the smallest cache, requests lose their blocks and are computed again."""
-    engine, case = pair.omni.orchestrator.engines["thinker"], pair.cases[0]
-    alone = await think(engine, case, 200)
+    engine, hub, case = pair.omni.orchestrator.engines["thinker"], pair.omni.orchestrator.hub, pair.cases[0]
+    alone = await think(engine, hub, case, 200)
     preempted_before = num_preemptions()
-    replies = await asyncio.gather(*(think(engine, case, 200, request_id=f"reply-{i}") for i in range(12)))
+    replies = await asyncio.gather(*(think(engine, hub, case, 200, request_id=f"reply-{i}") for i in range(12)))
     if engine.vllm_config.cache_config.num_gpu_blocks_override:
         assert num_preemptions() > preempted_before
     for reply in replies:

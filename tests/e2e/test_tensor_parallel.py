@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from transformers import Qwen2_5OmniConfig
 
 from tests.e2e.test_qwen2_5_omni_parity import HIDDEN_STATE_TOLERANCE, MAX_TOKENS, expected_rows, think
@@ -14,9 +15,10 @@ from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
+from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 
 
-def start_thinker(path: Path, run_directory: RunDirectory) -> StageEngine:
+def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> StageEngine:
     config = load_config(
         path,
         dtype="float32",
@@ -29,7 +31,9 @@ def start_thinker(path: Path, run_directory: RunDirectory) -> StageEngine:
     spec = next(spec for spec in pipeline.stages if spec.name == "thinker")
     with run_directory.inherited():
         engine = StageEngine(config.stage("thinker"), spec)
-        engine.start(run_directory.lease("thinker"))
+        lease = run_directory.lease("thinker")
+        lease[OPTIONS] = to_builtins(RelayOptions("shm", 16 << 20, stream=True))
+        engine.start(lease, hub)
     return engine
 
 
@@ -37,13 +41,15 @@ def start_thinker(path: Path, run_directory: RunDirectory) -> StageEngine:
 async def test_rank_zero_publishes_the_states_of_one_model(tmp_path: Path) -> None:
     path = tiny.build(tmp_path / "checkpoint")
     run_directory = RunDirectory()
-    engine = await asyncio.to_thread(start_thinker, path, run_directory)
+    hub = RelayHub(RelayOptions(), prefault=False)
+    engine = await asyncio.to_thread(start_thinker, path, run_directory, hub)
     try:
         cases = [case for case in CASES if case.name in ("text", "images", "audio_short")]
-        replies = await asyncio.gather(*(think(engine, case) for case in cases))
+        replies = await asyncio.gather(*(think(engine, hub, case) for case in cases))
     finally:
         await engine.aclose()
         await asyncio.to_thread(engine.shutdown)
+        hub.close()
         run_directory.remove()
     reference = Reference(path)
     for case, reply in zip(cases, replies, strict=True):

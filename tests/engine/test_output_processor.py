@@ -10,13 +10,14 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.relay import InlineRelay, Payload, pack
+from vllm_omni.relay import Payload, pack
+from vllm_omni.relay.hub import RelayHub, RelayOptions
 
-relay = InlineRelay()
+hub = RelayHub(RelayOptions())
 
 
 def make_processor(output_type: str) -> MultimodalOutputProcessor:
-    return MultimodalOutputProcessor(OutputProcessor(None, log_stats=False), output_type)
+    return MultimodalOutputProcessor(OutputProcessor(None, log_stats=False), output_type, hub)
 
 
 def add_request(
@@ -47,7 +48,7 @@ def make_output(
     request_id: str = "a",
     name: str = "rows",
 ) -> EngineCoreOutput:
-    payload = None if rows is None else pack(Payload({name: relay.put(request_id, rows)}, {"n": len(rows)}))
+    payload = None if rows is None else pack(hub.publish(request_id, {name: rows, "n": len(rows)}))
     return EngineCoreOutput(
         request_id=request_id,
         new_token_ids=token_ids,
@@ -79,7 +80,9 @@ def test_a_slow_reader_loses_neither_tokens_nor_tensors() -> None:
         processor.process_outputs([make_output([step], rows, finished=step == 49)])
     output = read(collector)
     assert list(output.outputs[0].token_ids) == list(range(50))
-    assert [relay.get(payload.tensors["rows"])[0, 0].item() for payload in output.payloads] == list(range(0, 50, 3))
+    assert [hub.get_blocking(payload.tensors["rows"])[0, 0].item() for payload in output.payloads] == list(
+        range(0, 50, 3)
+    )
     assert output.finished
 
 

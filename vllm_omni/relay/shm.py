@@ -185,12 +185,10 @@ class ShmRelay(SlabRelay, Streams):
         if not ref.lease or self._closed:
             return
         location = parse_location(ref)
-        source = self._source(location)
-        if source is None:
-            try:
-                source = self._connect(location.address, TIMEOUT_S)
-            except (RelayBroken, RelayTimeout):  # nothing is left to be released
-                return
+        try:
+            source = self._source(location) or self._connect(location.address, TIMEOUT_S)
+        except (RelayBroken, RelayTimeout):  # nothing is left to be released
+            return
         if source.release(location, ref.lease):
             source.nudge()
             if source is self._own:

@@ -206,10 +206,11 @@ class Producer(Readable):
             self.socket.send(NUDGE)
 
     def close(self) -> None:
-        """On the I/O thread."""
-        self.is_broken = True
-        io_thread().loop.remove_reader(self.socket)
-        self.socket.close()
+        """On the I/O thread. Twice does nothing: its end may have been noticed there."""
+        if not self.is_broken:
+            self.is_broken = True
+            io_thread().loop.remove_reader(self.socket)
+            self.socket.close()
 
 
 class Consumers:

@@ -1,0 +1,325 @@
+"""The real scheduler with streams of the real shared-memory relay, driven as the engine core drives it."""
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_omni.core.sched.stream import StreamScheduler
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
+from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
+from vllm_omni.plugin import register
+from vllm_omni.relay import InlineRelay, Payload, StreamWriter, pack
+from vllm_omni.relay.codec import encode
+from vllm_omni.relay.shm import ShmRelay
+
+BLOCK_SIZE = 4
+NUM_PROMPT = 6  # four of the thinker, the speaker's token, and the reply's first
+WIDTH = 8
+CREDITS = 4
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Two requests at a time."""
+    register()
+    return EngineArgs(
+        model=str(tiny.build(tmp_path_factory.mktemp("checkpoint"))),
+        dtype="float32",
+        hf_overrides=partial(talker_hf_config, speaker_bos_ids=(1,)),
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_num_seqs=2,
+        max_model_len=64,
+        block_size=BLOCK_SIZE,
+    ).create_engine_config()
+
+
+@pytest.fixture
+def relay() -> Iterator[ShmRelay]:
+    relay = ShmRelay(1 << 20)
+    yield relay
+    relay.check_integrity()
+    relay.close()
+
+
+def make_scheduler(vllm_config: VllmConfig, num_blocks: int = 100) -> StreamScheduler:
+    vllm_config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    return StreamScheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def make_request(request_id: str, args: dict[str, Any] | None = None, num_prompt: int = NUM_PROMPT) -> Request:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, extra_args={STAGE_ARGS: args} if args else None)
+    return Request(request_id, [0] * num_prompt, params, None)
+
+
+def add_consumer(scheduler: StreamScheduler, relay: ShmRelay, request_id: str) -> StreamWriter:
+    """A request whose prompt's first four rows came with it; the others come by the stream."""
+    writer = relay.open_stream(request_id, (WIDTH,), torch.float32, credits=CREDITS)
+    rows = InlineRelay().put_nowait(request_id, torch.zeros(NUM_PROMPT - 2, WIDTH))
+    payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
+    scheduler.add_request(make_request(request_id, {"payloads": [encode(payload)], "num_own_tokens": 1}))
+    wait([scheduler.gates[request_id]._connecting], timeout=10)
+    return writer
+
+
+def write(writer: StreamWriter, *values: float) -> None:
+    writer.write_nowait(torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, WIDTH))
+
+
+def step(scheduler: StreamScheduler, payloads: dict[str, Payload] | None = None) -> tuple[SchedulerOutput, list[str]]:
+    """One engine step in which every request scheduled to its end gets a token; and the ids that were scheduled."""
+    output = scheduler.schedule()
+    ids = list(output.num_scheduled_tokens)
+    packed = [pack((payloads or {})[one]) if one in (payloads or {}) else None for one in ids]
+    runner_output = ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={one: index for index, one in enumerate(ids)},
+        sampled_token_ids=[[5] for _ in ids],
+        pooler_output=packed if payloads else None,
+    )
+    scheduler.update_from_output(output, runner_output)
+    return output, ids
+
+
+def update(output: SchedulerOutput, request_id: str) -> StreamUpdate:
+    assert isinstance(output, StreamSchedulerOutput)
+    return output.streams[request_id]
+
+
+def values(output: SchedulerOutput, request_id: str) -> list[float]:
+    rows = update(output, request_id).rows
+    assert rows is not None
+    return rows[:, 0].tolist()
+
+
+# -- a consumer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_waits_for_its_last_row(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    assert step(scheduler)[1] == []
+    write(writer, 1.0)
+    output, ids = step(scheduler)
+    assert ids == ["a"]
+    assert values(output, "a") == [1.0]
+
+
+def test_a_step_waits_for_its_row(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0)
+    step(scheduler)
+    for value in (2.0, 3.0, 4.0):
+        assert step(scheduler)[1] == []
+        write(writer, value)
+        output, ids = step(scheduler)
+        assert ids == ["a"]
+        assert values(output, "a") == [value]
+
+
+def test_rows_that_came_together_leave_together(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0, 2.0, 3.0)
+    assert values(step(scheduler)[0], "a") == [1.0, 2.0, 3.0]
+    for _ in range(2):
+        output, ids = step(scheduler)
+        assert ids == ["a"]
+        assert not isinstance(output, StreamSchedulerOutput)
+    assert step(scheduler)[1] == []
+
+
+def test_behind_the_end_nothing_waits(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0)
+    writer.end()
+    output, _ = step(scheduler)
+    assert update(output, "a").last
+    for _ in range(5):
+        output, ids = step(scheduler)
+        assert ids == ["a"]
+        assert not isinstance(output, StreamSchedulerOutput)
+
+
+def test_an_end_that_comes_alone_is_told_alone(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0)
+    step(scheduler)
+    assert step(scheduler)[1] == []
+    writer.end()
+    assert update(step(scheduler)[0], "a") == StreamUpdate(None, True)
+
+
+@pytest.mark.parametrize("how", ["error", "abort", "close"])
+def test_a_broken_stream_is_told_to_the_runner(vllm_config: VllmConfig, relay: ShmRelay, how: str) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0)
+    step(scheduler)
+    {"error": lambda: writer.end("no more"), "abort": lambda: relay.abort("a"), "close": relay.close}[how]()
+    for _ in range(1000):
+        output, ids = step(scheduler)
+        if ids:
+            break
+    told = update(output, "a")
+    assert not told.last
+    assert {"error": "no more"}.get(how, "gone") in told.error
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+
+
+def test_one_that_waits_does_not_hold_up_another(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    for name in ("a", "b"):
+        write(add_consumer(scheduler, relay, name), 1.0)
+    step(scheduler)
+    scheduler.add_request(make_request("c"))
+    writer = add_consumer(scheduler, relay, "d")
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler)[1] == ["c"]
+    scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler)[1] == ["c"]
+    write(writer, 1.0)
+    assert step(scheduler)[1] == ["c", "d"]
+
+
+def test_who_waits_keeps_its_seat_and_its_place(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writers = [add_consumer(scheduler, relay, name) for name in ("a", "b")]
+    for writer in writers:
+        write(writer, 1.0)
+    step(scheduler)
+    scheduler.add_request(make_request("c"))
+    for _ in range(3):
+        assert step(scheduler)[1] == []
+    write(writers[1], 2.0)
+    assert step(scheduler)[1] == ["b"]
+    write(writers[0], 2.0)
+    assert step(scheduler)[1] == ["a"]
+    assert [request.request_id for request in scheduler.running] == ["a", "b"]
+    assert scheduler.num_waiting_for_streaming_input == 0
+
+
+def test_a_request_that_ends_closes_its_stream(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0, 2.0, 3.0, 4.0)
+    step(scheduler)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.gates
+    write(writer, *range(10))
+    assert relay.statistics().num_leases == 0
+
+
+def test_a_request_aborted_before_its_first_step_releases_its_stream(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    add_consumer(scheduler, relay, "a")
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert relay.statistics().num_leases == 0
+
+
+def test_a_preempted_request_computes_again_without_new_rows(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_consumer(scheduler, relay, "a")
+    write(writer, 1.0, 2.0)
+    step(scheduler)
+    step(scheduler)
+    (request,) = scheduler.running
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    assert step(scheduler)[1] == []
+    write(writer, 3.0)
+    output, ids = step(scheduler)
+    assert ids == ["a"]
+    assert output.num_scheduled_tokens["a"] == NUM_PROMPT + 2
+    assert values(output, "a") == [3.0]
+
+
+def test_without_streams_the_step_is_upstreams(vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(vllm_config)
+    scheduler.add_request(make_request("a"))
+    output, ids = step(scheduler)
+    assert ids == ["a"]
+    assert type(output) is SchedulerOutput
+
+
+# -- a producer -------------------------------------------------------------------------------------------------------
+
+
+def add_producer(scheduler: StreamScheduler, relay: ShmRelay, request_id: str) -> StreamWriter:
+    """A request whose runner has opened a stream in its first step."""
+    scheduler.add_request(make_request(request_id, {"publish": True}))
+    writer = relay.open_stream(request_id, (WIDTH,), torch.float32, credits=CREDITS)
+    step(scheduler, {request_id: Payload(streams={"rows": writer.ref})})
+    return writer
+
+
+def test_a_producer_without_credits_is_not_scheduled(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_producer(scheduler, relay, "a")
+    reader = relay.read_stream_blocking(writer.ref)
+    for index in range(CREDITS):
+        assert step(scheduler)[1] == ["a"]
+        write(writer, index)
+    assert step(scheduler)[1] == []
+    reader.read_nowait()
+    assert step(scheduler)[1] == ["a"]
+    reader.close()
+
+
+def test_a_consumer_that_has_gone_holds_no_producer_back(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_producer(scheduler, relay, "a")
+    reader = relay.read_stream_blocking(writer.ref)
+    write(writer, *range(CREDITS))
+    assert step(scheduler)[1] == []
+    reader.close()
+    assert step(scheduler)[1] == ["a"]
+
+
+def test_a_producer_without_credits_makes_room_for_who_cannot_be_admitted(
+    vllm_config: VllmConfig, relay: ShmRelay
+) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writers = [add_producer(scheduler, relay, name) for name in ("a", "b")]
+    for writer in writers:
+        write(writer, *range(CREDITS))
+    scheduler.add_request(make_request("c"))
+    step(scheduler)
+    assert step(scheduler)[1] == ["c"]
+    assert [request.request_id for request in scheduler.running] == ["a", "c"]
+    writers[1].end()
+    relay.abort("b")
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler)[1] == ["c", "b"]
+
+
+def test_a_producer_that_nobody_waits_behind_keeps_its_blocks(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writer = add_producer(scheduler, relay, "a")
+    write(writer, *range(CREDITS))
+    for _ in range(3):
+        assert step(scheduler)[1] == []
+    assert [request.num_preemptions for request in scheduler.running] == [0]
+    relay.abort("a")
