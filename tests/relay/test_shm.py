@@ -121,6 +121,19 @@ def test_a_wrong_reference_does_not_take_a_release_back(pair: Pair) -> None:
     assert pair.producer.statistics().num_leases == 0
 
 
+def test_a_reader_with_the_place_of_one_that_has_left_is_another_one(pair: Pair) -> None:
+    ref = pair.producer.put_nowait("request", torch.ones(4), num_readers=2)
+    assert torch.equal(pair.consumer.get_blocking(ref), torch.ones(4))
+    pair.consumer.release(ref)
+    pair.consumer.close()
+    await_io_thread()
+    other = ShmRelay(0, prefault=False)
+    assert torch.equal(other.get_blocking(ref), torch.ones(4))
+    other.release(ref)
+    assert pair.producer.statistics().num_leases == 0
+    other.close()
+
+
 def test_a_reader_that_comes_too_late_does_not_keep_a_lease(pair: Pair) -> None:
     """It had released the lease, and begins to read again just when the producer takes the number away."""
     producer = pair.producer

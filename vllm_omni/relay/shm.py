@@ -113,7 +113,7 @@ class ShmRelay(SlabRelay, Streams):
         flags = self._flags(lease)
         if lease.is_revoked:
             return READING not in flags
-        if flags.count(RELEASED) < lease.num_readers:
+        if flags.count(RELEASED) + lease.num_gone < lease.num_readers:
             return False
         # For good: a reader that comes too late may wipe what it said before.
         lease.is_revoked = True
@@ -134,12 +134,14 @@ class ShmRelay(SlabRelay, Streams):
         self._slots.append(slot)
 
     def _lose_reader(self, reader: int) -> None:
-        """It has died: what it was reading, it reads no more."""
+        """It has died: what it was reading, it reads no more, and its bytes are the next reader's."""
         with self._lock:
-            for slot in self._slot_of.values():
+            for number, slot in self._slot_of.items():
                 flag = slot * SLOT_BYTES + FLAGS + reader
-                if self._mapping.bytes[flag] == READING:
-                    self._mapping.bytes[flag] = RELEASED
+                if self._mapping.bytes[flag]:
+                    self._mapping.bytes[flag] = 0
+                    self._leases[number].num_gone += 1
+            self._collect()
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[Future[None]]:

@@ -63,7 +63,7 @@ class ShmWriter(StreamWriter):
 
     def _has_reader_gone(self) -> bool:
         number = self._lease.number
-        if self._lease.is_revoked:
+        if self._lease.is_revoked or self._lease.num_gone:
             return True
         return number not in self._relay._leases or RELEASED in self._relay._flags(self._lease)
 

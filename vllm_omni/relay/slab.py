@@ -33,6 +33,7 @@ class Lease:
     num_bytes: int
     num_readers: int  # who have to release it
     expires_at: float  # by the relay's clock, if nobody reads it
+    num_gone: int = 0  # of the readers, those that died or left after they had begun to read it
     is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
 
 
