@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.contract.relays import BACKENDS
+from tests.contract.relays import BACKENDS, NUM_BYTES
 from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.relay import Payload, TensorRef
 from vllm_omni.relay.codec import decode, encode
@@ -24,9 +24,13 @@ LEASE_S = 60.0
 POLL_S = 0.005
 
 
+PERIOD = 251  # of the pattern; a prime, so that it fits into no page
+_bytes = (torch.arange(NUM_BYTES + PERIOD) % PERIOD).to(torch.uint8)
+
+
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:
-    """Bytes that say whose they are, uint8 [num_bytes]."""
-    return (torch.arange(num_bytes, dtype=torch.int64) * 31 + seed * 97).to(torch.uint8)
+    """Bytes that say whose they are, uint8 [num_bytes]; not to be changed."""
+    return _bytes[seed * 97 % PERIOD :][:num_bytes]
 
 
 class Peer:
@@ -177,6 +181,10 @@ class Commands:
     def check(self, ref: TensorRef) -> bool:
         tensor, seed = self.held[ref.lease]
         return torch.equal(tensor.flatten(), pattern(tensor.numel(), seed))
+
+    def check_all(self) -> bool:
+        """Whether everything held here is still what was put."""
+        return all(torch.equal(tensor.flatten(), pattern(tensor.numel(), seed)) for tensor, seed in self.held.values())
 
     def release(self, ref: TensorRef) -> None:
         self.held.pop(ref.lease, None)
