@@ -40,7 +40,7 @@ help:
 	@echo "make check   ruff, ruff format --check, mypy"
 	@echo "make format  mend what ruff can mend"
 	@echo "make native  compile csrc with g++, and with nvcc if there is one, into vllm_omni/ops/_native"
-	@echo "make fuzz    FUZZ_CASES random graphs (default 500000; FUZZ_FIRST_SEED for others)"
+	@echo "make fuzz    FUZZ_CASES random graphs and aborts (default 500000; FUZZ_FIRST_SEED for others)"
 	@echo "make clean   remove .venv, build and caches"
 
 .venv: $(STAMP)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
 import time
@@ -70,9 +71,10 @@ class ShmRelay(SlabRelay, Streams):
     ):
         self.address = f"vllm-omni-{os.getpid()}-{secrets.token_hex(8)}"
         size = max(num_bytes, CHUNK_BYTES)
-        self._fd = os.memfd_create(self.address, os.MFD_CLOEXEC)
-        os.truncate(self._fd, TABLE_BYTES + size)
-        self._mapping = Mapping(self._fd, size, prefault)
+        fd = os.memfd_create(self.address, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(fd, TABLE_BYTES + size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._mapping = Mapping(fd, size, prefault)
         super().__init__(self._mapping.memory, lease_s=lease_s, clock=clock)
         self._prefault = prefault
         self._own = Readable(self._mapping, OWN_READER)
@@ -80,9 +82,11 @@ class ShmRelay(SlabRelay, Streams):
         self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
         self._slot_of: dict[int, int] = {}  # lease's number -> slot
         self._producers: dict[str, Producer] = {}
-        self._consumers = (
-            Consumers(self.address, self._fd, size, self._lose_reader, self._on_nudge) if num_bytes else None
-        )
+        self._consumers: Consumers | None = None
+        if num_bytes:
+            self._consumers = Consumers(self.address, fd, size, self._lose_reader, self._on_nudge)
+        else:
+            os.close(fd)
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
@@ -109,8 +113,10 @@ class ShmRelay(SlabRelay, Streams):
         flags = self._flags(lease)
         if lease.is_revoked:
             return READING not in flags
-        if flags.count(RELEASED) < lease.num_readers:
+        if flags.count(RELEASED) + lease.num_gone < lease.num_readers:
             return False
+        # For good: a reader that comes too late may wipe what it said before.
+        lease.is_revoked = True
         return not self._revoke(lease)
 
     def _is_being_read(self, lease: Lease) -> bool:
@@ -128,12 +134,14 @@ class ShmRelay(SlabRelay, Streams):
         self._slots.append(slot)
 
     def _lose_reader(self, reader: int) -> None:
-        """It has died: what it was reading, it reads no more."""
+        """It has died: what it was reading, it reads no more, and its bytes are the next reader's."""
         with self._lock:
-            for slot in self._slot_of.values():
+            for number, slot in self._slot_of.items():
                 flag = slot * SLOT_BYTES + FLAGS + reader
-                if self._mapping.bytes[flag] == READING:
-                    self._mapping.bytes[flag] = RELEASED
+                if self._mapping.bytes[flag]:
+                    self._mapping.bytes[flag] = 0
+                    self._leases[number].num_gone += 1
+            self._collect()
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[Future[None]]:
@@ -169,9 +177,12 @@ class ShmRelay(SlabRelay, Streams):
         source = self._source(location)
         return None if source is None else source.take(location, ref.lease, layout)
 
-    async def _fetch(self, ref: TensorRef) -> torch.Tensor:
+    async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        tensor = self.get_nowait(ref)
+        if tensor is not None:
+            return tensor
         layout, location = check_ref(ref, self.backend), parse_location(ref)
-        source = await asyncio.to_thread(self._connect, location.address, TIMEOUT_S)
+        source = await asyncio.to_thread(self._connect, location.address, timeout_s)
         return source.take(location, ref.lease, layout)
 
     def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
@@ -196,21 +207,29 @@ class ShmRelay(SlabRelay, Streams):
 
     def _source(self, location: Location) -> Readable | None:
         """Where a tensor lies, if it is mapped already."""
-        if location.address == self.address:
-            return self._own
-        producer = self._producers.get(location.address)
-        if producer is not None and producer.is_broken:
-            self._producers.pop(location.address, None)
-            raise RelayBroken(f"the producer {location.address} is gone")
-        return producer
+        return self._own if location.address == self.address else self._producers.get(location.address)
 
     def _connect(self, address: str, timeout_s: float) -> Readable:
         with self._lock:
             self._check_open()
             producer = self._producers.get(address)
-            if producer is None:
-                producer = self._producers[address] = Producer(address, timeout_s, self._prefault)
+        if producer is not None:
             return producer
+        # Without the lock: who answers takes its own, perhaps while it connects to this relay.
+        producer = made = Producer(address, timeout_s, self._prefault, self._forget_producer)
+        with self._lock:
+            if not self._closed and not made.is_broken:
+                producer = self._producers.setdefault(address, made)
+        if self._closed or producer is not made:  # closed meanwhile, or another thread was faster
+            io_thread().call(made.close)
+            self._check_open()
+        return producer
+
+    def _forget_producer(self, producer: Producer) -> None:
+        """It is gone: its slab stays mapped no longer than what was taken of it."""
+        with self._lock:
+            if self._producers.get(producer.address) is producer:
+                del self._producers[producer.address]
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -241,7 +260,7 @@ class ShmRelay(SlabRelay, Streams):
 
     def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
         layout, location = check_ref(ref, self.backend), parse_location(ref)
-        if not layout.num_bytes:
+        if not ref.shape or not layout.num_bytes:
             raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
         source = self._source(location) or self._connect(location.address, timeout_s)
         num_bytes = RING_OFFSET + layout.num_bytes
@@ -250,6 +269,8 @@ class ShmRelay(SlabRelay, Streams):
 
     def credits_of(self, ref: TensorRef) -> Callable[[], int]:
         location = parse_location(ref)
+        if not ref.shape:
+            raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
         source = self._source(location) or self._connect(location.address, TIMEOUT_S)
         return source.credits_of(location, ref.lease, ref.shape[0])
 
@@ -265,4 +286,5 @@ class ShmRelay(SlabRelay, Streams):
             io_thread().call(producer.close)
         if self._consumers is not None:
             io_thread().call(self._consumers.close)
-        os.close(self._fd)
+        for wake in list(self._own.on_nudge):
+            wake()

@@ -11,6 +11,7 @@ for readers: one of the two sees the other, so no block is freed under a reader.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import socket
@@ -23,7 +24,7 @@ import torch
 
 from vllm_omni.errors import RelayBroken, RelayTimeout
 from vllm_omni.relay.base import Layout, TensorRef, io_thread
-from vllm_omni.relay.slab import typed_view
+from vllm_omni.relay.slab import CHUNK_BYTES, typed_view
 
 SLOT_BYTES, SLOT_WORDS = 64, 8
 FLAGS = 24  # offset in a slot
@@ -38,6 +39,7 @@ OWN_READER = 0  # the byte of the producer's process
 NUM_WRITTEN, NUM_READ = 0, 1
 
 NUDGE = b"!"
+MIN_TIMEOUT_S = 0.001  # 0 would make a socket one that never waits
 _fence_lock = threading.Lock()
 
 
@@ -97,14 +99,15 @@ class Readable:
         mapping, slot = self.mapping, location.slot
         if not 0 < slot < NUM_SLOTS:
             raise RelayBroken(f"a reference names slot {slot} of {NUM_SLOTS}")
+        flag = slot * SLOT_BYTES + FLAGS + self.reader
         with self._lock:
+            before = mapping.bytes[flag]
             if self.is_broken or not self._mark(slot, lease):
                 raise RelayBroken("the tensor is not there any more: released, expired, or its request was aborted")
             offset, num_bytes = mapping.words[slot * SLOT_WORDS + 1], mapping.words[slot * SLOT_WORDS + 2]
             fits = num_bytes == layout.num_bytes and offset + num_bytes <= mapping.num_bytes
             if not fits or offset % layout.dtype.itemsize:
-                if slot not in self._taken:
-                    mapping.bytes[slot * SLOT_BYTES + FLAGS + self.reader] = 0
+                mapping.bytes[flag] = before
                 raise RelayBroken(f"a reference needs {layout.num_bytes} bytes, {num_bytes} were put")
             self._taken[slot] = lease
         return typed_view(mapping.typed, offset, layout)
@@ -127,7 +130,8 @@ class Readable:
         """Keep a lease from ending, unless it has."""
         flag, word = slot * SLOT_BYTES + FLAGS + self.reader, slot * SLOT_WORDS
         mapping = self.mapping
-        if mapping.words[word] != lease:  # what this process has in the slot belongs to another lease
+        # Another number: what this process has in the slot belongs to another lease. 0: it belongs to none.
+        if lease < 1 or mapping.words[word] != lease:
             return False
         mapping.bytes[flag] = READING
         fence()
@@ -138,6 +142,8 @@ class Readable:
 
     def credits_of(self, location: Location, lease: int, credits: int) -> Callable[[], int]:
         """See ``Streams.credits_of``; nothing is taken."""
+        if not 0 < location.slot < NUM_SLOTS:
+            raise RelayBroken(f"a reference names slot {location.slot} of {NUM_SLOTS}")
         words, first = self.mapping.words, location.slot * SLOT_WORDS
         start = (TABLE_BYTES + words[first + 1]) // 8
         flags = slice(location.slot * SLOT_BYTES + FLAGS, (location.slot + 1) * SLOT_BYTES)
@@ -145,7 +151,8 @@ class Readable:
         def count() -> int:
             if words[first] != lease or RELEASED in bytes(self.mapping.bytes[flags]):
                 return credits
-            return credits - (words[start + NUM_WRITTEN] - words[start + NUM_READ])
+            # Clamped: the stream may just have ended, and its block be another's.
+            return min(max(credits - (words[start + NUM_WRITTEN] - words[start + NUM_READ]), 0), credits)
 
         return count
 
@@ -156,35 +163,43 @@ class Readable:
 class Producer(Readable):
     """Another process's slab, and the connection to it."""
 
-    def __init__(self, address: str, timeout_s: float, prefault: bool):
+    def __init__(self, address: str, timeout_s: float, prefault: bool, on_close: Callable[[Producer], None]):
+        self.address = address
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self.socket.settimeout(timeout_s)
-            self.socket.connect(b"\0" + address.encode())
-            _refuse_strangers(self.socket)
-            data, fds, _, _ = socket.recv_fds(self.socket, 4096, 1)
-            if not fds:
-                raise ConnectionError("it closed the connection")
-        except TimeoutError as exc:
+            super().__init__(*self._open_slab(timeout_s, prefault))
+        except BaseException:
             self.socket.close()
-            raise RelayTimeout(f"the producer {address} did not answer within {timeout_s:g} s") from exc
-        except OSError as exc:
-            self.socket.close()
-            raise RelayBroken(f"the producer {address} is gone: {exc}") from exc
-        try:
-            hello = decode_hello(data)
-            if os.fstat(fds[0]).st_size != TABLE_BYTES + hello.num_bytes or not 0 < hello.reader < MAX_READERS:
-                raise RelayBroken(f"the producer {address} sent what is no slab")
-            mapping = Mapping(fds[0], hello.num_bytes, prefault)
-        except msgspec.DecodeError as exc:
-            self.socket.close()
-            raise RelayBroken(f"the producer {address} sent what is no greeting: {exc}") from exc
-        finally:
-            os.close(fds[0])
-        super().__init__(mapping, hello.reader)
-        self.address = address
+            raise
+        self._on_close = on_close
         self.socket.setblocking(False)
         io_thread().call(self._watch)
+
+    def _open_slab(self, timeout_s: float, prefault: bool) -> tuple[Mapping, int]:
+        """Connect, and map what the producer sends; the second is this process's byte in each slot."""
+        try:
+            self.socket.settimeout(max(timeout_s, MIN_TIMEOUT_S))
+            self.socket.connect(b"\0" + self.address.encode())
+            _refuse_strangers(self.socket)
+            data, fds, _, _ = socket.recv_fds(self.socket, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                raise ConnectionError("it closed the connection")
+        except (TimeoutError, BlockingIOError) as exc:  # the latter: too many are waiting for it to accept them
+            raise RelayTimeout(f"the producer {self.address} did not answer within {timeout_s:g} s") from exc
+        except OSError as exc:
+            raise RelayBroken(f"the producer {self.address} is gone: {exc}") from exc
+        try:
+            hello = decode_hello(data)
+            # What can shrink under a mapping kills whoever touches it.
+            is_sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            is_whole = os.fstat(fds[0]).st_size == TABLE_BYTES + hello.num_bytes and not hello.num_bytes % CHUNK_BYTES
+            if not is_sealed or not is_whole or hello.num_bytes < 1 or not 0 < hello.reader < MAX_READERS:
+                raise ValueError(f"{hello} does not fit to the descriptor with it")
+            return Mapping(fds[0], hello.num_bytes, prefault), hello.reader
+        except (msgspec.DecodeError, OSError, ValueError) as exc:
+            raise RelayBroken(f"the producer {self.address} sent what is no slab: {exc}") from exc
+        finally:
+            os.close(fds[0])
 
     def _watch(self) -> None:
         io_thread().loop.add_reader(self.socket, self._on_readable)
@@ -198,6 +213,10 @@ class Producer(Readable):
             data = b""
         if not data:
             self.close()
+            return
+        self._tell_readers()
+
+    def _tell_readers(self) -> None:
         for call in list(self.on_nudge):
             call()
 
@@ -211,10 +230,16 @@ class Producer(Readable):
             self.is_broken = True
             io_thread().loop.remove_reader(self.socket)
             self.socket.close()
+            self._on_close(self)
+            self._tell_readers()
 
 
 class Consumers:
-    """The producer's side of the connections: who reads, and who has died."""
+    """The producer's side of the connections: who reads, and who has died.
+
+    Args:
+        fd: of table and slab; ``close`` closes it.
+    """
 
     def __init__(
         self, address: str, fd: int, num_bytes: int, on_lost: Callable[[int], None], on_nudge: Callable[[], None]
@@ -278,6 +303,7 @@ class Consumers:
             io_thread().loop.remove_reader(one)
             one.close()
         self._sockets.clear()
+        os.close(self._fd)
 
 
 def parse_location(ref: TensorRef) -> Location:

@@ -63,11 +63,14 @@ class ShmWriter(StreamWriter):
 
     def _has_reader_gone(self) -> bool:
         number = self._lease.number
+        if self._lease.is_revoked or self._lease.num_gone:
+            return True
         return number not in self._relay._leases or RELEASED in self._relay._flags(self._lease)
 
     def write_nowait(self, rows: torch.Tensor) -> None:
         if self._has_ended:
             raise RelayClosed("this stream has ended")
+        self._relay._check_open()
         if rows.shape[1:] != self._row_shape or rows.dtype != self._dtype:
             raise ValueError(
                 f"{rows.dtype} {list(rows.shape[1:])} in a stream whose rows are {self._dtype} {list(self._row_shape)}"
@@ -102,10 +105,17 @@ class ShmWriter(StreamWriter):
                     raise
                 cause = exc
             with self._relay._room() as room:
-                self._words[self._start + WRITER_WAITS] = 1
-                fence()
-                if len(rows) > self.num_credits:
+                if self._is_held_back(len(rows)):
                     await self._relay._await_room(room, deadline - time.monotonic(), cause)
+
+    def _is_held_back(self, num_rows: int) -> bool:
+        """Whether there are too few credits still; the reader then tells when it gives some back."""
+        with self._relay._lock:
+            if self._has_reader_gone():  # and the block may be another's
+                return False
+            self._words[self._start + WRITER_WAITS] = 1
+            fence()
+            return num_rows > self.num_credits
 
     def end(self, error: str = "") -> None:
         if self._has_ended:
@@ -140,6 +150,9 @@ class ShmReader(StreamReader):
         self._credits = ref.shape[0]
         self._ring = typed_view(source.mapping.typed, self._offset + RING_OFFSET, layout)
         self._num_read = self._words[self._start + NUM_READ]
+        if not 0 <= self._words[self._start + NUM_WRITTEN] - self._num_read <= self._credits:
+            source.release(location, ref.lease)
+            raise RelayBroken("a reference names as a stream what is none")
         self._is_closed = False
 
     @property
@@ -158,16 +171,13 @@ class ShmReader(StreamReader):
         )
 
     def read_nowait(self) -> torch.Tensor:
-        if self._is_closed:
-            raise RelayClosed("this stream was closed by its reader")
-        state = self._words[self._start + STATE]
+        self._check_open()
+        is_broken = self.is_broken  # first: what is unread after it is all there is
         fence()
         num_rows = self.num_unread
-        if not num_rows and state == FAILED:
-            block = self._source.mapping.bytes[TABLE_BYTES + self._offset :]
-            text = bytes(block[ERROR_OFFSET:RING_OFFSET]).rstrip(b"\0")
-            raise RelayBroken(text.decode(errors="replace"))
-        if not num_rows and self.is_broken:
+        if not num_rows and is_broken:
+            if self._words[self._start + STATE] == FAILED:
+                raise RelayBroken(self._error())
             raise RelayBroken("the producer of a stream is gone, or the stream's request was aborted")
         first = self._num_read % self._credits
         head = min(num_rows, self._credits - first)
@@ -183,6 +193,16 @@ class ShmReader(StreamReader):
             self._wake_producer()
         return rows
 
+    def _check_open(self) -> None:
+        # What was released may be another's: it is neither read nor written.
+        if self._is_closed:
+            raise RelayClosed("this stream was closed by its reader")
+        self._relay._check_open()
+
+    def _error(self) -> str:
+        block = self._source.mapping.bytes[TABLE_BYTES + self._offset :]
+        return bytes(block[ERROR_OFFSET:RING_OFFSET]).rstrip(b"\0").decode(errors="replace")
+
     def _wake_producer(self) -> None:
         self._source.nudge()
         if self._source is self._relay._own:
@@ -197,14 +217,14 @@ class ShmReader(StreamReader):
             def wake(woken: asyncio.Event = woken) -> None:
                 loop.call_soon_threadsafe(woken.set)
 
+            self._check_open()
             self._source.on_nudge.append(wake)
             try:
                 self._words[self._start + READER_WAITS] = 1
                 fence()
-                if self.num_unread or self.has_ended:
-                    return self.read_nowait()
-                rows = self.read_nowait()  # raises what there is to raise
-                if len(rows) or self.has_ended:
+                has_ended = self.has_ended  # first: what is read after it is all there is
+                rows = self.read_nowait()
+                if len(rows) or has_ended:
                     return rows
                 await asyncio.wait_for(woken.wait(), max(deadline - time.monotonic(), 0))
             except TimeoutError as exc:

@@ -5,9 +5,11 @@ How a consumer gets at the bytes, and how its release comes back, is the backend
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,7 @@ class Lease:
     num_bytes: int
     num_readers: int  # who have to release it
     expires_at: float  # by the relay's clock, if nobody reads it
+    num_gone: int = 0  # of the readers, those that died or left after they had begun to read it
     is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
 
 
@@ -55,10 +58,11 @@ class SlabRelay(Relay):
         self._lease_s = lease_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}  # by number, the oldest first
-        self._of_request: dict[str, list[int]] = {}  # numbers; those that are over are dropped with the request's last
+        self._of_request: dict[str, set[int]] = {}  # numbers of the leases that an abort would end
         self._buffers: dict[int, str] = {}  # offset of a block of ``empty`` that was not put yet -> request
         self._num_expired = 0
         self._has_timer = False
+        self._timer: asyncio.TimerHandle | None = None
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
@@ -66,18 +70,15 @@ class SlabRelay(Relay):
         dtype = dtype_name(tensor)
         with self._lock:
             self._check_open()
-            self._num_puts += 1
             shape = tuple(tensor.shape)
             if not tensor.numel():
+                self._num_puts += 1
                 return TensorRef(self.backend, shape, dtype, b"")
             self._collect_finished()
             num_bytes = tensor.numel() * tensor.element_size()
-            block, offset = self._place(request_id, tensor, num_bytes)
-            try:
+            with self._placed(request_id, tensor, num_bytes) as (block, offset):
                 lease = self._grant(request_id, block, offset, num_bytes, num_readers)
-            except BaseException:
-                self.pool.free(block)
-                raise
+            self._num_puts += 1
             self._num_bytes += num_bytes
             return TensorRef(self.backend, shape, dtype, self._locate(lease), lease.number)
 
@@ -101,16 +102,27 @@ class SlabRelay(Relay):
                 self._free_at(offset)
             self._tell_room()
 
-    def _place(self, request_id: str, tensor: torch.Tensor, num_bytes: int) -> tuple[Block, int]:
-        """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
+    @contextlib.contextmanager
+    def _placed(self, request_id: str, tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Block, int]]:
+        """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's.
+
+        An exception within gives it back to whom it belonged before.
+        """
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.pool.num_bytes and tensor.is_contiguous():
             block = self.pool.find_alloc_by_ptr(offset)
-            if block is not None and self._buffers.pop(block.offset, None) is not None:
-                return block, offset
+            # Another's: this request was aborted, and what was its buffer has been given away.
+            if block is not None and self._buffers.get(block.offset) == request_id:
+                yield block, offset
+                del self._buffers[block.offset]
+                return
         block = self._allocate(num_bytes)
-        self._view(block.offset, Layout(tensor.dtype, tuple(tensor.shape), num_bytes)).copy_(tensor)
-        return block, block.offset
+        try:
+            self._view(block.offset, Layout(tensor.dtype, tuple(tensor.shape), num_bytes)).copy_(tensor)
+            yield block, block.offset
+        except BaseException:
+            self.pool.free(block)
+            raise
 
     def _allocate(self, num_bytes: int) -> Block:
         if not self.pool.can_allocate(num_bytes):
@@ -132,7 +144,7 @@ class SlabRelay(Relay):
         lease = Lease(next_number(), request_id, block, offset, num_bytes, num_readers, expires_at)
         self._announce(lease)
         self._leases[lease.number] = lease
-        self._of_request.setdefault(request_id, []).append(lease.number)
+        self._of_request.setdefault(request_id, set()).add(lease.number)
         if not self._has_timer:
             self._has_timer = True
             io_thread().call(self._start_timer)
@@ -166,14 +178,19 @@ class SlabRelay(Relay):
         del self._leases[lease.number]
         numbers = self._of_request.get(lease.request_id)
         if numbers is not None:
-            numbers.remove(lease.number)
+            numbers.discard(lease.number)  # not there: aborted while it was read, and the request goes on
             if not numbers:
                 del self._of_request[lease.request_id]
         self._forget(lease)
         self.pool.free(lease.block)
 
     def _start_timer(self, delay_s: float | None = None) -> None:
-        io_thread().loop.call_later(self._lease_s if delay_s is None else delay_s, self._on_timer)
+        if not self._closed:
+            self._timer = io_thread().loop.call_later(self._lease_s if delay_s is None else delay_s, self._on_timer)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _on_timer(self) -> None:
         with self._lock:
@@ -209,6 +226,11 @@ class SlabRelay(Relay):
 
     def _forget(self, lease: Lease) -> None:
         """It is over: its number will not be seen again."""
+
+    def close(self) -> None:
+        super().close()
+        if self._has_timer:
+            io_thread().call(self._stop_timer)  # it would keep the slab until it is due
 
     def statistics(self) -> RelayStatistics:
         with self._lock:

@@ -1,0 +1,266 @@
+"""A process with one relay, driven by commands over a pipe: what tests of several processes are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tests.contract.relays import BACKENDS, NUM_BYTES
+from vllm_omni.errors import PoolExhausted, RelayBroken
+from vllm_omni.relay import Payload, TensorRef
+from vllm_omni.relay.codec import decode, encode
+
+DEADLINE_S = 20.0  # of whatever a test waits for
+LEASE_S = 60.0
+POLL_S = 0.005
+
+
+PERIOD = 251  # of the pattern; a prime, so that it fits into no page
+_bytes = (torch.arange(NUM_BYTES + PERIOD) % PERIOD).to(torch.uint8)
+
+
+def pattern(num_bytes: int, seed: int) -> torch.Tensor:
+    """Bytes that say whose they are, uint8 [num_bytes]; not to be changed."""
+    return _bytes[seed * 97 % PERIOD :][:num_bytes]
+
+
+class Peer:
+    """A process of its own, from the test's side."""
+
+    def __init__(self, backend: str):
+        # Forked from a server that has imported torch and nothing else: as clean as a spawned one, and there at once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "vllm_omni.relay.shm"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, backend), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, command: str, *args: Any) -> None:
+        """Ask for a command; ``answer`` waits for it."""
+        self._pipe.send((command, args))
+
+    def answer(self) -> Any:
+        """Of the oldest command without one; raises what it raised there."""
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError(f"process {self.process.pid} did not answer within {DEADLINE_S} s")
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def do(self, command: str, *args: Any) -> Any:
+        self.begin(command, *args)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def pause(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(DEADLINE_S)
+        self.process.close()
+
+
+@contextlib.contextmanager
+def peers(*backends: str) -> Iterator[list[Peer]]:
+    """So many processes; all have ended when this has."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for backend in backends:
+            made.append(Peer(backend))
+            stack.callback(made[-1].close)
+        yield made
+
+
+# -- in the process ---------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, backend: str) -> None:
+    torch.set_num_threads(1)
+    asyncio.run(_answer_all(pipe, Commands(backend)))
+
+
+async def _answer_all(pipe: Connection, commands: Commands) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            name, args = pipe.recv()
+            try:
+                result = getattr(commands, name)(*args)
+                if asyncio.iscoroutine(result):
+                    result = await result
+                pipe.send((result, None))
+            except Exception as exc:
+                pipe.send((None, exc))
+
+
+class Commands:
+    """What a process can be asked for."""
+
+    def __init__(self, backend: str):
+        self.relay: Any = BACKENDS[backend].make(LEASE_S)
+        self.held: dict[int, tuple[torch.Tensor, int]] = {}  # lease -> view, seed of its pattern
+        self.writer: Any = None
+        self.reader: Any = None
+
+    # producer
+
+    async def put(
+        self, request_id: str, num_bytes: int, seed: int, num_readers: int = 1, timeout_s: float = DEADLINE_S
+    ) -> TensorRef:
+        tensor = pattern(num_bytes, seed)
+        return await self.relay.put(request_id, tensor, num_readers=num_readers, timeout_s=timeout_s)
+
+    def fill(self, request_id: str, num_bytes: int) -> list[TensorRef]:
+        """As many tensors as there is room for."""
+        refs = []
+        with contextlib.suppress(PoolExhausted):
+            while True:
+                refs.append(self.relay.put_nowait(request_id, pattern(num_bytes, len(refs))))
+        return refs
+
+    def abort(self, request_id: str) -> None:
+        self.relay.abort(request_id)
+
+    def produce(self, pipe: Connection, num_bytes: int) -> None:
+        """Put and announce for ever."""
+        seed = 0
+        while True:
+            pipe.send((self.relay.put_nowait("request", pattern(num_bytes, seed)), seed))
+            seed += 1
+            while self.relay.statistics().num_leases > 8:
+                pass
+
+    async def await_leases(self, expected: int) -> int:
+        """How many there are, once there are as many as expected; what readers say may be under way."""
+        return await self._await(lambda: self.relay.statistics().num_leases, expected)
+
+    def num_expired(self) -> int:
+        return self.relay.statistics().num_expired
+
+    def check_integrity(self) -> None:
+        self.relay.check_integrity()
+
+    # consumer
+
+    def forward(self, ref: TensorRef) -> TensorRef:
+        """As a stage does that does not look into what it hands on."""
+        return decode(encode(Payload({"tensor": ref}))).tensors["tensor"]
+
+    async def get(self, ref: TensorRef, seed: int, timeout_s: float = DEADLINE_S) -> bool:
+        """Whether it is what was put; it is held until it is released."""
+        self.held[ref.lease] = await self.relay.get(ref, timeout_s=timeout_s), seed
+        return self.check(ref)
+
+    def get_blocking(self, ref: TensorRef, seed: int, timeout_s: float = DEADLINE_S) -> bool:
+        self.held[ref.lease] = self.relay.get_blocking(ref, timeout_s), seed
+        return self.check(ref)
+
+    def check(self, ref: TensorRef) -> bool:
+        tensor, seed = self.held[ref.lease]
+        return torch.equal(tensor.flatten(), pattern(tensor.numel(), seed))
+
+    def check_all(self) -> bool:
+        """Whether everything held here is still what was put."""
+        return all(torch.equal(tensor.flatten(), pattern(tensor.numel(), seed)) for tensor, seed in self.held.values())
+
+    def release(self, ref: TensorRef) -> None:
+        self.held.pop(ref.lease, None)
+        self.relay.release(ref)
+
+    async def await_broken(self, ref: TensorRef) -> bool:
+        """Whether a reference whose producer has died is refused, once that is known here."""
+
+        def is_broken() -> bool:
+            try:
+                self.relay.get_blocking(ref, DEADLINE_S)
+            except RelayBroken:
+                return True
+            return False
+
+        return await self._await(is_broken, True)
+
+    def consume(self, pipe: Connection) -> None:
+        """Pull, compare and release for ever."""
+        while True:
+            ref, seed = pipe.recv()
+            tensor = self.relay.get_blocking(ref)
+            assert torch.equal(tensor, pattern(tensor.numel(), seed))
+            self.relay.release(ref)
+
+    # streams
+
+    def open_stream(self, request_id: str, credits: int) -> TensorRef:
+        self.writer = self.relay.open_stream(request_id, (2,), torch.int64, credits=credits)
+        return self.writer.ref
+
+    async def write(self, values: list[int], timeout_s: float = DEADLINE_S) -> None:
+        await self.writer.write(_rows(values), timeout_s=timeout_s)
+
+    def write_nowait(self, values: list[int]) -> None:
+        self.writer.write_nowait(_rows(values))
+
+    async def await_credits(self, expected: int) -> int:
+        return await self._await(lambda: self.writer.num_credits, expected)
+
+    def end(self, error: str = "") -> None:
+        self.writer.end(error)
+
+    async def read_stream(self, ref: TensorRef) -> None:
+        self.reader = await self.relay.read_stream(ref, timeout_s=DEADLINE_S)
+
+    async def read(self, timeout_s: float = DEADLINE_S) -> list[int]:
+        return (await self.reader.read(timeout_s=timeout_s))[:, 0].tolist()
+
+    def close_reader(self) -> None:
+        self.reader.close()
+        self.reader = None
+
+    # both
+
+    def num_fds(self) -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    async def await_num_fds(self, expected: int) -> int:
+        """How many descriptors are open, once there are as many as expected."""
+        return await self._await(self.num_fds, expected)
+
+    def close(self) -> None:
+        self.relay.close()
+
+    @staticmethod
+    async def _await(look: Any, expected: Any) -> Any:
+        found = look()
+        for _ in range(int(DEADLINE_S / 2 / POLL_S)):
+            if found == expected:
+                break
+            await asyncio.sleep(POLL_S)
+            found = look()
+        return found
+
+
+def _rows(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).reshape(-1, 1).repeat(1, 2)

@@ -1,0 +1,354 @@
+"""Relays in processes of their own, and what is left to one when the other dies: kill -9 at every step.
+
+A deadline within which something must be heard is given to the relay itself (``HEARD_S``): it raises ``RelayTimeout``
+where ``RelayBroken`` is due, if it has not noticed by then.
+"""
+
+import os
+from collections.abc import Iterator
+from multiprocessing import get_context
+
+import pytest
+
+from tests.contract.relays import BACKENDS, CROSSING, NUM_BYTES
+from tests.relay.peer import Peer, peers
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
+from vllm_omni.relay import TensorRef
+
+HEARD_S = 1.0
+HALF = NUM_BYTES // 2
+
+
+@pytest.fixture(params=CROSSING)
+def backend(request: pytest.FixtureRequest) -> str:
+    if reason := BACKENDS[request.param].reason:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def ends(backend: str) -> Iterator[tuple[Peer, Peer]]:
+    """Producer and consumer, which have never met."""
+    with peers(backend, backend) as (producer, consumer):
+        yield producer, consumer
+
+
+@pytest.fixture
+def connected(ends: tuple[Peer, Peer]) -> tuple[Peer, Peer]:
+    """Producer and consumer, which have."""
+    deliver(*ends, 64, 0)
+    return ends
+
+
+def deliver(producer: Peer, consumer: Peer, num_bytes: int, seed: int) -> None:
+    ref = producer.do("put", "request", num_bytes, seed)
+    assert consumer.do("get", ref, seed)
+    consumer.do("release", ref)
+
+
+def assert_nothing_is_held(producer: Peer) -> None:
+    """No lease, no credit: all room can be used again."""
+    assert producer.do("await_leases", 0) == 0
+    assert producer.do("num_expired") == 0
+    producer.do("check_integrity")
+    assert len(producer.do("fill", "all", HALF)) == 2
+    producer.do("abort", "all")
+
+
+def shm_names(*ends: Peer) -> list[str]:
+    """What lies in /dev/shm by the name of this project or of one of these processes."""
+    pids = [str(end.process.pid) for end in ends]
+    return [name for name in os.listdir("/dev/shm") if "vllm-omni" in name or any(pid in name for pid in pids)]
+
+
+# -- all is well ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["get", "get_blocking"])
+def test_tensors_of_several_sizes_go_from_one_process_to_another(ends: tuple[Peer, Peer], method: str) -> None:
+    producer, consumer = ends
+    for seed, num_bytes in enumerate([1, 4095, 4096, 4097, 100_000, 3_000_001, 0]):
+        ref = producer.do("put", "request", num_bytes, seed)
+        assert consumer.do(method, ref, seed), num_bytes
+        consumer.do("release", ref)
+    assert_nothing_is_held(producer)
+
+
+def test_what_is_only_forwarded_is_pulled_from_whom_it_came(backend: str) -> None:
+    with peers(backend, backend, backend) as (source, middle, sink):
+        for seed in range(3):
+            ref = middle.do("forward", source.do("put", "request", 10_000, seed))
+            assert sink.do("get", ref, seed)
+            sink.do("release", ref)
+        ref = middle.do("forward", source.do("put", "request", 10_000, 9))
+        middle.kill()
+        assert sink.do("get", ref, 9)
+        sink.do("release", ref)
+        assert_nothing_is_held(source)
+
+
+def test_rows_go_from_one_process_to_another(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    consumer.do("read_stream", producer.do("open_stream", "request", 8))
+    consumer.begin("read")
+    producer.do("write", [1, 2, 3])
+    assert consumer.answer() == [1, 2, 3]
+    producer.do("write", list(range(8)))
+    producer.begin("write", [9])
+    assert consumer.do("read") == list(range(8))
+    producer.answer()
+    producer.do("end")
+    assert consumer.do("read") == [9]
+    assert consumer.do("read") == []
+    consumer.do("close_reader")
+    assert_nothing_is_held(producer)
+
+
+def test_processes_that_come_and_go_leave_no_descriptor(backend: str) -> None:
+    with peers(backend, backend) as (producer, consumer):
+        deliver(producer, consumer, 64, 0)
+        before = [end.do("num_fds") for end in (producer, consumer)]
+        with peers(backend, backend) as (other_producer, other_consumer):
+            deliver(producer, other_consumer, 64, 1)
+            deliver(other_producer, consumer, 64, 2)
+            other_producer.do("close")
+            other_consumer.do("close")
+            for end, num_fds in zip((producer, consumer), before, strict=True):
+                assert end.do("await_num_fds", num_fds) == num_fds
+            assert shm_names(other_producer, other_consumer) == []
+
+
+# -- the consumer dies ------------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_dies_before_it_pulls(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    producer.do("put", "request", 64, 1)
+    consumer.kill()
+    assert producer.do("await_leases", 1) == 1  # another may come for it, until the request is aborted
+    producer.do("abort", "request")
+    assert_nothing_is_held(producer)
+
+
+def test_a_consumer_dies_while_it_holds_a_view(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    num_fds = producer.do("num_fds")
+    assert consumer.do("get", producer.do("put", "request", HALF, 1), 1)
+    consumer.kill()
+    assert_nothing_is_held(producer)
+    assert producer.do("await_num_fds", num_fds) == num_fds
+    assert shm_names(producer, consumer) == []
+
+
+def test_a_consumer_dies_holding_what_was_aborted(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    assert consumer.do("get", producer.do("put", "request", HALF, 1), 1)
+    producer.do("abort", "request")
+    assert producer.do("await_leases", 1) == 1
+    consumer.kill()
+    assert_nothing_is_held(producer)
+
+
+def test_a_consumer_dies_after_it_released(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    ref = producer.do("put", "request", 64, 1)
+    consumer.do("release", ref)
+    consumer.kill()
+    assert_nothing_is_held(producer)
+
+
+def test_one_of_two_readers_dies(backend: str) -> None:
+    with peers(backend, backend, backend) as (producer, first, second):
+        ref = producer.do("put", "request", 10_000, 1, 2)
+        assert first.do("get", ref, 1)
+        assert second.do("get", ref, 1)
+        first.kill()
+        assert producer.do("await_leases", 1) == 1
+        assert second.do("check", ref)
+        second.do("release", ref)
+        assert_nothing_is_held(producer)
+
+
+def test_who_waits_for_room_goes_on_when_the_consumer_dies(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    for seed, ref in enumerate(producer.do("fill", "request", HALF)):
+        assert consumer.do("get", ref, seed)
+    producer.begin("put", "other", HALF, 7, 1, HEARD_S)
+    consumer.kill()
+    producer.answer()
+    producer.do("abort", "other")
+    assert_nothing_is_held(producer)
+
+
+@pytest.mark.parametrize("num_read", [0, 3])
+def test_a_reader_dies_and_its_writer_is_held_back_no_more(ends: tuple[Peer, Peer], num_read: int) -> None:
+    producer, consumer = ends
+    consumer.do("read_stream", producer.do("open_stream", "request", 4))
+    if num_read:
+        producer.do("write", list(range(num_read)))
+        assert consumer.do("read") == list(range(num_read))
+    producer.do("write", [1, 2, 3, 4])
+    producer.begin("write", [5], HEARD_S)
+    consumer.kill()
+    producer.answer()
+    assert producer.do("await_credits", 4) == 4
+    producer.do("write_nowait", [1, 2, 3, 4])
+    producer.do("end")
+    assert_nothing_is_held(producer)
+
+
+def test_a_reader_dies_while_it_waits(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    consumer.do("read_stream", producer.do("open_stream", "request", 4))
+    consumer.begin("read")
+    consumer.kill()
+    assert producer.do("await_leases", 0) == 0
+    producer.do("write", [1, 2, 3, 4])
+    producer.do("write", [1, 2, 3, 4])
+    assert_nothing_is_held(producer)
+
+
+# -- the producer dies ------------------------------------------------------------------------------------------------
+
+
+def test_a_producer_dies_before_anybody_has_connected(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    ref = producer.do("put", "request", 64, 1)
+    producer.kill()
+    with pytest.raises(RelayBroken):
+        consumer.do("get", ref, 1, HEARD_S)
+    consumer.do("release", ref)
+
+
+def test_a_producer_dies_before_its_announcement_is_answered(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    ref = producer.do("put", "request", 64, 1)
+    producer.kill()
+    assert consumer.do("await_broken", ref)
+    consumer.do("release", ref)
+
+
+def test_a_producer_dies_while_somebody_connects(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    ref = producer.do("put", "request", 64, 1)
+    producer.pause()  # the system takes the connection, and nobody answers
+    with pytest.raises(RelayTimeout):
+        consumer.do("get", ref, 1, 0.05)
+    consumer.begin("get", ref, 1)
+    producer.kill()
+    with pytest.raises(RelayBroken):
+        consumer.answer()
+
+
+def test_what_was_pulled_from_a_dead_producer_stays_readable(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    num_fds = consumer.do("num_fds")
+    first = producer.do("put", "request", HALF, 1)
+    second = producer.do("put", "request", 64, 2)
+    assert consumer.do("get", first, 1)
+    producer.kill()
+    assert consumer.do("await_broken", second)
+    assert consumer.do("check", first)
+    consumer.do("release", first)
+    consumer.do("release", second)
+    assert consumer.do("await_num_fds", num_fds) == num_fds
+    assert shm_names(producer, consumer) == []
+    consumer.do("check_integrity")
+
+
+def test_a_reader_hears_of_the_writers_death_behind_the_rows(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    num_fds = consumer.do("num_fds")
+    consumer.do("read_stream", producer.do("open_stream", "request", 4))
+    producer.do("write", [1, 2, 3])
+    producer.kill()
+    assert consumer.do("read", HEARD_S) == [1, 2, 3]
+    with pytest.raises(RelayBroken):
+        consumer.do("read", HEARD_S)
+    consumer.do("close_reader")
+    assert consumer.do("await_num_fds", num_fds) == num_fds
+
+
+def test_a_reader_that_waits_hears_of_the_writers_death(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    consumer.do("read_stream", producer.do("open_stream", "request", 4))
+    consumer.begin("read", HEARD_S)
+    producer.kill()
+    with pytest.raises(RelayBroken):
+        consumer.answer()
+
+
+def test_rows_that_were_ended_outlive_their_writer(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    consumer.do("read_stream", producer.do("open_stream", "request", 4))
+    producer.do("write", [1, 2, 3])
+    producer.do("end")
+    producer.kill()
+    assert consumer.do("read", HEARD_S) == [1, 2, 3]
+    assert consumer.do("read", HEARD_S) == []
+
+
+# -- at any step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_seen", [1, 7, 50])
+def test_a_producer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_seen: int) -> None:
+    producer, consumer = ends
+    ours, theirs = get_context("forkserver").Pipe()
+    producer.begin("produce", theirs, 300_000)
+    announced: list[tuple[TensorRef, int]] = []
+    while len(announced) < num_seen:
+        announced.append(ours.recv())
+        assert consumer.do("get", *announced[-1])
+        consumer.do("release", announced[-1][0])
+    last = ours.recv()
+    producer.kill()
+    assert consumer.do("await_broken", last[0])
+    for ref, _ in [*announced, last]:
+        consumer.do("release", ref)
+    consumer.do("check_integrity")
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("num_sent", [1, 7, 50])
+def test_a_consumer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_sent: int) -> None:
+    producer, consumer = ends
+    theirs, ours = get_context("forkserver").Pipe(duplex=False)
+    consumer.begin("consume", theirs)
+    for seed in range(num_sent):
+        ours.send((producer.do("put", "request", 300_000, seed), seed))
+    consumer.kill()
+    producer.do("abort", "request")
+    assert_nothing_is_held(producer)
+    ours.close()
+    theirs.close()
+
+
+# -- one that stands still --------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_that_stands_still_takes_no_more_than_its_credits(connected: tuple[Peer, Peer]) -> None:
+    producer, consumer = connected
+    consumer.do("read_stream", producer.do("open_stream", "stream", 4))
+    held = producer.do("put", "request", HALF, 5)
+    assert consumer.do("get", held, 5)
+    consumer.pause()
+    producer.do("write", [1, 2, 3, 4])
+    with pytest.raises(PoolExhausted):
+        producer.do("write_nowait", [5])
+    with pytest.raises(RelayTimeout):
+        producer.do("write", [5], 0.01)
+    refs = producer.do("fill", "request", 100_000)
+    assert 100_000 * len(refs) < NUM_BYTES - HALF
+    with pytest.raises(RelayTimeout):
+        producer.do("put", "request", 100_000, 0, 1, 0.01)
+    consumer.resume()
+    assert consumer.do("check", held)
+    assert consumer.do("read") == [1, 2, 3, 4]
+    for seed, ref in enumerate(refs):
+        assert consumer.do("get", ref, seed)
+        consumer.do("release", ref)
+    consumer.do("release", held)
+    consumer.do("close_reader")
+    assert_nothing_is_held(producer)
