@@ -7,6 +7,7 @@ from typing import NamedTuple
 from vllm_omni.relay import InlineRelay, Relay
 from vllm_omni.relay.local import LocalRelay
 from vllm_omni.relay.shm import ShmRelay
+from vllm_omni.relay.tcp import TcpRelay
 
 NUM_BYTES = 4 << 20  # of a producer's slab
 
@@ -27,6 +28,7 @@ BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
     "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s)),
+    "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s)),
 }
 LEASING = [name for name, backend in BACKENDS.items() if backend.leases]
 COPYING = [name for name, backend in BACKENDS.items() if backend.copies]
