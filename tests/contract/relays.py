@@ -21,16 +21,18 @@ class Backend(NamedTuple):
     make: Callable[[float], Relay]  # lease_s -> a relay that can do both
     copies: bool = True  # whether put copies: a consumer has what was there at that moment
     leases: bool = True  # whether something stays with the producer until it is released
+    streams: bool = False
     reason: str = ""  # why it cannot be tested here
 
 
 BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
-    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s)),
-    "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s)),
+    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), streams=True),
+    "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), streams=True),
 }
 LEASING = [name for name, backend in BACKENDS.items() if backend.leases]
+STREAMING = [name for name, backend in BACKENDS.items() if backend.streams]
 COPYING = [name for name, backend in BACKENDS.items() if backend.copies]
 
 

@@ -164,6 +164,9 @@ class RemoteRelay(SlabRelay, Streams):
         marks = self._marks[lease.number]
         return not marks.reading and (lease.is_revoked or len(marks.released) >= lease.num_readers)
 
+    def _is_read(self, lease: Lease) -> bool:
+        return bool(self._marks[lease.number].reading)
+
     def _revoke(self, lease: Lease) -> bool:
         writer = self._writers.get(lease.number)
         if writer is not None:
@@ -174,11 +177,11 @@ class RemoteRelay(SlabRelay, Streams):
         del self._marks[lease.number]
         self._writers.pop(lease.number, None)
 
-    def begin_reading(self, reader: bytes, number: int, num_bytes: int) -> Lease | None:
-        """Keep a lease from ending while it is read; None: it has ended, or is of another size."""
+    def begin_reading(self, reader: bytes, number: int, num_bytes: int, *, is_stream: bool = False) -> Lease | None:
+        """Keep a lease from ending while it is read; None: it has ended, or is of something else."""
         with self._lock:
             lease = self._leases.get(number)
-            if lease is None or lease.num_bytes != num_bytes:
+            if lease is None or lease.num_bytes != num_bytes or (number in self._writers) != is_stream:
                 return None
             marks = self._marks[number]
             if reader not in marks.reading:
@@ -400,7 +403,7 @@ class Consumers:
             self.send(peer, Refused(request, NOT_THERE))
         elif writer.has_reader:
             self.send(peer, Refused(request, "the stream has a reader already"))
-        elif (lease := self._relay.begin_reading(reader, number, num_bytes)) is None:
+        elif (lease := self._relay.begin_reading(reader, number, num_bytes, is_stream=True)) is None:
             self.send(peer, Refused(request, NOT_THERE))
         else:
             self.send(peer, Granted(request, lease.offset))

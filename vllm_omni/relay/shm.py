@@ -113,6 +113,9 @@ class ShmRelay(SlabRelay, Streams):
             return False
         return not self._revoke(lease)
 
+    def _is_read(self, lease: Lease) -> bool:
+        return READING in self._flags(lease)
+
     def _revoke(self, lease: Lease) -> bool:
         self._mapping.words[self._slot_of[lease.number] * SLOT_WORDS] = 0
         fence()
@@ -262,6 +265,9 @@ class ShmRelay(SlabRelay, Streams):
             producers, self._producers = list(self._producers.values()), {}
         for producer in producers:
             io_thread().call(producer.close)
+        self._own.is_broken = True
+        for wake in list(self._own.on_nudge):
+            wake()
         if self._consumers is not None:
             io_thread().call(self._consumers.close)
         os.close(self._fd)

@@ -206,10 +206,13 @@ class Producer(Readable):
             self.socket.send(NUDGE)
 
     def close(self) -> None:
-        """On the I/O thread."""
-        self.is_broken = True
-        io_thread().loop.remove_reader(self.socket)
-        self.socket.close()
+        """On the I/O thread. Twice does nothing."""
+        if not self.is_broken:
+            self.is_broken = True
+            io_thread().loop.remove_reader(self.socket)
+            self.socket.close()
+            for call in list(self.on_nudge):
+                call()
 
 
 class Consumers:

@@ -150,7 +150,7 @@ class SlabRelay(Relay):
         for lease in list(self._leases.values()):
             if self._is_released(lease):
                 self._drop(lease)
-            elif lease.is_revoked or now >= lease.expires_at:
+            elif lease.is_revoked or (now >= lease.expires_at and not self._is_read(lease)):
                 self._num_expired += not lease.is_revoked
                 self._end(lease)
 
@@ -196,6 +196,10 @@ class SlabRelay(Relay):
     @abstractmethod
     def _is_released(self, lease: Lease) -> bool:
         """Whether all its readers have released it."""
+
+    @abstractmethod
+    def _is_read(self, lease: Lease) -> bool:
+        """Whether somebody has begun to read it and not released it: then it does not expire, a stream above all."""
 
     @abstractmethod
     def _revoke(self, lease: Lease) -> bool:
