@@ -31,10 +31,10 @@ MAX_CONTROL_BYTES = 4096  # of a message to a producer
 MAX_BODY_BYTES = 64 << 20  # of a message to a consumer
 MAX_TEXT = 1000
 
-# A peer that is silent for longer than both together is dead. ZMQ's own threads ask and answer: a process in which
-# Python is busy is not taken for a dead one.
-HEARTBEAT_MS = 300
-HEARTBEAT_TIMEOUT_MS = 500
+# A peer that is silent for as long as both together is dead. ZMQ's own threads ask and answer, so a process in which
+# Python is busy is not taken for a dead one. Asking often leaves more of the second for a host that stumbles.
+HEARTBEAT_MS = 100
+HEARTBEAT_TIMEOUT_MS = 850
 CONNECT_MS = 5000  # until a producer has answered; a caller's deadline may come earlier
 
 MAX_DRAIN = 64  # messages, then the loop's other callbacks have their turn
