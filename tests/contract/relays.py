@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from vllm_omni.relay import InlineRelay, Relay
 from vllm_omni.relay.local import LocalRelay
+from vllm_omni.relay.mooncake import MooncakeRelay
+from vllm_omni.relay.nixl import NixlRelay
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.tcp import TcpRelay
 
@@ -25,10 +28,25 @@ class Backend(NamedTuple):
     reason: str = ""  # why it cannot be tested here
 
 
+def reason_without(*packages: str) -> str:
+    missing = [package for package in packages if find_spec(package) is None]
+    return f"{', '.join(missing)} is not installed" if missing else ""
+
+
 BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
     "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), streams=True),
+    "nixl": Backend(
+        lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
+        streams=True,
+        reason=reason_without("nixl"),
+    ),
+    "mooncake": Backend(
+        lambda lease_s: MooncakeRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
+        streams=True,
+        reason=reason_without("mooncake"),
+    ),
     "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), streams=True),
 }
 LEASING = [name for name, backend in BACKENDS.items() if backend.leases]

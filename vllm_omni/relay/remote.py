@@ -150,6 +150,10 @@ class RemoteRelay(SlabRelay, Streams):
         """What consumers need to read the slab, besides this protocol."""
         return b""
 
+    def on_producer_lost(self, producer: Producer) -> None:
+        """A connection is over; on the I/O thread."""
+        return
+
     # -- producer -----------------------------------------------------------------------------------------------------
 
     def _locate(self, lease: Lease) -> bytes:
@@ -591,6 +595,7 @@ class Producer:
         self._timer.cancel()
         self._wire.close()
         self._relay._producers.pop(self._location, None)
+        self._relay.on_producer_lost(self)
         if not self.welcomed.done():
             self.welcomed.set_exception(error)
         for _, future in self._requests.values():
