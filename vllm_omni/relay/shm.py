@@ -284,6 +284,7 @@ class ShmRelay(SlabRelay, Streams):
             producers, self._producers = list(self._producers.values()), {}
         for producer in producers:
             io_thread().call(producer.close)
+        self._own.is_broken = True
         if self._consumers is not None:
             io_thread().call(self._consumers.close)
         for wake in list(self._own.on_nudge):
