@@ -190,7 +190,9 @@ class Producer(Readable):
             self.socket.send(NUDGE)
 
     def close(self) -> None:
-        """On the I/O thread."""
+        """On the I/O thread. Twice does nothing: the producer may go while this process closes its end."""
+        if self.is_broken:
+            return
         self.is_broken = True
         io_thread().loop.remove_reader(self.socket)
         self.socket.close()
