@@ -24,7 +24,7 @@ from concurrent.futures import Future
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, Layout, TensorRef, check_ref, dtype_name, io_thread
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, TensorRef, check_ref, dtype_name, io_thread, make_layout
 from vllm_omni.relay.shm_memory import (
     FLAGS,
     MAX_READERS,
@@ -235,7 +235,7 @@ class ShmRelay(SlabRelay, Streams):
             raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
         source = self._source(location) or self._connect(location.address, timeout_s)
         num_bytes = RING_OFFSET + layout.num_bytes
-        source.take(location, ref.lease, Layout(torch.uint8, (num_bytes,), num_bytes))
+        source.take(location, ref.lease, make_layout(torch.uint8, (num_bytes,)))
         return ShmReader(self, source, ref, layout, location)
 
     # -- both ---------------------------------------------------------------------------------------------------------

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from vllm_omni.relay.base import LEASE_S, Clock, Layout, Relay, RelayStatistics, TensorRef, dtype_name, io_thread
+from vllm_omni.relay.base import (
+    LEASE_S,
+    Clock,
+    Layout,
+    Relay,
+    RelayStatistics,
+    TensorRef,
+    dtype_name,
+    io_thread,
+    make_layout,
+)
 from vllm_omni.relay.base import new_lease as next_number
 from vllm_omni.relay.buffer_pool import Block, BufferPool
 
@@ -67,24 +76,23 @@ class SlabRelay(Relay):
         with self._lock:
             self._check_open()
             self._num_puts += 1
-            shape = tuple(tensor.shape)
-            if not tensor.numel():
-                return TensorRef(self.backend, shape, dtype, b"")
+            layout = make_layout(tensor.dtype, tuple(tensor.shape))
+            if not layout.num_bytes:
+                return TensorRef(self.backend, layout.shape, dtype, b"")
             self._collect_finished()
-            num_bytes = tensor.numel() * tensor.element_size()
-            block, offset = self._place(request_id, tensor, num_bytes)
+            block, offset = self._place(tensor, layout)
             try:
-                lease = self._grant(request_id, block, offset, num_bytes, num_readers)
+                lease = self._grant(request_id, block, offset, layout.num_bytes, num_readers)
             except BaseException:
                 self.pool.free(block)
                 raise
-            self._num_bytes += num_bytes
-            return TensorRef(self.backend, shape, dtype, self._locate(lease), lease.number)
+            self._num_bytes += layout.num_bytes
+            return TensorRef(self.backend, layout.shape, dtype, self._locate(lease), lease.number)
 
     def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with self._lock:
             self._check_open()
-            layout = _layout(shape, dtype)
+            layout = make_layout(dtype, tuple(shape))
             if not layout.num_bytes:
                 return torch.empty(shape, dtype=dtype)
             block = self._allocate(layout.num_bytes)
@@ -101,15 +109,15 @@ class SlabRelay(Relay):
                 self._free_at(offset)
             self._tell_room()
 
-    def _place(self, request_id: str, tensor: torch.Tensor, num_bytes: int) -> tuple[Block, int]:
+    def _place(self, tensor: torch.Tensor, layout: Layout) -> tuple[Block, int]:
         """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.pool.num_bytes and tensor.is_contiguous():
             block = self.pool.find_alloc_by_ptr(offset)
             if block is not None and self._buffers.pop(block.offset, None) is not None:
                 return block, offset
-        block = self._allocate(num_bytes)
-        self._view(block.offset, Layout(tensor.dtype, tuple(tensor.shape), num_bytes)).copy_(tensor)
+        block = self._allocate(layout.num_bytes)
+        self._view(block.offset, layout).copy_(tensor)
         return block, block.offset
 
     def _allocate(self, num_bytes: int) -> Block:
@@ -227,16 +235,4 @@ def typed_view(typed: dict[torch.dtype, torch.Tensor], offset: int, layout: Layo
     whole = typed.get(layout.dtype)
     if whole is None:
         whole = typed[layout.dtype] = typed[torch.uint8].view(layout.dtype)
-    strides, stride = [], 1
-    for size in reversed(layout.shape):
-        strides.append(stride)
-        stride *= size
-    return whole.as_strided(layout.shape, strides[::-1], offset // layout.dtype.itemsize)
-
-
-def _layout(shape: Iterable[int], dtype: torch.dtype) -> Layout:
-    shape = tuple(shape)
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    return Layout(dtype, shape, num_bytes)
+    return whole.as_strided(layout.shape, layout.strides, offset // layout.dtype.itemsize)
