@@ -696,7 +696,9 @@ def goals(tables: dict[str, Table], messages: dict[str, dict[str, float]], sizes
             ways = by_size[format_size(size)]
             for of, what in (("to_view", "to the view"), ("round_trips", "round trip"), ("calls", "put + get alone")):
                 got = ratio(ways[ONE], ways[MEMCPY], of, "round_trips")
-                rows.append(Goal(f"{format_size(size)}: one copy, {what}, times memcpy", limit, got, False, of == "to_view"))
+                rows.append(
+                    Goal(f"{format_size(size)}: one copy, {what}, times memcpy", limit, got, False, of == "to_view")
+                )
     for size, limit in ((MB, 12.0), (16 * MB, 8.0)):
         if size in sizes:
             ways = by_size[format_size(size)]

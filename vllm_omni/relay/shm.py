@@ -70,6 +70,7 @@ class ShmRelay(SlabRelay, Streams):
         self._typed = self._mapping.typed
         self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
         self._slot_of: dict[int, int] = {}  # lease's number -> slot
+        self._locations: dict[int, bytes] = {}  # by slot
         self._producers: dict[str, Producer] = {}
         self._consumers = (
             Consumers(self.address, self._fd, size, self._lose_reader, self._on_nudge) if num_bytes else None
@@ -78,7 +79,11 @@ class ShmRelay(SlabRelay, Streams):
     # -- producer -----------------------------------------------------------------------------------------------------
 
     def _locate(self, lease: Lease) -> bytes:
-        return encode(Location(self.address, self._slot_of[lease.number]))
+        slot = self._slot_of[lease.number]
+        location = self._locations.get(slot)
+        if location is None:
+            location = self._locations[slot] = encode(Location(self.address, slot))
+        return location
 
     def _announce(self, lease: Lease) -> None:
         if not self._slots:

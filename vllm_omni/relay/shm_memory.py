@@ -11,6 +11,7 @@ for readers: one of the two sees the other, so no block is freed under a reader.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import socket
@@ -33,6 +34,8 @@ TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
 PRODUCER_WAITS = FLAGS  # byte of slot 0, which is never leased, that is set while the producer waits for room
 READING, RELEASED = 1, 2
 OWN_READER = 0  # the byte of the producer's process
+
+MAX_LOCATION_BYTES = 128  # a Unix socket's address has less than 108
 
 NUDGE = b"!"
 _fence_lock = threading.Lock()
@@ -266,8 +269,15 @@ class Consumers:
 
 
 def parse_location(ref: TensorRef) -> Location:
+    return _parse_location(ref.location)
+
+
+@functools.lru_cache(NUM_SLOTS)  # a producer gives the same few slots out again and again
+def _parse_location(location: bytes) -> Location:
+    if len(location) > MAX_LOCATION_BYTES:
+        raise RelayBroken(f"a reference points somewhere with {len(location)} bytes")
     try:
-        return decode_location(ref.location)
+        return decode_location(location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RelayBroken(f"a reference does not say where it points: {exc}") from exc
 
