@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_omni.errors import PoolExhausted
 from vllm_omni.relay.base import (
     LEASE_S,
     Clock,
@@ -121,7 +122,9 @@ class SlabRelay(Relay):
         return block, block.offset
 
     def _allocate(self, num_bytes: int) -> Block:
-        if not self.pool.can_allocate(num_bytes):
+        try:
+            return self.pool.allocate(num_bytes)
+        except PoolExhausted:
             self._collect()
         return self.pool.allocate(num_bytes)
 
