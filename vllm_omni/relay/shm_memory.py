@@ -27,6 +27,7 @@ from vllm_omni.relay.base import Layout, TensorRef, io_thread
 from vllm_omni.relay.slab import typed_view
 
 SLOT_BYTES, SLOT_WORDS = 64, 8
+EMPTY_SLOT = bytes(SLOT_BYTES)
 FLAGS = 24  # offset in a slot
 MAX_READERS = SLOT_BYTES - FLAGS  # processes, the producer's own included
 NUM_SLOTS = 4096

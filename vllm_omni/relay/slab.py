@@ -42,6 +42,7 @@ class Lease:
     num_readers: int  # who have to release it
     expires_at: float  # by the relay's clock, if nobody reads it
     is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
+    slot: int = 0  # the backend's, of whatever it keeps for a lease
 
 
 class SlabRelay(Relay):
