@@ -66,7 +66,6 @@ class SlabRelay(Relay):
         self._lease_s = lease_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}  # by number, the oldest first
-        self._of_request: dict[str, list[int]] = {}  # numbers; those that are over are dropped with the request's last
         self._buffers: dict[int, str] = {}  # offset of a block of ``empty`` that was not put yet -> request
         self._num_expired = 0
         self._has_timer = False
@@ -103,9 +102,9 @@ class SlabRelay(Relay):
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            for number in self._of_request.pop(request_id, ()):
-                if (lease := self._leases.get(number)) is not None:
-                    self._end(lease)
+            # Looked for among all: an abort is rare, and entering each lease under its request is not.
+            for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+                self._end(lease)
             for offset in [offset for offset, owner in self._buffers.items() if owner == request_id]:
                 del self._buffers[offset]
                 self._free_at(offset)
@@ -144,7 +143,6 @@ class SlabRelay(Relay):
         lease = Lease(next_number(), request_id, block, offset, num_bytes, num_readers, expires_at)
         self._announce(lease)
         self._leases[lease.number] = lease
-        self._of_request.setdefault(request_id, []).append(lease.number)
         if not self._has_timer:
             self._has_timer = True
             io_thread().call(self._start_timer)
@@ -152,9 +150,10 @@ class SlabRelay(Relay):
 
     def _collect_finished(self) -> None:
         """Free the oldest lease if it is over: what is put and released in turn needs no more."""
-        oldest = next(iter(self._leases.values()), None)
-        if oldest is not None and self._is_released(oldest):
-            self._drop(oldest)
+        for oldest in self._leases.values():
+            if self._is_released(oldest):
+                self._drop(oldest)
+            return
 
     def _collect(self) -> None:
         """Free every lease that is over or has expired."""
@@ -174,11 +173,6 @@ class SlabRelay(Relay):
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.number]
-        numbers = self._of_request.get(lease.request_id)
-        if numbers is not None:
-            numbers.remove(lease.number)
-            if not numbers:
-                del self._of_request[lease.request_id]
         self._forget(lease)
         self.pool.free(lease.block)
 
@@ -229,8 +223,6 @@ class SlabRelay(Relay):
             self.pool.check_integrity()
             blocks = {lease.block.offset for lease in self._leases.values()} | set(self._buffers)
             assert len(blocks) == self.pool.statistics().num_blocks, "a block belongs to nobody"
-            of_request = [number for numbers in self._of_request.values() for number in numbers]
-            assert set(of_request) <= set(self._leases), "a request has a lease that is over"
 
 
 def typed_view(typed: dict[torch.dtype, torch.Tensor], offset: int, layout: Layout) -> torch.Tensor:
