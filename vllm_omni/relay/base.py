@@ -6,6 +6,7 @@ From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import itertools
@@ -24,6 +25,7 @@ from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeo
 
 TIMEOUT_S = 30.0  # of a wait, unless its caller says otherwise
 LEASE_S = 300.0  # after that nobody comes for a tensor any more
+EXIT_S = 1.0  # the I/O thread's last work may take, when the process ends
 MAX_DIMS = 16
 MAX_NUM_BYTES = 1 << 40
 
@@ -277,11 +279,19 @@ class IOThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="relay-io", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="relay-io", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def _stop(self) -> None:
+        """Let it end before the interpreter does: a thread that drops its last tensor meanwhile aborts the process."""
+        if self.pid == os.getpid():
+            self.call(self.loop.stop)
+            self._thread.join(EXIT_S)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
