@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import socket
@@ -27,6 +28,7 @@ from vllm_omni.relay.base import Layout, TensorRef, io_thread
 from vllm_omni.relay.slab import CHUNK_BYTES, typed_view
 
 SLOT_BYTES, SLOT_WORDS = 64, 8
+EMPTY_SLOT = bytes(SLOT_BYTES)
 FLAGS = 24  # offset in a slot
 MAX_READERS = SLOT_BYTES - FLAGS  # processes, the producer's own included
 NUM_SLOTS = 4096
@@ -37,6 +39,7 @@ OWN_READER = 0  # the byte of the producer's process
 
 # A stream's block begins with words: how many rows were written, how many read, ...
 NUM_WRITTEN, NUM_READ = 0, 1
+MAX_LOCATION_BYTES = 128  # a Unix socket's address has less than 108
 
 NUDGE = b"!"
 MIN_TIMEOUT_S = 0.001  # 0 would make a socket one that never waits
@@ -307,8 +310,15 @@ class Consumers:
 
 
 def parse_location(ref: TensorRef) -> Location:
+    return _parse_location(ref.location)
+
+
+@functools.lru_cache(NUM_SLOTS)  # a producer gives the same few slots out again and again
+def _parse_location(location: bytes) -> Location:
+    if len(location) > MAX_LOCATION_BYTES:
+        raise RelayBroken(f"a reference points somewhere with {len(location)} bytes")
     try:
-        return decode_location(ref.location)
+        return decode_location(location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RelayBroken(f"a reference does not say where it points: {exc}") from exc
 
