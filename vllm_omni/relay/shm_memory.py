@@ -263,22 +263,26 @@ class Consumers:
             consumer, _ = self._listener.accept()
         except OSError:
             return
-        free = set(range(1, MAX_READERS)) - set(self._sockets)
+        reader = next((one for one in range(1, MAX_READERS) if one not in self._sockets), None)
         try:
             _refuse_strangers(consumer)
-            if not free:
+            if reader is None:
                 raise ConnectionError(f"more than {MAX_READERS - 1} processes read from one producer")
             consumer.setblocking(False)
-            reader = min(free)
             # Whoever had the byte before died with it.
             self._on_lost(reader)
-            hello = encode(Hello(self._num_bytes, reader))
-            socket.send_fds(consumer, [hello], [self._fd])
+            self._sockets[reader] = consumer
+            io_thread().loop.add_reader(consumer, self._on_readable, reader)
+            socket.send_fds(consumer, [encode(Hello(self._num_bytes, reader))], [self._fd])
         except OSError:
+            if reader is not None and self._sockets.get(reader) is consumer:
+                self._forget(reader)
             consumer.close()
-            return
-        self._sockets[reader] = consumer
-        io_thread().loop.add_reader(consumer, self._on_readable, reader)
+
+    def _forget(self, reader: int) -> None:
+        consumer = self._sockets.pop(reader)
+        io_thread().loop.remove_reader(consumer)
+        consumer.close()
 
     def _on_readable(self, reader: int) -> None:
         try:
@@ -288,9 +292,7 @@ class Consumers:
         except OSError:
             data = b""
         if not data:
-            consumer = self._sockets.pop(reader)
-            io_thread().loop.remove_reader(consumer)
-            consumer.close()
+            self._forget(reader)
             self._on_lost(reader)
         self._on_nudge()
 
