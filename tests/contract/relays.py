@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib import import_module
 from typing import NamedTuple
 
 from vllm_omni.relay import InlineRelay, Relay
@@ -29,9 +29,13 @@ class Backend(NamedTuple):
     reason: str = ""  # why it cannot be tested here
 
 
-def reason_without(*packages: str) -> str:
-    missing = [package for package in packages if find_spec(package) is None]
-    return f"{', '.join(missing)} is not installed" if missing else ""
+def reason_without(module: str) -> str:
+    """Why a library cannot be used here."""
+    try:
+        import_module(module)
+    except ImportError as exc:
+        return str(exc)
+    return ""
 
 
 BACKENDS: dict[str, Backend] = {
@@ -41,12 +45,12 @@ BACKENDS: dict[str, Backend] = {
     "nixl": Backend(
         lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
         streams=True,
-        reason=reason_without("nixl"),
+        reason=reason_without("nixl._api"),
     ),
     "mooncake": Backend(
         lambda lease_s: MooncakeRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
         streams=True,
-        reason=reason_without("mooncake"),
+        reason=reason_without("mooncake.engine"),
     ),
     "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
 }

@@ -70,7 +70,7 @@ class MooncakeRelay(OneSidedRelay[str]):
         self._registered: set[int] = set()  # addresses
         super().__init__(num_bytes, landing_bytes=landing_bytes, host=host, lease_s=lease_s, clock=clock)
 
-    def _start(self, host: str, *, is_producer: bool) -> None:
+    def _start(self, host: str) -> None:
         self._engine = _engine(host, self._protocol)
         self._session = f"{host}:{self._engine.get_rpc_port()}"
 

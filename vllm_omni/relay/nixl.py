@@ -20,6 +20,8 @@ from vllm_omni.relay.one_sided import OneSidedRelay
 
 NUM_EAGER_POLLS = 20  # a small tensor is there by then
 MAX_POLL_S = 0.001
+NUM_EAGER_HELPS = 100
+HELP_S = 0.0002
 
 
 class NixlRelay(OneSidedRelay[str]):
@@ -30,7 +32,7 @@ class NixlRelay(OneSidedRelay[str]):
 
     backend = "nixl"
 
-    def _start(self, host: str, *, is_producer: bool) -> None:
+    def _start(self, host: str) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as exc:
@@ -38,9 +40,10 @@ class NixlRelay(OneSidedRelay[str]):
                 f"the nixl relay needs the package nixl: install vllm-omni with the extra 'nixl' ({exc})"
             ) from exc
         self._agent_lock = threading.Lock()
-        # Over TCP the producer's side has to take part, in a thread of the library's; a consumer asks often enough.
-        config = nixl_agent_config(backends=["UCX"], enable_prog_thread=is_producer)
+        # Its own thread would keep a core busy for as long as the process lives.
+        config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
         self._agent = nixl_agent(secrets.token_hex(16), config)
+        self._helping: asyncio.Task[None] | None = None
 
     def _stop(self) -> None:
         with self._agent_lock:
@@ -67,6 +70,19 @@ class NixlRelay(OneSidedRelay[str]):
     def _forget_remote(self, remote: str) -> None:
         with self._agent_lock:
             self._agent.remove_remote_agent(remote)
+
+    def on_fetching(self) -> None:
+        if self._helping is None or self._helping.done():
+            self._helping = asyncio.ensure_future(self._help())
+
+    async def _help(self) -> None:
+        """Let UCX do its part of what others read: to get connected, and over TCP all the time."""
+        num_polls = 0
+        while not self._closed and self._consumers is not None and self._consumers.fetching:
+            with self._agent_lock:
+                self._agent.get_new_notifs()
+            num_polls += 1
+            await asyncio.sleep(0 if num_polls < NUM_EAGER_HELPS else HELP_S)
 
     async def _read(self, remote: str, address: int, memory: torch.Tensor) -> None:
         agent = self._agent

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import torch
 
-from vllm_omni.errors import PoolExhausted, RelayBroken
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
 from vllm_omni.relay.base import LEASE_S, Clock, Layout, TensorRef, io_thread
 from vllm_omni.relay.buffer_pool import BufferPool
 from vllm_omni.relay.remote import HOST, Producer, RemoteRelay
@@ -68,7 +68,7 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
         lease_s: float = LEASE_S,
         clock: Clock = time.monotonic,
     ):
-        self._start(host, is_producer=num_bytes > 0)
+        self._start(host)
         super().__init__(num_bytes, host=host, lease_s=lease_s, clock=clock)
         if num_bytes:
             self._register(self._memory)
@@ -83,7 +83,7 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
     # -- the library's part -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _start(self, host: str, *, is_producer: bool) -> None:
+    def _start(self, host: str) -> None:
         """Raises ``MissingDependency`` if the library is not installed."""
 
     @abstractmethod
@@ -121,29 +121,35 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     async def _pull(self, producer: Producer, ref: TensorRef, layout: Layout) -> torch.Tensor:
-        offset = await producer.begin(ref.lease, layout.num_bytes)
-        producer.check_size(offset + layout.num_bytes)
-        if parse_location(ref).token == self.token:  # libraries do not read from themselves
-            return self._memory[offset : offset + layout.num_bytes].clone().view(layout.dtype).reshape(layout.shape)
-        remote, base = self._remote_of(producer)
-        place = self._take_place(layout.num_bytes)
-        reading = asyncio.ensure_future(self._read(remote, base + offset, place.memory))
+        location = parse_location(ref)
+        async with producer.fetching(ref.lease, layout.num_bytes) as (offset, failed):
+            producer.check_size(offset + layout.num_bytes)
+            if location.token == self.token:  # libraries do not read from themselves
+                memory = self._memory[offset : offset + layout.num_bytes].clone()
+            else:
+                remote, base = self._remote_of(producer)
+                place = self._take_place(layout.num_bytes)
+                await self._fill(place, remote, base + offset, failed)
+                with self._lock:
+                    self._landed.setdefault((location, ref.lease), []).append(place)
+                memory = place.memory
+        return memory.view(layout.dtype).reshape(layout.shape)
+
+    async def _fill(self, place: Place, remote: Remote, address: int, failed: asyncio.Future[int]) -> None:
+        """Let the library read; the place is free again if it cannot, or if the producer dies first."""
+        reading = asyncio.ensure_future(self._read(remote, address, place.memory))
         self._running.add(reading)
         reading.add_done_callback(self._running.discard)
+        reading.add_done_callback(lambda _: _settle(failed))
         try:
-            with producer.request(ref.lease) as (_, failed):  # by the producer's death, above all
-                reading.add_done_callback(lambda _: _settle(failed))
-                await failed
+            await failed
             await reading
         except BaseException as exc:
             # The library may still write there.
             reading.add_done_callback(lambda reading: _drop(reading, place))
-            if isinstance(exc, Exception) and not isinstance(exc, RelayBroken):
+            if isinstance(exc, Exception) and not isinstance(exc, RelayError):
                 raise RelayBroken(f"{self.backend} could not read a tensor: {exc}") from exc
             raise
-        with self._lock:
-            self._landed.setdefault((parse_location(ref), ref.lease), []).append(place)
-        return place.memory.view(layout.dtype).reshape(layout.shape)
 
     def _remote_of(self, producer: Producer) -> tuple[Remote, int]:
         try:

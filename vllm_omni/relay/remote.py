@@ -21,7 +21,7 @@ import contextlib
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -53,6 +53,7 @@ from vllm_omni.relay.wire import (
     Complaints,
     Credit,
     End,
+    Fetched,
     Granted,
     Hello,
     Location,
@@ -149,6 +150,10 @@ class RemoteRelay(SlabRelay, Streams):
     def _access(self) -> bytes:
         """What consumers need to read the slab, besides this protocol."""
         return b""
+
+    def on_fetching(self) -> None:
+        """A consumer's library begins to read the slab; on the I/O thread."""
+        return
 
     def on_producer_lost(self, producer: Producer) -> None:
         """A connection is over; on the I/O thread."""
@@ -334,6 +339,7 @@ class Consumers:
     def __init__(self, relay: RemoteRelay, context: zmq.Context[zmq.Socket[bytes]]):
         self._relay = relay
         self._readers: dict[bytes, bytes] = {}  # the connection's name in ZMQ -> the reader's token
+        self.fetching: set[tuple[bytes, int]] = set()  # connection and request of what a library is reading
         self.wire = Wire(context, zmq.ROUTER, self._on_message, self._on_lost)
 
     def send(self, peer: bytes, message: ToConsumer, body: memoryview | None = None) -> None:
@@ -377,7 +383,14 @@ class Consumers:
                 self._send_piece(peer, reader, message)
             case Begin(request, number, num_bytes):
                 lease = relay.begin_reading(reader, number, num_bytes)
-                self.send(peer, Refused(request, NOT_THERE) if lease is None else Granted(request, lease.offset))
+                if lease is None:
+                    self.send(peer, Refused(request, NOT_THERE))
+                else:
+                    self.fetching.add((peer, request))
+                    self.send(peer, Granted(request, lease.offset))
+                    relay.on_fetching()
+            case Fetched(request):
+                self.fetching.discard((peer, request))
             case Release(number):
                 relay.end_reading(reader, number, is_released=True)
             case Abandon(number):
@@ -424,6 +437,7 @@ class Consumers:
 
     def _lose(self, peer: bytes) -> None:
         reader = self._readers.pop(peer, None)
+        self.fetching = {one for one in self.fetching if one[0] != peer}
         if reader is not None and reader not in self._readers.values():
             self._relay.lose_reader(reader)
 
@@ -499,11 +513,18 @@ class Producer:
                 if lease not in self._held:
                     self.send(Abandon(lease))
 
-    async def begin(self, lease: int, num_bytes: int) -> int:
-        """Where a tensor lies in the slab; it stays there until it is released."""
+    @contextlib.asynccontextmanager
+    async def fetching(self, lease: int, num_bytes: int) -> AsyncIterator[tuple[int, asyncio.Future[int]]]:
+        """While a library reads a tensor: where that lies in the slab, and what fails if the producer dies. It stays
+        there until it is released."""
         with self.request(lease) as (request, granted):
             self.send(Begin(request, lease, num_bytes))
-            return await granted
+            offset = await granted
+            try:
+                with self.request(lease) as (_, failed):
+                    yield offset, failed
+            finally:
+                self.send(Fetched(request))
 
     async def subscribe(self, reader: RemoteReader, num_bytes: int) -> None:
         with self.request(reader.lease) as (request, granted):

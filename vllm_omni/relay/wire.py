@@ -72,6 +72,12 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: NumBytes  # of the whole tensor, as its reference says
 
 
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What ``Begin`` granted has been read, or will not be; the tensor stays until it is released."""
+
+    request: Request
+
+
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``Begin``, and send a piece of the tensor; answered by ``Piece`` or ``Refused``."""
 
@@ -154,7 +160,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks ZMQ whether a consumer is still connected; nobody answers."""
 
 
-ToProducer: TypeAlias = Hello | Begin | Read | Abandon | Release | Subscribe | Credit
+ToProducer: TypeAlias = Hello | Begin | Fetched | Read | Abandon | Release | Subscribe | Credit
 ToConsumer: TypeAlias = Welcome | Granted | Piece | Refused | Rows | End | Probe
 
 encode = msgspec.msgpack.Encoder().encode
