@@ -35,8 +35,8 @@ def ends(backend: str) -> Iterator[tuple[Peer, Peer]]:
 
 @pytest.fixture
 def connected(ends: tuple[Peer, Peer]) -> tuple[Peer, Peer]:
-    """Producer and consumer, which have."""
-    deliver(*ends, 64, 0)
+    """Producer and consumer, which have; with a tensor so large that what is opened once has been opened."""
+    deliver(*ends, HALF, 0)
     return ends
 
 
