@@ -8,8 +8,8 @@ life: who has lost one makes another, and greets again. The first message carrie
 in its references; so a producer that was started again at the same address is not mistaken for the one before, and who
 was given no reference cannot read. That is all the protection there is: listen where only the deployment's hosts reach.
 
-What a connection was reading is free when it ends; its heartbeat notices within a second if the other side's host has
-vanished.
+What a connection was reading is free when it ends: at once with its process, by its heartbeat within five seconds if
+the other side's host has vanished.
 
 From: SGLang-Omni (communication, Two Planes, Backends).
 """
