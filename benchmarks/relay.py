@@ -42,6 +42,7 @@ import argparse
 import asyncio
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -91,6 +92,7 @@ OTHERS = {
 SOCKET, LINK = "socket", "link"
 TIMEOUT_S = 60.0  # without an answer the other process is given up
 REQUEST = "request"
+SHM_PREFIX = "vllm-omni-benchmark-"  # of a name in /dev/shm; the producer's process id follows
 NUM_WARM_UP = 3  # transfers of a batch that are not timed, at least
 CREDIT, GRANT = 16_384, 1_024  # messages under way at most; how many are granted at a time
 WARM_UP_S = 0.5  # of a stream of messages
@@ -228,10 +230,11 @@ class NamedMemory(Empty):
     def __init__(self) -> None:
         self._taken: SharedMemory | None = None
         self._sent = ""
+        self._numbers = itertools.count()
 
     def send(self, tensor: torch.Tensor, is_check: bool) -> tuple[TensorRef | None, bytes]:
-        memory = SharedMemory(create=True, size=tensor.nbytes)
-        self._sent = memory.name
+        self._sent = f"{SHM_PREFIX}{os.getpid()}-{next(self._numbers)}"
+        memory = SharedMemory(self._sent, create=True, size=tensor.nbytes)
         torch.frombuffer(memory.buf, dtype=tensor.dtype, count=tensor.numel()).copy_(tensor.view(-1))
         memory.close()
         return None, memory.name.encode()
@@ -506,8 +509,9 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
                     # Each round begins with another way, so that none is always behind the same one.
                     for name in rotate(names, round_):
                         warm_up = max(NUM_WARM_UP, count // 10)
-                        measured = producer.measure(name, case, count, warm_up)
-                        table[case.name][name].append(await asyncio.wait_for(measured, TIMEOUT_S))
+                        await asyncio.sleep(0)  # to hear of Ctrl-C: an exchange over a socket does not give way
+                        async with asyncio.timeout(TIMEOUT_S):
+                            table[case.name][name].append(await producer.measure(name, case, count, warm_up))
                 print(f"{regime}, round {round_ + 1} of {options.rounds}", file=sys.stderr)
     finally:
         for way in ways.values():
