@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +289,71 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(llm: OmniLLM, 
 def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="'thinker': max_num_seqs = 4: with enable_lora on a CPU it must be 1"):
         OmniLLM(tiny_checkpoint, stage_overrides=["thinker.enable_lora=true", "thinker.max_num_seqs=4"])
+
+
+async def num_leases(omni: AsyncOmni, *stages: str) -> int:
+    """What the stages have published and not got back."""
+    ranks = [rank for name in stages for rank in await omni.orchestrator.engines[name].relay_statistics()]
+    return sum(one["num_leases"] for rank in ranks for one in rank.values())
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> bool:
+    """Whether it comes true: a runner ends a stream with its next step, and a stage is not back at once."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not (is_true := await condition()) and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.02)
+    return is_true
+
+
+async def has_no_lease(omni: AsyncOmni, *stages: str) -> bool:
+    async def look() -> bool:
+        return not await num_leases(omni, *(stages or STAGES))
+
+    return await until(look)
+
+
+def test_an_answer_leaves_no_lease_in_any_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def run() -> bool:
+        await ask(omni)
+        return await has_no_lease(omni)
+
+    assert llm._run(run())
+
+
+def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
+    async def abort_after(num_outputs: int) -> None:
+        request_id = f"abort-{num_outputs}"
+        outputs = omni.generate(PROMPT, LONG, request_id, modalities=["text", "audio", "codec_ids"])
+        with pytest.raises(CallAborted):
+            async for _ in outputs:
+                num_outputs -= 1
+                if num_outputs <= 0:
+                    await omni.abort(request_id)
+
+    async def run() -> bool:
+        await asyncio.gather(*(abort_after(number) for number in (1, 2, 3, 5, 8, 13, 21, 34)))
+        return await has_no_lease(omni)
+
+    assert llm._run(run())
+
+
+def test_a_stage_that_dies_leaves_no_lease_in_the_one_before(llm: OmniLLM, omni: AsyncOmni) -> None:
+    talker = omni.orchestrator.engines["talker"]
+
+    async def has_lease() -> bool:
+        return await num_leases(omni, "thinker") > 0
+
+    async def is_back() -> bool:
+        return talker.current_status().state is StageState.RUNNING
+
+    async def run() -> None:
+        asking = asyncio.create_task(ask(omni, LONG))
+        assert await until(has_lease)
+        talker.kill()
+        with pytest.raises(StageFailed):
+            await asking
+        assert await has_no_lease(omni, "thinker")
+        assert await until(is_back, timeout_s=100)
+        await ask(omni)
+
+    llm._run(run())

@@ -66,9 +66,20 @@ class MultimodalOutputProcessor(OutputProcessor):
     Upstream treats a step with a tensor as the end of a pooling request and drops its tokens; here the tensor is taken
     out first, and what upstream makes of the tokens carries it. A reader slower than the engine gets merged outputs
     (``OmniRequestOutput.add``), so no chunk is lost.
+
+    Args:
+        hub: opens what is for the user.
+        published: filled with the payloads of each request, by its external id; whoever takes them out releases them. A
+            reader that leaves early has not seen all of its outputs.
     """
 
-    def __init__(self, upstream: OutputProcessor, output_type: str, hub: RelayHub) -> None:
+    def __init__(
+        self,
+        upstream: OutputProcessor,
+        output_type: str,
+        hub: RelayHub,
+        published: dict[str, list[Payload]] | None = None,
+    ) -> None:
         super().__init__(
             upstream.tokenizer,
             log_stats=upstream.log_stats,
@@ -78,6 +89,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         )
         self.handler = HANDLERS[output_type]
         self.hub = hub
+        self.published = {} if published is None else published
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, prompt, *args, **kwargs)
@@ -99,6 +111,7 @@ class MultimodalOutputProcessor(OutputProcessor):
             payload = unpack(output.pooling_output)
             if isinstance(state, OmniRequestState):
                 state.new_payloads.append(payload)
+                self.published.setdefault(state.external_req_id, []).append(payload)
             else:  # the request was aborted meanwhile
                 self.hub.release_payload(payload)
             output.pooling_output = None

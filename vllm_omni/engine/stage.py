@@ -40,6 +40,7 @@ from vllm_omni.flow import Activation, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.worker.platforms import ar_worker_cls
 
@@ -130,7 +131,11 @@ class StageLLM(AsyncLLM):
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
         self.output_type = output_type
         self.hub = hub
-        self.output_processor: OutputProcessor = MultimodalOutputProcessor(self.output_processor, output_type, hub)
+        self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
+        self.output_processor: OutputProcessor = self._extend(self.output_processor)
+
+    def _extend(self, upstream: OutputProcessor) -> MultimodalOutputProcessor:
+        return MultimodalOutputProcessor(upstream, self.output_type, self.hub, self.published)
 
     def replace_engine_core(self, engine_core: EngineCoreClient) -> None:
         """Go on with another engine core; what others hold of this object (renderer, input processor) stays.
@@ -138,7 +143,7 @@ class StageLLM(AsyncLLM):
         Call it in the event loop of the requests: upstream registers a request and sends it without a break between.
         """
         self.output_processor.propagate_error(EngineDeadError())  # whoever came after upstream told those waiting
-        self.output_processor = MultimodalOutputProcessor(self.output_processor, self.output_type, self.hub)
+        self.output_processor = self._extend(self.output_processor)
         self.output_handler = None  # upstream starts one for the new core with the next request
         self._profile_session_active = False
         self.engine_core = engine_core
@@ -312,6 +317,14 @@ class StageEngine:
             raise StageFailed(self.name, self.cause_of_death())
         raise StageFailed(self.name, f"no answer within {timeout_s:g} s")
 
+    async def relay_statistics(self) -> list[dict[str, dict[str, int]]]:
+        """Of each of the stage's ranks, by backend (``RelayStatistics``): what it has published and who has not come.
+
+        Raises:
+            StageFailed: the engine does not answer.
+        """
+        return await self.ask(self.llm.collective_rpc("relay_statistics"))
+
     # -- node of the graph --------------------------------------------------------------------------------------------
 
     async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
@@ -357,10 +370,11 @@ class StageEngine:
         prompt = await self._render(request.prompt) if is_first else request.prompt
         if is_first and context.lora_request is not None:
             await self._load_adapter(context.lora_request)
+        request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
         outputs = self.llm.generate(
             prompt,
             params,
-            f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else ""),
+            request_id,
             lora_request=context.lora_request if is_first else None,
             priority=context.priority,
             trace_headers=context.trace_headers,
@@ -370,7 +384,6 @@ class StageEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
-                    context.payloads += output.payloads
                     yield output
         except VLLMClientError as exc:
             raise refusal(exc, self.name) from exc
@@ -381,6 +394,8 @@ class StageEngine:
         except (asyncio.CancelledError, GeneratorExit):
             await self._await_abort()
             raise
+        finally:
+            context.payloads += self.llm.published.pop(request_id, ())
 
     async def _load_adapter(self, lora_request: LoRARequest) -> None:
         """Before the engine does it within a step, where an adapter that it cannot load would end it."""

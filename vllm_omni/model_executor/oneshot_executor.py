@@ -29,7 +29,14 @@ from vllm_omni.relay.hub import process_hub
 
 logger = logging.getLogger(__name__)
 
-_ANSWERED = ("reset_mm_cache", "reset_encoder_cache", "shutdown", "synchronize_device", "update_max_model_len")
+_ANSWERED = (
+    "relay_statistics",
+    "reset_mm_cache",
+    "reset_encoder_cache",
+    "shutdown",
+    "synchronize_device",
+    "update_max_model_len",
+)
 
 
 class OneShotExecutor(Executor):
@@ -120,9 +127,10 @@ class OneShotExecutor(Executor):
         """There are no workers: telling them to drop state they do not have is answered, other calls are refused."""
         if method not in _ANSWERED:
             raise ValueError(f"a generation stage has no workers to call {method!r} on")
+        answers = [self.hub.plain_statistics() if method == "relay_statistics" else None]
         future: Future[list[Any]] = Future()
-        future.set_result([None])
-        return future if non_block else [None]
+        future.set_result(answers)
+        return future if non_block else answers
 
     def profile(
         self,

@@ -165,6 +165,10 @@ class RelayHub:
         """By backend."""
         return {name: relay.statistics() for name, relay in self._relays.items()}
 
+    def plain_statistics(self) -> dict[str, dict[str, int]]:
+        """The same in types that travel."""
+        return {name: one._asdict() for name, one in self.statistics().items()}
+
     def close(self) -> None:
         """Twice does nothing."""
         with self._lock:

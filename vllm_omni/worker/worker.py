@@ -35,6 +35,10 @@ class CPUARWorker(CPUWorker):
         # Upstream builds its own runner in init_device and loads weights later, so replacing it here costs no weights.
         self.model_runner = CPUARModelRunner(self.vllm_config, self.device)
 
+    def relay_statistics(self) -> dict[str, dict[str, int]]:
+        """Of this rank's relays, by backend; asked for by ``StageEngine.relay_statistics``."""
+        return self.model_runner.hub.plain_statistics()
+
 
 class CUDAARWorker(Worker):
     """Worker of an autoregressive stage on CUDA, with V1's runner (``engine/stage.py``). Not run on a GPU yet."""
@@ -42,3 +46,7 @@ class CUDAARWorker(Worker):
     def init_device(self) -> None:
         super().init_device()
         self.model_runner = ARModelRunner(self.vllm_config, self.device)
+
+    def relay_statistics(self) -> dict[str, dict[str, int]]:
+        """See ``CPUARWorker``."""
+        return self.model_runner.hub.plain_statistics()
