@@ -76,12 +76,13 @@ def check_ref(ref: TensorRef, backend: str) -> Layout:
     dtype = DTYPES.get(ref.dtype)
     if dtype is None:
         raise RelayBroken(f"a reference has dtype {ref.dtype!r}; known: {', '.join(DTYPES)}")
-    num_bytes = dtype.itemsize
+    num_bytes = extent = dtype.itemsize  # the latter without sizes of 0: torch multiplies them for the strides
     for size in ref.shape:
         if size < 0:
             raise RelayBroken(f"a reference has the shape {list(ref.shape)}")
         num_bytes *= size
-    if len(ref.shape) > MAX_DIMS or num_bytes > MAX_NUM_BYTES or max(ref.shape, default=0) > MAX_NUM_BYTES:
+        extent *= max(size, 1)
+    if len(ref.shape) > MAX_DIMS or extent > MAX_NUM_BYTES:
         raise RelayBroken(f"a reference has the shape {list(ref.shape)[:MAX_DIMS]}, beyond what can travel")
     return Layout(dtype, ref.shape, num_bytes)
 
