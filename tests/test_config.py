@@ -44,7 +44,8 @@ def test_bundled_configuration_of_qwen2_5_omni(model):
     assert omni.stage("thinker").output_modalities == ("text",)
     assert omni.stage("token2wav").output_modalities == ("audio",)
     assert omni.stage("talker").default_sampling_params["top_k"] == 40
-    assert omni.transport("thinker", "talker") == "inline"
+    edge = omni.edge("thinker", "talker")
+    assert (edge.transport, edge.stream, edge.credits) == ("auto", True, 256)
 
 
 def test_user_yaml_overlays_key_by_key(model, deploy):
@@ -211,8 +212,10 @@ def test_dumped_value_is_read_as_it_was(model, value):
         ("stages:\n  talker: 1\n", r"deploy.yaml:2: stages.talker = 1: must be a mapping"),
         ("edges: {thinker-talker: {}}\n", r"an edge is written SOURCE->TARGET"),
         ("edges: {thinker->speaker: {}}\n", r"no stage 'speaker'"),
-        ("edges: {thinker->talker: {transport: carrier}}\n", r"transport = 'carrier': valid: inline"),
+        ("edges: {thinker->talker: {transport: carrier}}\n", r"transport = 'carrier': valid: auto, inline, local, shm"),
         ("edges: {thinker->talker: {transports: inline}}\n", r"did you mean 'transport'\?"),
+        ("edges: {thinker->talker: {stream: 1}}\n", r"thinker->talker.stream = 1: must be true or false"),
+        ("edges: {thinker->talker: {credits: 0}}\n", r"thinker->talker.credits = 0: must be a number of rows, from 1"),
         ("model_type: qwen2_6_omni\n", r"deploy.yaml:1: model_type = 'qwen2_6_omni': did you mean 'qwen2_5_omni'\?"),
         ("engine_args: {max_num_seqs: -1}\n", r"deploy.yaml:1: engine_args.max_num_seqs = -1: must be .* at least 1"),
         ("- 1\n", r"must be a mapping with the keys model_type, stages, edges, engine_args"),
@@ -349,7 +352,8 @@ def test_omni_config_from_stage_configs():
     omni = OmniConfig(model="/m", model_type="qwen2_5_omni", stages=stages)
     assert omni.stage("talker") is stages[1]
     assert omni.stage(0) is stages[0]
-    assert omni.transport("thinker", "talker") == "inline"
+    edge = omni.edge("thinker", "talker")
+    assert (edge.transport, edge.stream, edge.credits) == ("auto", True, 256)
     with pytest.raises(ConfigError, match=r"did you mean 'talker'"):
         omni.stage("talke")
 
@@ -371,8 +375,13 @@ def test_omni_config_refuses(names, ids, edges, message):
 
 
 def test_edge_config_refuses_an_unknown_transport():
-    with pytest.raises(ConfigError, match=r"edge a->b: transport = 'rdma': valid: inline"):
+    with pytest.raises(ConfigError, match=r"edge a->b: transport = 'rdma': valid: auto, inline"):
         EdgeConfig(source="a", target="b", transport="rdma")
+
+
+def test_edge_config_refuses_credits_that_are_no_number():
+    with pytest.raises(ConfigError, match=r"edge a->b: credits = 'many': must be a number of rows"):
+        EdgeConfig(source="a", target="b", credits="many")
 
 
 # --- against vLLM

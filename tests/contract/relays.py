@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import NamedTuple
 
 from vllm_omni.relay import InlineRelay, Relay
 from vllm_omni.relay.local import LocalRelay
+from vllm_omni.relay.mooncake import MooncakeRelay
+from vllm_omni.relay.nixl import NixlRelay
 from vllm_omni.relay.shm import ShmRelay
+from vllm_omni.relay.tcp import TcpRelay
 
 NUM_BYTES = 4 << 20  # of a producer's slab
 
@@ -21,16 +25,38 @@ class Backend(NamedTuple):
     copies: bool = True  # whether put copies: a consumer has what was there at that moment
     leases: bool = True  # whether something stays with the producer until it is released
     crosses: bool = False  # whether it crosses processes, so that one end can die without the other
+    streams: bool = False
     reason: str = ""  # why it cannot be tested here
+
+
+def reason_without(module: str) -> str:
+    """Why a library cannot be used here."""
+    try:
+        import_module(module)
+    except ImportError as exc:
+        return str(exc)
+    return ""
 
 
 BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
-    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), crosses=True),
+    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
+    "nixl": Backend(
+        lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
+        streams=True,
+        reason=reason_without("nixl._api"),
+    ),
+    "mooncake": Backend(
+        lambda lease_s: MooncakeRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
+        streams=True,
+        reason=reason_without("mooncake.engine"),
+    ),
+    "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
 }
 LEASING = [name for name, backend in BACKENDS.items() if backend.leases]
 CROSSING = [name for name, backend in BACKENDS.items() if backend.crosses]
+STREAMING = [name for name, backend in BACKENDS.items() if backend.streams]
 COPYING = [name for name, backend in BACKENDS.items() if backend.copies]
 
 

@@ -807,3 +807,26 @@ async def test_reader_that_waits_for_one_field_lets_its_producer_fill_the_other(
     nodes = {"splitter": FunctionNode(split), "zipper": FunctionNode(zip_up)}
     runtime = GraphRuntime(GraphParser(graph).parse(), nodes)
     assert await asyncio.wait_for(read_payloads(open_call(runtime, {"both"})), 10) == {"both": [True]}
+
+
+async def test_transfer_function_that_has_all_it_wants_lets_the_producer_go_on():
+    """While the activation works on its last chunk, which may take longer than the rest of the stream."""
+    sent, gate = [], asyncio.Event()
+
+    async def only_first(chunks, call):
+        async for chunk in chunks:
+            yield Chunk(chunk.payload, last=True)
+
+    async def work_on_each(activation):
+        async for chunk in activation.inputs["rows"]:
+            await gate.wait()
+            yield Emission("codes", chunk.payload, last=chunk.last)
+
+    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=FunctionNode(work_on_each), to_talker=only_first)
+    call = open_call(runtime, {"codec_ids"})
+    await spin(2000)
+    assert len(sent) == 1000
+    assert runtime.statistics().num_buffered_frames == 0
+    gate.set()
+    assert await read_payloads(call) == {"codec_ids": [0]}
+    assert runtime.statistics() == NOTHING_LEFT

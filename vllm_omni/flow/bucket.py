@@ -28,7 +28,18 @@ SEVERITY = (EndReason.NONE, EndReason.EMPTY, EndReason.UNREACHABLE, EndReason.CA
 class Slot:
     """One edge into an activation: what comes over it, in the order of paths."""
 
-    __slots__ = ("_credited", "death", "edge", "error", "num_frames", "order", "reason", "stream", "windows")
+    __slots__ = (
+        "_credited",
+        "death",
+        "edge",
+        "error",
+        "is_abandoned",
+        "num_frames",
+        "order",
+        "reason",
+        "stream",
+        "windows",
+    )
 
     def __init__(self, edge: Edge):
         self.edge = edge
@@ -39,6 +50,7 @@ class Slot:
         self.error: Exception | None = None
         self.death: Death | None = None  # of the parts that ended without a frame, the least
         self.windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
+        self.is_abandoned = False  # nobody reads it any more, though the activation runs
         self._credited: deque[ReceiveWindow | None] = NOTHING  # of the chunks that wait to be read
 
     @property
@@ -57,6 +69,16 @@ class Slot:
             self._credited = deque([None] * len(self.stream))
             self.stream.on_read = self._on_read
         self.windows[origin] = window
+        if self.is_abandoned:
+            window.lift()
+
+    def abandon(self) -> None:
+        """Its reader has all that it wants: what is there and what comes is dropped, and holds nobody back."""
+        self.is_abandoned = True
+        self.stream.clear()
+        self._credited.clear()
+        for window in self.windows.values() if self.windows is not None else ():
+            window.lift()
 
     def take(self, due: Sequence[Frame], *, is_final: bool) -> None:
         """Args:
@@ -65,9 +87,11 @@ class Slot:
         done = self.order.done
         for frame in due:
             if frame.reason is EndReason.NONE:
-                if self.windows is not None:
-                    self._credited.append(self.windows.get(frame.origin))
-                self.stream.put_nowait(Chunk(frame.payload, self.num_frames, done and is_final and frame is due[-1]))
+                if not self.is_abandoned:
+                    if self.windows is not None:
+                        self._credited.append(self.windows.get(frame.origin))
+                    is_last = done and is_final and frame is due[-1]
+                    self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last))
                 self.num_frames += 1
             else:
                 death = frame.lineage.death

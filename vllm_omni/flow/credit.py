@@ -45,6 +45,10 @@ class ReceiveWindow:
         if self.num_received >= self._limit:
             self._extend(self.num_received + self.size)
 
+    def lift(self) -> None:
+        """The reader has stopped reading."""
+        self._extend(UNLIMITED)
+
     def _extend(self, limit: int) -> None:
         if limit > self._limit:
             self._limit = limit

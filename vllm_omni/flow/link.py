@@ -147,12 +147,53 @@ class InProcessLink:
             self._nesting -= 1
 
 
+MAX_TOGETHER = 64  # messages in one of ZMQ's
+
+
+class _Peer:
+    """A process that messages go to, over one socket, which keeps them in order.
+
+    The first message of a turn of the event loop leaves at once; those behind it leave together at the turn's end, or
+    when there are ``MAX_TOGETHER``: handing something to ZMQ costs as much as making and encoding several messages.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, not_now: int, full: type[Exception]):
+        self._socket = socket
+        self._loop = loop
+        self._not_now = not_now  # ZMQ's flag
+        self._full = full
+        self._waiting: list[bytes] | None = None  # encoded; None before a turn's first message
+
+    def send(self, data: bytes) -> None:
+        if self._waiting is None:
+            self._waiting = []
+            self._loop.call_soon(self._end_turn)
+            self._hand_over([data])
+            return
+        self._waiting.append(data)
+        if len(self._waiting) == MAX_TOGETHER:
+            self._hand_over(self._waiting)
+            self._waiting = []
+
+    def _end_turn(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting and not self._socket.closed:
+            self._hand_over(waiting)
+
+    def _hand_over(self, messages: list[bytes]) -> None:
+        count = len(messages)
+        header = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")  # msgpack's, of an array
+        with contextlib.suppress(self._full):  # without a high-water mark it is never full
+            self._socket.send(header + b"".join(messages), self._not_now)
+
+
 class ZmqLink(InProcessLink):
     """Targets of several processes: those bound here are called directly, the others are sent to over ZMQ.
 
     Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
     order. Sending never waits: credit bounds what is under way. The socket's file descriptor is drained rather than
-    awaited by ``zmq.asyncio``, which is twelve times slower. Messages are msgpack; a payload must be, too.
+    awaited by ``zmq.asyncio``, which is twelve times slower. Messages are msgpack, sent as an array of them; a payload
+    must be, too.
 
     Args:
         address: where this process listens: ``ipc://...`` or ``tcp://host:port``.
@@ -168,9 +209,10 @@ class ZmqLink(InProcessLink):
         self._zmq = zmq
         super().__init__()
         self._addresses = dict(addresses)
-        self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._peers: dict[str, _Peer] = {}  # by address
+        self._peer_of: dict[str, _Peer] = {}  # by target
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._decoder = msgspec.msgpack.Decoder(list[Message])
         self._context = zmq.Context()
         self._inbound = self._make_socket(zmq.PULL)
         try:
@@ -197,8 +239,10 @@ class ZmqLink(InProcessLink):
             data = self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError) as exc:
             raise LinkError(f"a message for {message.target!r} cannot leave this process: {exc}") from exc
-        with contextlib.suppress(self._zmq.Again):  # without a high-water mark it is never full
-            self._peer(message.target).send(data, self._zmq.NOBLOCK)
+        peer = self._peer_of.get(message.target)
+        if peer is None:
+            peer = self._peer_of[message.target] = self._peer(message.target)
+        peer.send(data)
 
     def close(self) -> None:
         """Stop listening; what was sent and not delivered is dropped."""
@@ -206,15 +250,16 @@ class ZmqLink(InProcessLink):
             self._loop.remove_reader(self._inbound)
             self._context.destroy(linger=0)
 
-    def _peer(self, target: str) -> zmq.Socket[bytes]:
+    def _peer(self, target: str) -> _Peer:
         address = self._addresses.get(target)
         if address is None:
             raise LinkError(f"nobody knows where {target!r} lives; known: {', '.join(sorted(self._addresses))}")
-        socket = self._peers.get(address)
-        if socket is None:
-            socket = self._peers[address] = self._make_socket(self._zmq.PUSH)
+        peer = self._peers.get(address)
+        if peer is None:
+            socket = self._make_socket(self._zmq.PUSH)
             socket.connect(address)
-        return socket
+            peer = self._peers[address] = _Peer(socket, self._loop, self._zmq.NOBLOCK, self._zmq.Again)
+        return peer
 
     def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -230,19 +275,23 @@ class ZmqLink(InProcessLink):
             except self._zmq.Again:
                 return
             try:
-                message = _with_error(self._decoder.decode(data))
+                messages = [_with_error(message) for message in self._decoder.decode(data)]
             except msgspec.MsgspecError as exc:
-                logger.warning("dropped a message of %d bytes that is none of ours: %s", len(data), exc)
+                logger.warning("dropped %d bytes that are no messages of ours: %s", len(data), exc)
                 continue
-            receive = self._receivers.get(message.target)
-            if receive is None:
-                logger.warning("dropped a message for %r, which does not live here", message.target)
-                continue
-            try:
-                receive(message)
-            except Exception as exc:  # the others must be taken all the same
-                logger.exception("call %r: a message for %r could not be taken", message.call_id, message.target)
-                self._fail(message, exc)
+            for message in messages:
+                self._dispatch(message)
+
+    def _dispatch(self, message: Message) -> None:
+        receive = self._receivers.get(message.target)
+        if receive is None:
+            logger.warning("dropped a message for %r, which does not live here", message.target)
+            return
+        try:
+            receive(message)
+        except Exception as exc:  # the others must be taken all the same
+            logger.exception("call %r: a message for %r could not be taken", message.call_id, message.target)
+            self._fail(message, exc)
 
     def _fail(self, message: Message, error: Exception) -> None:
         if message.target != ENTRY:

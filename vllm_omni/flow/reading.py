@@ -31,6 +31,10 @@ async def transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
                 await cleanup.enter_async_context(aclosing(converted))
             seq = 0
             async for chunk in converted:
+                if chunk.last:
+                    # Before it is worked on, which may take longer than what is left of the edge's frames.
+                    await cleanup.aclose()
+                    slot.abandon()
                 yield chunk if chunk.seq == seq else Chunk(chunk.payload, seq, chunk.last)
                 if chunk.last:
                     return

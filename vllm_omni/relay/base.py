@@ -6,8 +6,11 @@ From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -23,6 +26,7 @@ from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeo
 
 TIMEOUT_S = 30.0  # of a wait, unless its caller says otherwise
 LEASE_S = 300.0  # after that nobody comes for a tensor any more
+EXIT_S = 1.0  # the I/O thread's last work may take, when the process ends
 MAX_DIMS = 16
 MAX_NUM_BYTES = 1 << 40
 
@@ -63,6 +67,17 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     num_bytes: int
+    strides: tuple[int, ...]  # in items
+
+
+@functools.lru_cache(1024)  # a stage sends the same few shapes again and again
+def make_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
+    """Of a contiguous tensor."""
+    num_items, strides = 1, []
+    for size in reversed(shape):
+        strides.append(num_items)
+        num_items *= size
+    return Layout(dtype, shape, num_items * dtype.itemsize, tuple(reversed(strides)))
 
 
 def check_ref(ref: TensorRef, backend: str) -> Layout:
@@ -73,18 +88,22 @@ def check_ref(ref: TensorRef, backend: str) -> Layout:
     """
     if ref.backend != backend:
         raise RelayBroken(f"a reference of backend {ref.backend!r} was given to {backend!r}")
-    dtype = DTYPES.get(ref.dtype)
+    return _check_layout(ref.dtype, ref.shape)
+
+
+@functools.lru_cache(1024)
+def _check_layout(name: str, shape: tuple[int, ...]) -> Layout:
+    dtype = DTYPES.get(name)
     if dtype is None:
-        raise RelayBroken(f"a reference has dtype {ref.dtype!r}; known: {', '.join(DTYPES)}")
-    num_bytes = extent = dtype.itemsize  # the latter without sizes of 0: torch multiplies them for the strides
-    for size in ref.shape:
-        if size < 0:
-            raise RelayBroken(f"a reference has the shape {list(ref.shape)}")
-        num_bytes *= size
-        extent *= max(size, 1)
-    if len(ref.shape) > MAX_DIMS or extent > MAX_NUM_BYTES:
-        raise RelayBroken(f"a reference has the shape {list(ref.shape)[:MAX_DIMS]}, beyond what can travel")
-    return Layout(dtype, ref.shape, num_bytes)
+        raise RelayBroken(f"a reference has dtype {name!r}; known: {', '.join(DTYPES)}")
+    if min(shape, default=0) < 0:
+        raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}")
+    if len(shape) <= MAX_DIMS:
+        # Without the sizes of 0: torch multiplies the others for the strides.
+        extent = math.prod(max(size, 1) for size in shape) * dtype.itemsize
+        if extent <= MAX_NUM_BYTES:
+            return make_layout(dtype, shape)
+    raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}, beyond what can travel")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -262,11 +281,19 @@ class IOThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="relay-io", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="relay-io", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def _stop(self) -> None:
+        """Let it end before the interpreter does: a thread that drops its last tensor meanwhile aborts the process."""
+        if self.pid == os.getpid():
+            self.call(self.loop.stop)
+            self._thread.join(EXIT_S)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -5,7 +5,7 @@ The pool decides where; the bytes belong to whoever made the slab. Single-thread
 From: Omni-Flow section 4.2, Tmp Buffer Pool.
 """
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -89,18 +89,22 @@ class BufferPool:
             PoolExhausted: no room, even without all idle blocks; nothing was changed.
         """
         wanted = self._count_chunks(num_bytes)
-        if self._find(wanted) is None and not self.can_allocate(num_bytes):
+        place = self._find(wanted)
+        if place is None and not self.can_allocate(num_bytes):
             stats = self.statistics()
             raise PoolExhausted(
                 f"no room for {num_bytes} bytes: {stats.num_bytes_used} of {self.num_bytes} bytes are in use and "
                 f"{stats.num_bytes_idle} idle, in pieces; free blocks, or make the pool larger",
                 is_final=wanted * self.chunk_bytes > self.num_bytes,
             )
-        while (place := self._find(wanted)) is None:
+        while place is None:
             self._evict(next(iter(self._idle)))
-        first, count = self._free.pop(place)
+            place = self._find(wanted)
+        first, count = self._free[place]
         if count > wanted:
-            self._free.insert(place, (first + wanted, count - wanted))
+            self._free[place] = (first + wanted, count - wanted)
+        else:
+            del self._free[place]
         block = Block(first * self.chunk_bytes, num_bytes)
         self._held[block.offset] = _Held(block, wanted, cache_key)
         insort(self._offsets, block.offset)
@@ -181,7 +185,10 @@ class BufferPool:
         return -(-num_bytes // self.chunk_bytes)
 
     def _find(self, num_chunks: int) -> int | None:
-        return next((place for place, (_, count) in enumerate(self._free) if count >= num_chunks), None)
+        for place, (_, count) in enumerate(self._free):
+            if count >= num_chunks:
+                return place
+        return None
 
     def _get(self, block: Block) -> _Held:
         held = self._held.get(block.offset)
@@ -206,7 +213,7 @@ class BufferPool:
     def _release(self, held: _Held) -> None:
         offset = held.block.offset
         del self._held[offset]
-        self._offsets.remove(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
         if held.cache_key is not None and self._cached.get(held.cache_key) == offset:
             del self._cached[held.cache_key]
         first, count = offset // self.chunk_bytes, held.num_chunks
@@ -214,6 +221,7 @@ class BufferPool:
         if place < len(self._free) and first + count == self._free[place][0]:
             count += self._free.pop(place)[1]
         if place and sum(self._free[place - 1]) == first:
-            first, before = self._free.pop(place - 1)
-            place, count = place - 1, count + before
-        self._free.insert(place, (first, count))
+            before, num_before = self._free[place - 1]
+            self._free[place - 1] = (before, num_before + count)
+        else:
+            self._free.insert(place, (first, count))

@@ -25,8 +25,9 @@ from concurrent.futures import Future
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, Layout, TensorRef, check_ref, dtype_name, io_thread
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, TensorRef, check_ref, dtype_name, io_thread, make_layout
 from vllm_omni.relay.shm_memory import (
+    EMPTY_SLOT,
     FLAGS,
     MAX_READERS,
     NUM_SLOTS,
@@ -80,7 +81,7 @@ class ShmRelay(SlabRelay, Streams):
         self._own = Readable(self._mapping, OWN_READER)
         self._typed = self._mapping.typed
         self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
-        self._slot_of: dict[int, int] = {}  # lease's number -> slot
+        self._locations: dict[int, bytes] = {}  # by slot
         self._producers: dict[str, Producer] = {}
         self._consumers: Consumers | None = None
         if num_bytes:
@@ -91,22 +92,24 @@ class ShmRelay(SlabRelay, Streams):
     # -- producer -----------------------------------------------------------------------------------------------------
 
     def _locate(self, lease: Lease) -> bytes:
-        return encode(Location(self.address, self._slot_of[lease.number]))
+        location = self._locations.get(lease.slot)
+        if location is None:
+            location = self._locations[lease.slot] = encode(Location(self.address, lease.slot))
+        return location
 
     def _announce(self, lease: Lease) -> None:
         if not self._slots:
             self._collect()
             if not self._slots:
                 raise PoolExhausted(f"{NUM_SLOTS - 1} tensors are put and not released")
-        slot = self._slots.pop()
-        self._slot_of[lease.number] = slot
-        word = slot * SLOT_WORDS
-        self._mapping.words[word + 1], self._mapping.words[word + 2] = lease.offset, lease.num_bytes
+        lease.slot = self._slots.pop()
+        words, word = self._mapping.words, lease.slot * SLOT_WORDS
+        words[word + 1], words[word + 2] = lease.offset, lease.num_bytes
         fence()
-        self._mapping.words[word] = lease.number
+        words[word] = lease.number
 
     def _flags(self, lease: Lease) -> bytes:
-        start = self._slot_of[lease.number] * SLOT_BYTES + FLAGS
+        start = lease.slot * SLOT_BYTES + FLAGS
         return bytes(self._mapping.bytes[start : start + MAX_READERS])
 
     def _is_released(self, lease: Lease) -> bool:
@@ -123,24 +126,23 @@ class ShmRelay(SlabRelay, Streams):
         return READING in self._flags(lease)
 
     def _revoke(self, lease: Lease) -> bool:
-        self._mapping.words[self._slot_of[lease.number] * SLOT_WORDS] = 0
+        self._mapping.words[lease.slot * SLOT_WORDS] = 0
         fence()
         return READING in self._flags(lease)
 
     def _forget(self, lease: Lease) -> None:
-        slot = self._slot_of.pop(lease.number)
-        start = slot * SLOT_BYTES
-        self._mapping.bytes[start : start + SLOT_BYTES] = bytes(SLOT_BYTES)
-        self._slots.append(slot)
+        start = lease.slot * SLOT_BYTES
+        self._mapping.bytes[start : start + SLOT_BYTES] = EMPTY_SLOT
+        self._slots.append(lease.slot)
 
     def _lose_reader(self, reader: int) -> None:
         """It has died: what it was reading, it reads no more, and its bytes are the next reader's."""
         with self._lock:
-            for number, slot in self._slot_of.items():
-                flag = slot * SLOT_BYTES + FLAGS + reader
+            for lease in self._leases.values():
+                flag = lease.slot * SLOT_BYTES + FLAGS + reader
                 if self._mapping.bytes[flag]:
                     self._mapping.bytes[flag] = 0
-                    self._leases[number].num_gone += 1
+                    lease.num_gone += 1
             self._collect()
 
     @contextlib.contextmanager
@@ -264,7 +266,7 @@ class ShmRelay(SlabRelay, Streams):
             raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
         source = self._source(location) or self._connect(location.address, timeout_s)
         num_bytes = RING_OFFSET + layout.num_bytes
-        source.take(location, ref.lease, Layout(torch.uint8, (num_bytes,), num_bytes))
+        source.take(location, ref.lease, make_layout(torch.uint8, (num_bytes,)))
         return ShmReader(self, source, ref, layout, location)
 
     def credits_of(self, ref: TensorRef) -> Callable[[], int]:
@@ -284,6 +286,7 @@ class ShmRelay(SlabRelay, Streams):
             producers, self._producers = list(self._producers.values()), {}
         for producer in producers:
             io_thread().call(producer.close)
+        self._own.is_broken = True
         if self._consumers is not None:
             io_thread().call(self._consumers.close)
         for wake in list(self._own.on_nudge):

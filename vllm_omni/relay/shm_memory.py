@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import socket
@@ -27,6 +28,7 @@ from vllm_omni.relay.base import Layout, TensorRef, io_thread
 from vllm_omni.relay.slab import CHUNK_BYTES, typed_view
 
 SLOT_BYTES, SLOT_WORDS = 64, 8
+EMPTY_SLOT = bytes(SLOT_BYTES)
 FLAGS = 24  # offset in a slot
 MAX_READERS = SLOT_BYTES - FLAGS  # processes, the producer's own included
 NUM_SLOTS = 4096
@@ -37,6 +39,7 @@ OWN_READER = 0  # the byte of the producer's process
 
 # A stream's block begins with words: how many rows were written, how many read, ...
 NUM_WRITTEN, NUM_READ = 0, 1
+MAX_LOCATION_BYTES = 128  # a Unix socket's address has less than 108
 
 NUDGE = b"!"
 MIN_TIMEOUT_S = 0.001  # 0 would make a socket one that never waits
@@ -263,22 +266,26 @@ class Consumers:
             consumer, _ = self._listener.accept()
         except OSError:
             return
-        free = set(range(1, MAX_READERS)) - set(self._sockets)
+        reader = next((one for one in range(1, MAX_READERS) if one not in self._sockets), None)
         try:
             _refuse_strangers(consumer)
-            if not free:
+            if reader is None:
                 raise ConnectionError(f"more than {MAX_READERS - 1} processes read from one producer")
             consumer.setblocking(False)
-            reader = min(free)
             # Whoever had the byte before died with it.
             self._on_lost(reader)
-            hello = encode(Hello(self._num_bytes, reader))
-            socket.send_fds(consumer, [hello], [self._fd])
+            self._sockets[reader] = consumer
+            io_thread().loop.add_reader(consumer, self._on_readable, reader)
+            socket.send_fds(consumer, [encode(Hello(self._num_bytes, reader))], [self._fd])
         except OSError:
+            if reader is not None and self._sockets.get(reader) is consumer:
+                self._forget(reader)
             consumer.close()
-            return
-        self._sockets[reader] = consumer
-        io_thread().loop.add_reader(consumer, self._on_readable, reader)
+
+    def _forget(self, reader: int) -> None:
+        consumer = self._sockets.pop(reader)
+        io_thread().loop.remove_reader(consumer)
+        consumer.close()
 
     def _on_readable(self, reader: int) -> None:
         try:
@@ -288,9 +295,7 @@ class Consumers:
         except OSError:
             data = b""
         if not data:
-            consumer = self._sockets.pop(reader)
-            io_thread().loop.remove_reader(consumer)
-            consumer.close()
+            self._forget(reader)
             self._on_lost(reader)
         self._on_nudge()
 
@@ -310,8 +315,15 @@ class Consumers:
 
 
 def parse_location(ref: TensorRef) -> Location:
+    return _parse_location(ref.location)
+
+
+@functools.lru_cache(NUM_SLOTS)  # a producer gives the same few slots out again and again
+def _parse_location(location: bytes) -> Location:
+    if len(location) > MAX_LOCATION_BYTES:
+        raise RelayBroken(f"a reference points somewhere with {len(location)} bytes")
     try:
-        return decode_location(ref.location)
+        return decode_location(location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RelayBroken(f"a reference does not say where it points: {exc}") from exc
 

@@ -76,6 +76,7 @@ class ShmWriter(StreamWriter):
                 f"{rows.dtype} {list(rows.shape[1:])} in a stream whose rows are {self._dtype} {list(self._row_shape)}"
             )
         with self._relay._lock:
+            self._relay._check_open()
             if self._has_reader_gone():
                 return
             num_rows = len(rows)

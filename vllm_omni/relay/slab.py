@@ -6,15 +6,24 @@ How a consumer gets at the bytes, and how its release comes back, is the backend
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from vllm_omni.relay.base import LEASE_S, Clock, Layout, Relay, RelayStatistics, TensorRef, dtype_name, io_thread
+from vllm_omni.errors import PoolExhausted
+from vllm_omni.relay.base import (
+    LEASE_S,
+    Clock,
+    Layout,
+    Relay,
+    RelayStatistics,
+    TensorRef,
+    dtype_name,
+    io_thread,
+    make_layout,
+)
 from vllm_omni.relay.base import new_lease as next_number
 from vllm_omni.relay.buffer_pool import Block, BufferPool
 
@@ -35,6 +44,7 @@ class Lease:
     expires_at: float  # by the relay's clock, if nobody reads it
     num_gone: int = 0  # of the readers, those that died or left after they had begun to read it
     is_revoked: bool = False  # aborted or expired: free as soon as nobody reads it
+    slot: int = 0  # the backend's, of whatever it keeps for a lease
 
 
 class SlabRelay(Relay):
@@ -58,7 +68,6 @@ class SlabRelay(Relay):
         self._lease_s = lease_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}  # by number, the oldest first
-        self._of_request: dict[str, set[int]] = {}  # numbers of the leases that an abort would end
         self._buffers: dict[int, str] = {}  # offset of a block of ``empty`` that was not put yet -> request
         self._num_expired = 0
         self._has_timer = False
@@ -70,22 +79,27 @@ class SlabRelay(Relay):
         dtype = dtype_name(tensor)
         with self._lock:
             self._check_open()
-            shape = tuple(tensor.shape)
-            if not tensor.numel():
+            layout = make_layout(tensor.dtype, tuple(tensor.shape))
+            if not layout.num_bytes:
                 self._num_puts += 1
-                return TensorRef(self.backend, shape, dtype, b"")
+                return TensorRef(self.backend, layout.shape, dtype, b"")
             self._collect_finished()
-            num_bytes = tensor.numel() * tensor.element_size()
-            with self._placed(request_id, tensor, num_bytes) as (block, offset):
-                lease = self._grant(request_id, block, offset, num_bytes, num_readers)
+            block, offset = self._place(request_id, tensor, layout)
+            try:
+                lease = self._grant(request_id, block, offset, layout.num_bytes, num_readers)
+            except BaseException:
+                if block.offset not in self._buffers:
+                    self.pool.free(block)
+                raise
+            self._buffers.pop(block.offset, None)
             self._num_puts += 1
-            self._num_bytes += num_bytes
-            return TensorRef(self.backend, shape, dtype, self._locate(lease), lease.number)
+            self._num_bytes += layout.num_bytes
+            return TensorRef(self.backend, layout.shape, dtype, self._locate(lease), lease.number)
 
     def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with self._lock:
             self._check_open()
-            layout = _layout(shape, dtype)
+            layout = make_layout(dtype, tuple(shape))
             if not layout.num_bytes:
                 return torch.empty(shape, dtype=dtype)
             block = self._allocate(layout.num_bytes)
@@ -94,38 +108,34 @@ class SlabRelay(Relay):
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            for number in self._of_request.pop(request_id, ()):
-                if (lease := self._leases.get(number)) is not None:
-                    self._end(lease)
+            # Looked for among all: an abort is rare, and entering each lease under its request is not.
+            for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+                self._end(lease)
             for offset in [offset for offset, owner in self._buffers.items() if owner == request_id]:
                 del self._buffers[offset]
                 self._free_at(offset)
             self._tell_room()
 
-    @contextlib.contextmanager
-    def _placed(self, request_id: str, tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Block, int]]:
-        """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's.
-
-        An exception within gives it back to whom it belonged before.
-        """
+    def _place(self, request_id: str, tensor: torch.Tensor, layout: Layout) -> tuple[Block, int]:
+        """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.pool.num_bytes and tensor.is_contiguous():
             block = self.pool.find_alloc_by_ptr(offset)
             # Another's: this request was aborted, and what was its buffer has been given away.
             if block is not None and self._buffers.get(block.offset) == request_id:
-                yield block, offset
-                del self._buffers[block.offset]
-                return
-        block = self._allocate(num_bytes)
+                return block, offset
+        block = self._allocate(layout.num_bytes)
         try:
-            self._view(block.offset, Layout(tensor.dtype, tuple(tensor.shape), num_bytes)).copy_(tensor)
-            yield block, block.offset
+            self._view(block.offset, layout).copy_(tensor)
         except BaseException:
             self.pool.free(block)
             raise
+        return block, block.offset
 
     def _allocate(self, num_bytes: int) -> Block:
-        if not self.pool.can_allocate(num_bytes):
+        try:
+            return self.pool.allocate(num_bytes)
+        except PoolExhausted:
             self._collect()
         return self.pool.allocate(num_bytes)
 
@@ -144,7 +154,6 @@ class SlabRelay(Relay):
         lease = Lease(next_number(), request_id, block, offset, num_bytes, num_readers, expires_at)
         self._announce(lease)
         self._leases[lease.number] = lease
-        self._of_request.setdefault(request_id, set()).add(lease.number)
         if not self._has_timer:
             self._has_timer = True
             io_thread().call(self._start_timer)
@@ -152,9 +161,10 @@ class SlabRelay(Relay):
 
     def _collect_finished(self) -> None:
         """Free the oldest lease if it is over: what is put and released in turn needs no more."""
-        oldest = next(iter(self._leases.values()), None)
-        if oldest is not None and self._is_released(oldest):
-            self._drop(oldest)
+        for oldest in self._leases.values():
+            if self._is_released(oldest):
+                self._drop(oldest)
+            return
 
     def _collect(self) -> None:
         """Free every lease that is over or has expired."""
@@ -176,11 +186,6 @@ class SlabRelay(Relay):
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.number]
-        numbers = self._of_request.get(lease.request_id)
-        if numbers is not None:
-            numbers.discard(lease.number)  # not there: aborted while it was read, and the request goes on
-            if not numbers:
-                del self._of_request[lease.request_id]
         self._forget(lease)
         self.pool.free(lease.block)
 
@@ -245,8 +250,6 @@ class SlabRelay(Relay):
             self.pool.check_integrity()
             blocks = {lease.block.offset for lease in self._leases.values()} | set(self._buffers)
             assert len(blocks) == self.pool.statistics().num_blocks, "a block belongs to nobody"
-            of_request = [number for numbers in self._of_request.values() for number in numbers]
-            assert set(of_request) <= set(self._leases), "a request has a lease that is over"
 
 
 def typed_view(typed: dict[torch.dtype, torch.Tensor], offset: int, layout: Layout) -> torch.Tensor:
@@ -255,16 +258,4 @@ def typed_view(typed: dict[torch.dtype, torch.Tensor], offset: int, layout: Layo
     whole = typed.get(layout.dtype)
     if whole is None:
         whole = typed[layout.dtype] = typed[torch.uint8].view(layout.dtype)
-    strides, stride = [], 1
-    for size in reversed(layout.shape):
-        strides.append(stride)
-        stride *= size
-    return whole.as_strided(layout.shape, strides[::-1], offset // layout.dtype.itemsize)
-
-
-def _layout(shape: Iterable[int], dtype: torch.dtype) -> Layout:
-    shape = tuple(shape)
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    return Layout(dtype, shape, num_bytes)
+    return whole.as_strided(layout.shape, layout.strides, offset // layout.dtype.itemsize)

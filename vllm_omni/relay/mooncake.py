@@ -1,0 +1,108 @@
+"""Mooncake: its transfer engine reads the producer's registered memory, by RDMA where there is any, else by TCP.
+
+The engines find each other without a metadata server (``P2PHANDSHAKE``). Note that an engine listens on all addresses
+of its host, and lets whoever connects read what was registered: keep its ports, which it chooses at random, from
+strangers.
+
+From: SGLang-Omni (communication, ``mooncake``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import torch
+
+from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
+from vllm_omni.relay.base import LEASE_S, Clock
+from vllm_omni.relay.one_sided import LANDING_BYTES, OneSidedRelay
+from vllm_omni.relay.remote import HOST
+from vllm_omni.relay.slab import NUM_BYTES
+
+MAX_SESSION = 64  # characters
+
+_engines: dict[tuple[str, str], Any] = {}  # by host and protocol: one is enough, and takes a second to be destroyed
+_lock = threading.Lock()
+
+
+def _engine(host: str, protocol: str) -> Any:
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as exc:  # also for want of libibverbs, librdmacm or CUDA
+        raise MissingDependency(
+            "the mooncake relay needs a transfer engine that can be loaded: install vllm-omni with the extra "
+            f"'mooncake', or the package mooncake-transfer-engine-non-cuda where there is no CUDA ({exc})"
+        ) from exc
+    with _lock:
+        engine = _engines.get((host, protocol))
+        if engine is None:
+            engine = TransferEngine()
+            if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+                raise RelayError(f"Mooncake's engine cannot use {protocol} at {host}")
+            _engines[host, protocol] = engine
+        return engine
+
+
+class MooncakeRelay(OneSidedRelay[str]):
+    """This process's transfer engine, and the sessions of those that it reads from.
+
+    Args:
+        protocol: Mooncake's: "tcp", "rdma", ...
+        num_bytes, landing_bytes, host, lease_s, clock: see ``OneSidedRelay``.
+    """
+
+    backend = "mooncake"
+
+    def __init__(
+        self,
+        num_bytes: int = NUM_BYTES,
+        *,
+        protocol: str = "tcp",
+        landing_bytes: int = LANDING_BYTES,
+        host: str = HOST,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ):
+        self._protocol = protocol
+        self._registered: set[int] = set()  # addresses
+        super().__init__(num_bytes, landing_bytes=landing_bytes, host=host, lease_s=lease_s, clock=clock)
+
+    def _start(self, host: str) -> None:
+        self._engine = _engine(host, self._protocol)
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
+
+    def _stop(self) -> None:
+        for address in list(self._registered):
+            self._unregister(address)
+
+    def _register(self, memory: torch.Tensor) -> int:
+        address: int = memory.data_ptr()
+        if self._engine.register_memory(address, memory.numel()):
+            raise RelayError(f"Mooncake's engine cannot register {memory.numel()} bytes")
+        self._registered.add(address)
+        return address
+
+    def _unregister(self, registration: Any) -> None:
+        self._registered.discard(registration)
+        self._engine.unregister_memory(registration)
+
+    def _peer(self) -> bytes:
+        return self._session.encode()
+
+    def _open(self, peer: bytes) -> str:
+        if len(peer) > MAX_SESSION:
+            raise ValueError(f"a session's name of {len(peer)} bytes")
+        return peer.decode()
+
+    def _forget_remote(self, remote: str) -> None:
+        pass
+
+    async def _read(self, remote: str, address: int, memory: torch.Tensor) -> None:
+        status = await asyncio.to_thread(
+            self._engine.transfer_sync_read, remote, memory.data_ptr(), address, memory.numel()
+        )
+        if status:
+            raise RelayBroken(f"the transfer ended with status {status}")

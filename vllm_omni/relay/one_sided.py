@@ -1,0 +1,219 @@
+"""What relays have in common whose library reads the producer's memory without asking the producer's program.
+
+The slab is registered with the library once. A consumer asks the producer over the connection to keep a tensor, and
+hears where it lies; then the library fetches it into the consumer's own slab, registered once, too. There it stays
+until it is released. A tensor for which there is no room lands in memory of its own, which costs its registration.
+
+From: SGLang-Omni (communication, Backends: ``nixl``, ``mooncake``); Omni-Flow section 4.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import torch
+
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
+from vllm_omni.relay.base import LEASE_S, Clock, Layout, TensorRef, io_thread
+from vllm_omni.relay.buffer_pool import BufferPool
+from vllm_omni.relay.remote import HOST, Producer, RemoteRelay
+from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES
+from vllm_omni.relay.wire import Location, parse_location
+
+LANDING_BYTES = 64 << 20
+KEEP_S = 5.0
+
+Remote = TypeVar("Remote")
+
+
+class Access(msgspec.Struct, frozen=True, array_like=True):
+    """In a producer's greeting."""
+
+    peer: bytes  # how the library finds it
+    base: int  # the slab's address there
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_access = msgspec.msgpack.Decoder(Access).decode
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where a tensor lands."""
+
+    memory: torch.Tensor  # uint8 [n], registered
+    free: Callable[[], object]
+
+
+class OneSidedRelay(RemoteRelay, Generic[Remote]):
+    """Bytes are fetched by a library. What ``get`` returns is a view of the landing slab, until it is released.
+
+    Args:
+        landing_bytes: of the slab that this process reads into, whole chunks; made with the first read.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int = NUM_BYTES,
+        *,
+        landing_bytes: int = LANDING_BYTES,
+        host: str = HOST,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ):
+        self._start(host)
+        super().__init__(num_bytes, host=host, lease_s=lease_s, clock=clock)
+        if num_bytes:
+            self._register(self._memory)
+        self._landing_bytes = landing_bytes
+        self._landing: torch.Tensor | None = None
+        self._landing_pool = BufferPool(landing_bytes, CHUNK_BYTES)
+        self._landed: dict[tuple[Location, int], list[Place]] = {}  # by producer and lease
+        # What follows belongs to the I/O thread.
+        self._remotes: dict[Producer, Remote] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    # -- the library's part -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, host: str) -> None:
+        """Raises ``MissingDependency`` if the library is not installed."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Let go of the library; a read that is running keeps what it needs."""
+
+    @abstractmethod
+    def _register(self, memory: torch.Tensor) -> Any:
+        """Let the library reach memory; returns what ``_unregister`` needs."""
+
+    @abstractmethod
+    def _unregister(self, registration: Any) -> None: ...
+
+    @abstractmethod
+    def _peer(self) -> bytes:
+        """How the libraries of others find this one."""
+
+    @abstractmethod
+    def _open(self, peer: bytes) -> Remote:
+        """Get to know a producer's library. May raise anything."""
+
+    @abstractmethod
+    def _forget_remote(self, remote: Remote) -> None:
+        """Its producer is gone."""
+
+    @abstractmethod
+    async def _read(self, remote: Remote, address: int, memory: torch.Tensor) -> None:
+        """Fetch a producer's bytes; on the I/O thread, without holding it up. May raise anything."""
+
+    # -- producer -----------------------------------------------------------------------------------------------------
+
+    def _access(self) -> bytes:
+        return _encode(Access(self._peer(), self._base))
+
+    # -- consumer -----------------------------------------------------------------------------------------------------
+
+    async def _pull(self, producer: Producer, ref: TensorRef, layout: Layout) -> torch.Tensor:
+        location = parse_location(ref)
+        async with producer.fetching(ref.lease, layout.num_bytes) as (offset, failed):
+            producer.check_size(offset + layout.num_bytes)
+            if location.token == self.token:  # libraries do not read from themselves
+                memory = self._memory[offset : offset + layout.num_bytes].clone()
+            else:
+                remote, base = self._remote_of(producer)
+                place = self._take_place(layout.num_bytes)
+                await self._fill(place, remote, base + offset, failed)
+                with self._lock:
+                    self._landed.setdefault((location, ref.lease), []).append(place)
+                memory = place.memory
+        return memory.view(layout.dtype).reshape(layout.shape)
+
+    async def _fill(self, place: Place, remote: Remote, address: int, failed: asyncio.Future[int]) -> None:
+        """Let the library read; the place is free again if it cannot, or if the producer dies first."""
+        reading = asyncio.ensure_future(self._read(remote, address, place.memory))
+        self._running.add(reading)
+        reading.add_done_callback(self._running.discard)
+        reading.add_done_callback(lambda _: _settle(failed))
+        try:
+            await failed
+            await reading
+        except BaseException as exc:
+            # The library may still write there.
+            reading.add_done_callback(lambda reading: _drop(reading, place))
+            if isinstance(exc, Exception) and not isinstance(exc, RelayError):
+                raise RelayBroken(f"{self.backend} could not read a tensor: {exc}") from exc
+            raise
+
+    def _remote_of(self, producer: Producer) -> tuple[Remote, int]:
+        try:
+            access = _decode_access(producer.welcomed.result().access)
+            if producer not in self._remotes:
+                self._remotes[producer] = self._open(access.peer)
+        except Exception as exc:  # a library's errors are of many kinds
+            raise RelayBroken(f"a producer's memory cannot be reached by {self.backend}: {exc}") from exc
+        return self._remotes[producer], access.base
+
+    def _take_place(self, num_bytes: int) -> Place:
+        if self._landing is None:
+            landing = torch.empty(self._landing_bytes, dtype=torch.uint8)
+            landing.fill_(0)
+            self._register(landing)
+            self._landing = landing
+        try:
+            with self._lock:
+                block = self._landing_pool.allocate(num_bytes)
+        except PoolExhausted:
+            own = torch.empty(num_bytes, dtype=torch.uint8)
+            registration = self._register(own)
+            return Place(own, lambda: self._closed or self._unregister(registration))
+        memory = self._landing[block.offset : block.offset + num_bytes]
+
+        def free() -> None:
+            with self._lock:
+                self._landing_pool.free(block)
+
+        return Place(memory, free)
+
+    def release(self, ref: TensorRef) -> None:
+        if ref.lease:
+            with self._lock:
+                places = self._landed.pop((parse_location(ref), ref.lease), [])
+            for place in places:
+                place.free()
+        super().release(ref)
+
+    def on_producer_lost(self, producer: Producer) -> None:
+        remote = self._remotes.pop(producer, None)
+        if remote is not None:
+            with contextlib.suppress(Exception):  # it is gone
+                self._forget_remote(remote)
+
+    def _close(self) -> None:
+        super()._close()
+        self._stop()
+        # Others' libraries may be in the middle of a read, which asks nobody here.
+        io_thread().loop.call_later(KEEP_S, lambda *_: None, self._memory, self._landing)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        with self._lock:
+            self._landing_pool.check_integrity()
+
+
+def _drop(reading: asyncio.Task[None], place: Place) -> None:
+    """Nobody waits for this read any more."""
+    if not reading.cancelled():
+        reading.exception()  # taken notice of
+    place.free()
+
+
+def _settle(future: asyncio.Future[int]) -> None:
+    if not future.done():
+        future.set_result(0)
