@@ -191,19 +191,22 @@ def test_a_streams_reference_is_right_or_refused(pair: Pair, data: st.DataObject
         relay.release(writer.ref)
 
 
+@pytest.fixture(scope="module")
+def hub() -> Iterator[RelayHub]:
+    hub = RelayHub(RelayOptions(), prefault=False)
+    yield hub
+    hub.close()
+
+
 @wire
 @given(st.sampled_from([*BACKENDS, "nothing", ""]), shapes, dtypes, st.binary(max_size=20), numbers)
 def test_a_hub_knows_a_reference_or_refuses_it(
-    backend: str, shape: tuple[int, ...], dtype: str, location: bytes, lease: int
+    hub: RelayHub, backend: str, shape: tuple[int, ...], dtype: str, location: bytes, lease: int
 ) -> None:
     ref = TensorRef(backend, shape, dtype, location, lease)
-    hub = RelayHub(RelayOptions(), prefault=False)
-    try:
-        for call in (hub.get_blocking, hub.release, hub.credits_of):
-            with contextlib.suppress(MissingDependency, ConfigError):  # a backend that this machine does not have
-                refuses(call, ref)
-    finally:
-        hub.close()
+    for call in (hub.get_blocking, hub.release, hub.credits_of):
+        with contextlib.suppress(MissingDependency, ConfigError):  # a backend that this machine does not have
+            refuses(call, ref)
 
 
 # -- handshakes of shared memory --------------------------------------------------------------------------------------
