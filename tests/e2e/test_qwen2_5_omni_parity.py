@@ -47,7 +47,7 @@ DEPLOYMENTS = {
             "talker.max_num_batched_tokens=96",
             "talker.enforce_eager=false",
         ),
-        {"transport": "shm"},
+        {"transport": "tcp"},
         {"first": 10, "past": 7},
         1,
     ),

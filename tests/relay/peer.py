@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -231,6 +232,9 @@ class Commands:
     async def read_stream(self, ref: TensorRef) -> None:
         self.reader = await self.relay.read_stream(ref, timeout_s=DEADLINE_S)
 
+    async def await_unread(self, expected: int) -> int:
+        return await self._await(lambda: self.reader.num_unread, expected)
+
     async def read(self, timeout_s: float = DEADLINE_S) -> list[int]:
         return (await self.reader.read(timeout_s=timeout_s))[:, 0].tolist()
 
@@ -248,15 +252,18 @@ class Commands:
         """How many descriptors are open, once there are as many as expected."""
         return await self._await(self.num_fds, expected)
 
+    async def await_fewer_fds(self, limit: int) -> int:
+        await self._await(lambda: self.num_fds() < limit, True)
+        return self.num_fds()
+
     def close(self) -> None:
         self.relay.close()
 
     @staticmethod
     async def _await(look: Any, expected: Any) -> Any:
         found = look()
-        for _ in range(int(DEADLINE_S / 2 / POLL_S)):
-            if found == expected:
-                break
+        deadline = time.monotonic() + DEADLINE_S / 2
+        while found != expected and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
             found = look()
         return found

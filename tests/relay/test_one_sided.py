@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.contract.relays import BACKENDS
-from vllm_omni.errors import RelayBroken
+from vllm_omni.errors import MissingDependency, RelayBroken
 from vllm_omni.relay import TensorRef
 from vllm_omni.relay.one_sided import OneSidedRelay
 from vllm_omni.relay.select import make_relay
@@ -79,6 +79,13 @@ async def test_what_was_refused_leaves_no_place_taken(producer: OneSidedRelay, c
     with pytest.raises(RelayBroken):
         await consumer.get(ref, timeout_s=5)
     assert num_bytes_landed(consumer) == 0
+
+
+@pytest.mark.parametrize(("backend", "module"), [("nixl", "nixl._api"), ("mooncake", "mooncake.engine")])
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, backend: str, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependency, match=f"extra '{backend}'"):
+        make_relay(backend, 0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
 from vllm_omni.relay import TensorRef
 from vllm_omni.relay.tcp import TcpRelay
 from vllm_omni.relay.wire import (
+    Abandon,
     Begin,
     Credit,
     End,
@@ -170,10 +171,13 @@ class Stranger:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
+    def receive(self) -> list[bytes]:
+        assert self._socket.poll(5000), "the producer says nothing"
+        return self._socket.recv_multipart()
+
     def ask(self, message: msgspec.Struct) -> list[bytes]:
         self.send(encode(message))
-        assert self._socket.poll(5000), f"no answer to {message}"
-        return self._socket.recv_multipart()
+        return self.receive()
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -272,6 +276,37 @@ async def test_a_credit_for_rows_that_were_not_sent_gives_none(relay: TcpRelay, 
     while not isinstance(decode_to_consumer(stranger.ask(Begin(7, 1 << 40, 1))[0]), Refused):
         pass  # the rows come first
     assert writer.num_credits == 3
+
+
+async def test_a_second_reader_of_a_stream_is_refused_and_does_not_disturb_the_first(
+    relay: TcpRelay, consumer: TcpRelay
+) -> None:
+    writer = relay.open_stream("request", (2,), torch.float32, credits=4)
+    reader = await consumer.read_stream(writer.ref)
+    other = TcpRelay(0)
+    for second in (other, consumer, relay):
+        with pytest.raises(RelayBroken, match="a reader already"):
+            await second.read_stream(writer.ref, timeout_s=5)
+    other.close()
+    for _ in range(3):
+        writer.write_nowait(torch.ones(4, 2))
+        assert await until(lambda: reader.num_unread == 4)
+        assert torch.equal(reader.read_nowait(), torch.ones(4, 2))
+        assert await until(lambda: writer.num_credits == 4)
+    reader.close()
+
+
+async def test_a_reader_that_gave_up_waiting_may_come_again(relay: TcpRelay, stranger: Stranger) -> None:
+    writer = relay.open_stream("request", (2,), torch.float32, credits=4)
+    writer.write_nowait(torch.ones(2, 2))
+    stranger.ask(Hello(relay.token, bytes(16)))
+    for request in (1, 2):
+        (granted,) = stranger.ask(Subscribe(request, writer.ref.lease, 32))
+        assert decode_to_consumer(granted) == Granted(request, 0)
+        rows, body = stranger.receive()
+        assert decode_to_consumer(rows) == Rows(writer.ref.lease, 0, 2)
+        assert body == torch.ones(2, 2).numpy().tobytes()
+        stranger.send(encode(Abandon(writer.ref.lease)))
 
 
 class Impostor:

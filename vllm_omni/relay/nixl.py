@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.errors import MissingDependency, RelayBroken
+from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
 from vllm_omni.relay.one_sided import OneSidedRelay
 
 NUM_EAGER_POLLS = 20  # a small tensor is there by then
@@ -42,7 +42,10 @@ class NixlRelay(OneSidedRelay[str]):
         self._agent_lock = threading.Lock()
         # Its own thread would keep a core busy for as long as the process lives.
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
-        self._agent = nixl_agent(secrets.token_hex(16), config)
+        try:
+            self._agent = nixl_agent(secrets.token_hex(16), config)
+        except Exception as exc:
+            raise RelayError(f"NIXL cannot start with UCX here: {exc}") from exc
         self._helping: asyncio.Task[None] | None = None
 
     def _stop(self) -> None:

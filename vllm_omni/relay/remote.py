@@ -8,8 +8,8 @@ life: who has lost one makes another, and greets again. The first message carrie
 in its references; so a producer that was started again at the same address is not mistaken for the one before, and who
 was given no reference cannot read. That is all the protection there is: listen where only the deployment's hosts reach.
 
-What a connection was reading is free when it ends; its heartbeat notices within a second if the other side's host has
-vanished.
+What a connection was reading is free when it ends: at once with its process, by its heartbeat within five seconds if
+the other side's host has vanished.
 
 From: SGLang-Omni (communication, Two Planes, Backends).
 """
@@ -207,11 +207,12 @@ class RemoteRelay(SlabRelay, Streams):
             if lease is None:
                 return
             marks = self._marks[number]
+            writer = self._writers.get(number)
+            if writer is not None and reader in marks.reading:
+                writer.unsubscribe()
             marks.reading.discard(reader)
             if is_released:
                 marks.released.add(reader)
-            elif (writer := self._writers.get(number)) is not None:
-                writer.unsubscribe()
             if self._is_released(lease):
                 self._drop(lease)
                 self._tell_room()
@@ -533,7 +534,8 @@ class Producer:
                 self.send(Subscribe(request, reader.lease, num_bytes))
                 await granted
             except BaseException:
-                self._streams.pop(reader.lease, None)
+                if self._streams.get(reader.lease) is reader:
+                    del self._streams[reader.lease]
                 raise
             finally:
                 self._subscribing.pop(request, None)

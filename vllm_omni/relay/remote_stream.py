@@ -187,7 +187,7 @@ class RemoteReader(StreamReader):
     @property
     def num_unread(self) -> int:
         received = self._num_received
-        return 0 if received is None else received - self._num_read
+        return 0 if received is None else max(received - self._num_read, 0)
 
     @property
     def has_ended(self) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 
 import torch
 
+from vllm_omni.errors import RelayBroken
 from vllm_omni.relay.base import Layout, TensorRef
 from vllm_omni.relay.remote import PIECE_BYTES, Producer, RemoteRelay
 from vllm_omni.relay.wire import Read
@@ -25,7 +26,10 @@ class TcpRelay(RemoteRelay):
     backend = "tcp"
 
     async def _pull(self, producer: Producer, ref: TensorRef, layout: Layout) -> torch.Tensor:
-        memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        try:
+            memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        except RuntimeError as exc:
+            raise RelayBroken(f"no memory for a tensor of {layout.num_bytes} bytes") from exc
         with producer.request(ref.lease) as (request, finished):
             transfer = Transfer(producer, request, ref.lease, memory, finished)
             producer.pieces[request] = transfer.take

@@ -33,8 +33,8 @@ MAX_TEXT = 1000
 
 # A peer that is silent for as long as both together is dead. ZMQ's own threads ask and answer, so a process in which
 # Python is busy is not taken for a dead one. Asking often leaves more of the second for a host that stumbles.
-HEARTBEAT_MS = 100
-HEARTBEAT_TIMEOUT_MS = 850
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000  # a process that dies closes its connection at once; this is for a host that vanishes
 CONNECT_MS = 5000  # until a producer has answered; a caller's deadline may come earlier
 
 MAX_DRAIN = 64  # messages, then the loop's other callbacks have their turn

@@ -1,0 +1,68 @@
+"""Qwen2.5-Omni answers alike whatever carries the rows: three stages in three processes, held against transformers.
+
+Shared memory and TCP are those of the deployments in ``test_qwen2_5_omni_parity.py``; these are the others.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.contract.relays import BACKENDS
+from tests.e2e.test_qwen2_5_omni_parity import MAX_CODES, MAX_TOKENS, WAVEFORM_TOLERANCE, answer, num_equal_until_tie
+from tests.reference.media import CASES
+from tests.reference.qwen2_5_omni import Reference
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+
+EDGES = {
+    "inline": {"transport": "inline"},
+    "shm, late": {"transport": "shm", "stream": False},
+    "nixl": {"transport": "nixl"},
+    "mooncake": {"transport": "mooncake"},
+}
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tiny.build(tmp_path_factory.mktemp("checkpoint"))
+    return Checkpoint(path, Reference(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edge", EDGES)
+async def test_codes_and_waveform_equal_transformers(edge: str, checkpoint: Checkpoint) -> None:
+    transport = str(EDGES[edge]["transport"])
+    if BACKENDS[transport].reason:
+        pytest.skip(BACKENDS[transport].reason)
+    omni = await asyncio.to_thread(
+        AsyncOmni,
+        checkpoint.path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        skip_mm_profiling=True,
+        mm_processor_cache_gb=0,
+        overrides={"edges": {"thinker->talker": EDGES[edge]}},
+    )
+    try:
+        cases = [case for case in CASES if case.name in ("text", "video")]
+        outputs = await asyncio.gather(*(answer(omni, case) for case in cases))
+    finally:
+        await omni.aclose()
+    speaker = omni.orchestrator.pipeline.validate({})["speaker"]
+    for case, output in zip(cases, outputs, strict=True):
+        expected = checkpoint.reference.answer(
+            case, max_tokens=MAX_TOKENS, max_codes=MAX_CODES, repetition_penalty=1.0, seed=0, speaker=speaker
+        )
+        assert expected.speech is not None
+        codes = output.multimodal_output["codec_ids"]
+        if not num_equal_until_tie(codes, expected.speech.codes, expected.speech.margins, f"{case.name}, codes"):
+            waveform = checkpoint.reference.vocode_windows(codes, speaker)
+            assert (output.multimodal_output["audio"] - waveform).abs().max() < WAVEFORM_TOLERANCE, case.name
