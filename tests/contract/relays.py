@@ -5,7 +5,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple
 
-from vllm_omni.relay import InlineRelay, Relay
+import torch
+
+from vllm_omni.relay import InlineRelay, Relay, TensorRef
+from vllm_omni.relay.base import Layout
+from vllm_omni.relay.cuda_ipc import CudaIpcRelay
 from vllm_omni.relay.local import LocalRelay
 from vllm_omni.relay.mooncake import MooncakeRelay
 from vllm_omni.relay.nixl import NixlRelay
@@ -38,10 +42,21 @@ def reason_without(module: str) -> str:
     return ""
 
 
+class HostCudaIpcRelay(CudaIpcRelay):
+    """Hands out copies on the host, which the suites can compare."""
+
+    def _take(self, ref: TensorRef, layout: Layout, held: TensorRef, data: torch.Tensor) -> torch.Tensor:
+        return super()._take(ref, layout, held, data).cpu()
+
+
 BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
     "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
+    "cuda_ipc": Backend(
+        lambda lease_s: HostCudaIpcRelay(NUM_BYTES, lease_s=lease_s),
+        reason="" if torch.cuda.is_available() else "torch sees no CUDA device",
+    ),
     "nixl": Backend(
         lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
         streams=True,

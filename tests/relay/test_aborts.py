@@ -15,6 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 
@@ -95,6 +96,7 @@ class World:
             self.empty: 2,
             self.put_buffer: 2,
             self.get: 14,
+            self.get_wrongly: 1,
             self.get_what_is_gone: 1,
             self.release: 12,
             self.release_again: 1,
@@ -205,6 +207,13 @@ class World:
         lease.views[relay] = view
         lease.released.discard(relay)
         self.check(lease, view)
+
+    def get_wrongly(self) -> None:
+        """With a reference that does not fit: nothing changes."""
+        if self.leases:
+            lease = self.rng.choice(self.leases)
+            with pytest.raises(RelayBroken):
+                self.reader().get_blocking(msgspec.structs.replace(lease.ref, shape=(lease.num_bytes + 1,)), DEADLINE_S)
 
     def get_what_is_gone(self) -> None:
         if self.gone:

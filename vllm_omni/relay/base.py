@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -97,10 +98,11 @@ def _check_layout(name: str, shape: tuple[int, ...]) -> Layout:
         raise RelayBroken(f"a reference has dtype {name!r}; known: {', '.join(DTYPES)}")
     if min(shape, default=0) < 0:
         raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}")
-    if len(shape) <= MAX_DIMS and max(shape, default=0) <= MAX_NUM_BYTES:
-        layout = make_layout(dtype, shape)
-        if layout.num_bytes <= MAX_NUM_BYTES:
-            return layout
+    if len(shape) <= MAX_DIMS:
+        # Without the sizes of 0: torch multiplies the others for the strides.
+        extent = math.prod(max(size, 1) for size in shape) * dtype.itemsize
+        if extent <= MAX_NUM_BYTES:
+            return make_layout(dtype, shape)
     raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}, beyond what can travel")
 
 

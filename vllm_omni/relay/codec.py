@@ -35,7 +35,10 @@ _decoder = msgspec.msgpack.Decoder(Payload)
 
 def encode(payload: Payload) -> bytes:
     """Raises ``TypeError`` for values that msgpack does not have."""
-    return _encoder.encode(payload)
+    try:
+        return _encoder.encode(payload)
+    except (OverflowError, UnicodeEncodeError, RecursionError) as exc:
+        raise TypeError(f"a payload cannot travel: {exc}") from exc
 
 
 def decode(data: bytes | memoryview) -> Payload:

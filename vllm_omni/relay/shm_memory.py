@@ -148,7 +148,10 @@ class Readable:
         if not 0 < location.slot < NUM_SLOTS:
             raise RelayBroken(f"a reference names slot {location.slot} of {NUM_SLOTS}")
         words, first = self.mapping.words, location.slot * SLOT_WORDS
-        start = (TABLE_BYTES + words[first + 1]) // 8
+        offset = words[first + 1]
+        if offset + (NUM_READ + 1) * 8 > self.mapping.num_bytes:
+            raise RelayBroken("a reference names as a stream what is none")
+        start = (TABLE_BYTES + offset) // 8
         flags = slice(location.slot * SLOT_BYTES + FLAGS, (location.slot + 1) * SLOT_BYTES)
 
         def count() -> int:

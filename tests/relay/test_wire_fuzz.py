@@ -1,0 +1,411 @@
+"""Whatever comes off a wire, random or almost right: it is refused by name, and nothing hangs, crashes or is lost."""
+
+import contextlib
+import fcntl
+import gc
+import itertools
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.relays import BACKENDS, Pair, make_pair
+from vllm_omni.errors import ConfigError, MissingDependency, RelayBroken, RelayTimeout
+from vllm_omni.relay import Payload, Relay, TensorRef, pack, unpack
+from vllm_omni.relay.base import DTYPES, io_thread
+from vllm_omni.relay.codec import decode, encode, extract, restore
+from vllm_omni.relay.hub import RelayHub, RelayOptions
+from vllm_omni.relay.shm import ShmRelay
+from vllm_omni.relay.shm_memory import FLAGS, SLOT_WORDS, TABLE_BYTES, Hello
+from vllm_omni.relay.shm_memory import encode as encode_message
+from vllm_omni.relay.slab import CHUNK_BYTES
+from vllm_omni.relay.stream import Streams
+
+DEADLINE_S = 20.0
+SHORT_S = 0.05  # for those who never answer
+wire = settings(deadline=None, max_examples=200, database=None, suppress_health_check=list(HealthCheck))
+
+numbers = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-2, 5)
+plain = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
+trees = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+dtypes = st.sampled_from([*DTYPES, "float33", "__class__", ""])
+shapes = st.lists(numbers | st.just(1 << 40), max_size=4).map(tuple)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, data: bytes) -> bytes:
+    """Bytes with some changed, left out, doubled or added."""
+    for _ in range(draw(st.integers(0, 4))):
+        start, end = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
+        end = min(end, start + 4)
+        instead = draw(st.sampled_from([b"", data[start:end] * 2, draw(st.binary(max_size=4))]))
+        data = data[:start] + instead + data[end:]
+    return data
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+PAYLOAD = Payload(
+    {"a/0": TensorRef("inline", (2,), "uint8", b"\x01\x02"), "b": TensorRef("shm", (1, 2), "float32", b"xyz", 7)},
+    {"a": [None, 1], "b": None, "c": {"d": [1.5, "text", b"bytes"]}},
+    {"rows": TensorRef("shm", (256, 4), "bfloat16", b"stream", 8)},
+)
+
+
+def open_payload(data: bytes) -> None:
+    with contextlib.suppress(RelayBroken):
+        payload = decode(data)
+        restore(payload.values, {path: torch.zeros(1) for path in payload.tensors})
+
+
+@wire
+@given(st.binary() | trees.map(msgspec.msgpack.encode))
+def test_bytes_are_a_payload_or_refused(data: bytes) -> None:
+    open_payload(data)
+
+
+@wire
+@given(mutated(encode(PAYLOAD)))
+def test_almost_a_payload_is_one_or_refused(data: bytes) -> None:
+    open_payload(data)
+
+
+@wire
+@given(st.lists(st.integers(0, 255), max_size=20), dtypes, st.integers(1, 3))
+def test_a_tensor_is_a_packed_payload_or_refused(values: list[int], dtype: str, step: int) -> None:
+    tensor = torch.tensor(values).to(DTYPES.get(dtype, torch.complex64))[::step]
+    with contextlib.suppress(RelayBroken):
+        unpack(tensor)
+
+
+@wire
+@given(trees, st.dictionaries(st.text(max_size=6) | st.sampled_from(["0", "a/0", "~0", "~1", "/", "00", "²"]), plain))
+def test_paths_lead_to_a_place_or_are_refused(values: Any, paths: dict[str, Any]) -> None:
+    with contextlib.suppress(RelayBroken):
+        restore(values, {path: torch.zeros(1) for path in paths})
+
+
+@wire
+@given(trees | st.recursive(st.just(torch.ones(2)) | plain, lambda inner: st.lists(inner) | st.tuples(inner)))
+def test_what_is_sent_arrives_or_cannot_travel(tree: Any) -> None:
+    values, tensors = extract(tree)
+    refs = {path: TensorRef("inline", (2,), "float32", b"12345678") for path in tensors}
+    payload = unpack(pack(Payload(refs, values)))
+    assert payload == Payload(refs, values)
+    restored, found = extract(restore(payload.values, tensors))
+    assert (restored, set(found)) == (values, set(tensors))
+
+
+@pytest.mark.parametrize(
+    "value", [1 << 64, -(1 << 64), "\ud800", {"\ud800": 1}, {1: 2}, object(), {1, 2}, 1j], ids=ascii
+)
+def test_what_msgpack_does_not_have_cannot_travel(value: Any) -> None:
+    with pytest.raises(TypeError):
+        encode(Payload({}, extract({"key": value})[0]))
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if reason := BACKENDS[request.param].reason:
+        pytest.skip(reason)
+    with make_pair(request.param) as pair:
+        yield pair
+        pair.producer.abort("request")
+        assert pair.producer.statistics().num_leases == 0
+
+
+@st.composite
+def references(draw: st.DrawFn, ref: TensorRef) -> TensorRef:
+    """Almost this one."""
+    location = st.binary(max_size=20) | trees.map(msgspec.msgpack.encode) | mutated(ref.location)
+    with contextlib.suppress(msgspec.DecodeError, TypeError, ValueError):
+        address = msgspec.msgpack.decode(ref.location)[0]
+        location |= st.lists(numbers, max_size=2).map(lambda rest: msgspec.msgpack.encode([address, *rest]))
+    return TensorRef(
+        draw(st.just(ref.backend) | st.text(max_size=3)) if draw(st.integers(0, 9)) == 0 else ref.backend,
+        draw(st.just(ref.shape) | shapes),
+        draw(st.just(ref.dtype) | dtypes),
+        draw(st.just(ref.location) | location),
+        draw(st.just(ref.lease) | numbers),
+    )
+
+
+def refuses(function: Callable[..., object], *args: object) -> None:
+    start = time.monotonic()
+    with contextlib.suppress(RelayBroken, RelayTimeout):
+        function(*args)
+    assert time.monotonic() - start < DEADLINE_S, "it hangs"
+
+
+@wire
+@given(st.data())
+def test_a_reference_is_right_or_refused(pair: Pair, data: st.DataObject) -> None:
+    ref = pair.producer.put_nowait("request", torch.arange(4.0))
+    wrong = data.draw(references(ref))
+    for relay in (pair.consumer, pair.producer):
+        refuses(relay.get_nowait, wrong)
+        refuses(relay.get_blocking, wrong, SHORT_S)
+        if isinstance(relay, Streams):
+            refuses(relay.read_stream_blocking, wrong, SHORT_S)
+            refuses(relay.credits_of, wrong)
+        refuses(relay.release, wrong)
+    pair.producer.abort("request")
+    pair.consumer.release(ref)
+    pair.producer.release(ref)
+
+
+@wire
+@given(st.data())
+def test_a_streams_reference_is_right_or_refused(pair: Pair, data: st.DataObject) -> None:
+    if not isinstance(pair.producer, Streams) or not isinstance(pair.consumer, Streams):
+        pytest.skip("a backend without streams")
+    writer = pair.producer.open_stream("request", (2,), torch.int64, credits=4)
+    writer.write_nowait(torch.ones(2, 2, dtype=torch.int64))
+    wrong = data.draw(references(writer.ref))
+    for relay in (pair.consumer, pair.producer):
+        assert isinstance(relay, Streams)
+        refuses(relay.get_blocking, wrong, SHORT_S)
+        refuses(relay.credits_of, wrong)
+        try:
+            reader = relay.read_stream_blocking(wrong, SHORT_S)
+        except (RelayBroken, RelayTimeout):
+            continue
+        refuses(reader.read_nowait)
+        reader.close()
+    pair.producer.abort("request")
+    for relay in (pair.consumer, pair.producer):
+        relay.release(writer.ref)
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[RelayHub]:
+    hub = RelayHub(RelayOptions(), prefault=False)
+    yield hub
+    hub.close()
+
+
+@wire
+@given(st.sampled_from([*BACKENDS, "nothing", ""]), shapes, dtypes, st.binary(max_size=20), numbers)
+def test_a_hub_knows_a_reference_or_refuses_it(
+    hub: RelayHub, backend: str, shape: tuple[int, ...], dtype: str, location: bytes, lease: int
+) -> None:
+    ref = TensorRef(backend, shape, dtype, location, lease)
+    for call in (hub.get_blocking, hub.release, hub.credits_of):
+        with contextlib.suppress(MissingDependency, ConfigError):  # a backend that this machine does not have
+            refuses(call, ref)
+
+
+# -- handshakes of shared memory --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def relay() -> Iterator[Relay]:
+    relay = ShmRelay(0, prefault=False)
+    yield relay
+    relay.close()
+
+
+def num_fds() -> int:
+    async def nothing() -> None:
+        pass
+
+    for _ in range(3):  # what is done on the I/O thread may call for more
+        io_thread().submit(nothing()).result(DEADLINE_S)
+    return len(os.listdir("/proc/self/fd"))
+
+
+def assert_num_fds(expected: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while num_fds() > expected:
+        assert time.monotonic() < deadline, "a descriptor was lost"
+        gc.collect()
+
+
+@wire
+@given(st.lists(st.binary(min_size=1, max_size=100), max_size=3), st.booleans())
+def test_a_consumer_that_sends_anything_is_borne(messages: list[bytes], waits: bool) -> None:
+    producer, consumer = ShmRelay(CHUNK_BYTES, prefault=False), ShmRelay(0, prefault=False)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hostile:
+            hostile.settimeout(DEADLINE_S)
+            hostile.connect(b"\0" + producer.address.encode())
+            if waits:
+                _, fds, _, _ = socket.recv_fds(hostile, 4096, 1)
+                os.close(fds[0])
+            for message in messages:
+                hostile.send(message)
+            if messages and messages[0][0] % 2:
+                hostile.shutdown(socket.SHUT_WR)
+            ref = producer.put_nowait("request", torch.ones(4))
+            assert torch.equal(consumer.get_blocking(ref, DEADLINE_S), torch.ones(4))
+            consumer.release(ref)
+            assert producer.statistics().num_leases == 0
+    finally:
+        consumer.close()
+        producer.close()
+
+
+def test_consumers_that_come_and_go_leave_no_descriptor() -> None:
+    producer = ShmRelay(CHUNK_BYTES, prefault=False)
+    before = num_fds()
+    for _ in range(100):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hostile:
+            hostile.connect(b"\0" + producer.address.encode())
+    assert_num_fds(before)
+    producer.close()
+
+
+SLAB_BYTES = 16 * CHUNK_BYTES
+GOOD = encode_message(Hello(SLAB_BYTES, 1))
+
+
+def make_descriptors(kind: str) -> list[int]:
+    if kind == "none":
+        return []
+    if kind == "pipe":
+        return list(os.pipe())
+    if kind == "directory":
+        return [os.open("/", os.O_RDONLY)]
+    if kind == "file":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(TABLE_BYTES + SLAB_BYTES)
+            return [os.dup(file.fileno())]
+    fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    num_bytes = {"empty": 0, "short": TABLE_BYTES + SLAB_BYTES - 1, "table only": TABLE_BYTES}
+    os.truncate(fd, num_bytes.get(kind, TABLE_BYTES + SLAB_BYTES))
+    if kind != "unsealed":
+        seal(fd)
+    if kind == "read-only":
+        read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        os.close(fd)
+        return [read_only]
+    return [fd]
+
+
+def seal(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+KINDS = ["none", "pipe", "directory", "file", "empty", "short", "table only", "unsealed", "read-only", "good"]
+
+
+class HostileProducer:
+    """Sends one message with descriptors to whoever connects; what follows is up to its address's user."""
+
+    numbers = itertools.count()
+
+    def __init__(self, message: bytes | None, kind: str):
+        self.address = f"vllm-omni-hostile-{os.getpid()}-{next(HostileProducer.numbers)}"
+        self.fds = make_descriptors(kind)
+        self.connection: socket.socket | None = None
+        self._message = message
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.settimeout(DEADLINE_S)
+        self._listener.bind(b"\0" + self.address.encode())
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # nobody came, or the consumer has had enough
+            self.connection, _ = self._listener.accept()
+            if self._message is not None and self.fds:
+                socket.send_fds(self.connection, [self._message], self.fds)
+            elif self._message is not None:
+                self.connection.send(self._message)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # accept returns
+        self._thread.join(DEADLINE_S)
+        self._listener.close()
+        if self.connection is not None:
+            self.connection.close()
+        for fd in self.fds:
+            os.close(fd)
+
+    def refer(self, slot: int = 1, shape: tuple[int, ...] = (4,), dtype: str = "float32", lease: int = 1) -> TensorRef:
+        return TensorRef("shm", shape, dtype, msgspec.msgpack.encode([self.address, slot]), lease)
+
+
+def meet(relay: Relay, message: bytes | None, kind: str) -> Exception | None:
+    """What pulling from such a producer raises."""
+    before = num_fds()
+    producer = HostileProducer(message, kind)
+    error = None
+    try:
+        relay.get_blocking(producer.refer(), SHORT_S if message is None else DEADLINE_S)
+    except (RelayBroken, RelayTimeout) as exc:
+        error = exc
+    finally:
+        producer.close()
+    del producer
+    if error is not None:
+        error = error.with_traceback(None)
+        error.__cause__ = None
+    assert_num_fds(before)
+    return error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_producer_that_sends_another_descriptor_is_refused(relay: Relay, kind: str) -> None:
+    assert isinstance(meet(relay, GOOD, kind), RelayBroken)
+
+
+def test_a_producer_that_sends_nothing_is_waited_for_no_longer_than_said(relay: Relay) -> None:
+    assert isinstance(meet(relay, None, "none"), RelayTimeout)
+
+
+@wire
+@given(
+    mutated(GOOD)
+    | st.binary(min_size=1, max_size=50)
+    | st.builds(lambda num_bytes, reader: msgspec.msgpack.encode([num_bytes, reader]), numbers, numbers)
+    | st.sampled_from([-TABLE_BYTES, 0, 1, 7, 1 << 40]).map(lambda num_bytes: msgspec.msgpack.encode([num_bytes, 1])),
+    st.sampled_from(KINDS),
+)
+def test_a_producer_that_greets_with_anything_is_refused(relay: Relay, message: bytes, kind: str) -> None:
+    if message:  # an empty one is the end of the connection
+        assert isinstance(meet(relay, message, kind), RelayBroken)
+
+
+@wire
+@given(st.data())
+def test_a_slab_with_anything_in_it_is_read_within_its_bounds(relay: ShmRelay, data: st.DataObject) -> None:
+    """The table and the rings are random; what is read may be nonsense, but lies in the slab."""
+    producer = HostileProducer(GOOD, "good")
+    words = st.integers(0, 1 << 17) | st.integers(0, (1 << 64) - 1)
+    table = b"".join(data.draw(words).to_bytes(8, "little") for _ in range(3))
+    ring = b"".join(data.draw(words).to_bytes(8, "little") for _ in range(6))
+    os.pwrite(producer.fds[0], table, SLOT_WORDS * 8)
+    offset = int.from_bytes(table[8:16], "little")
+    if offset < SLAB_BYTES:
+        os.pwrite(producer.fds[0], ring, TABLE_BYTES + offset)
+    lease, num_bytes = int.from_bytes(table[:8], "little"), int.from_bytes(table[16:24], "little")
+    assert len(table) == FLAGS
+    try:
+        refuses(relay.get_blocking, producer.refer(1, (num_bytes,), "uint8", lease), DEADLINE_S)
+        for num_rows in (4, max(num_bytes - 256, 1)):
+            ref = producer.refer(1, (num_rows,), "uint8", lease)
+            refuses(lambda ref: relay.credits_of(ref)(), ref)
+            try:
+                reader = relay.read_stream_blocking(ref, DEADLINE_S)
+            except RelayBroken:
+                continue
+            refuses(reader.read_nowait)
+            reader.close()
+    finally:
+        producer.close()

@@ -1,0 +1,277 @@
+"""CUDA IPC: the slab lies on the GPU, and consumers on the same GPU read it where it is. Not run on a GPU yet.
+
+The slab is one ``cudaMalloc``, which a consumer opens once; torch sees it through ``__cuda_array_interface__``. Both
+are public, unlike torch's own sharing (``_share_cuda_``), which counts references that a killed consumer never gives
+back. Leases live in a small ``ShmRelay``: each is a ticket there, which says where in the slab the tensor lies, and is
+read, released, revoked and freed by death as any tensor of it.
+
+Streams of work are ordered by the host: a producer waits for its stream before it announces, and a consumer for its
+own before it releases. It costs each side the rest of what it has queued; events between processes would save that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import torch
+
+from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, Layout, TensorRef, check_ref
+from vllm_omni.relay.shm import ShmRelay
+from vllm_omni.relay.shm_memory import NUM_SLOTS
+from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
+
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+LAZY_ENABLE_PEER_ACCESS = 1  # the one flag that there is
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies."""
+
+    handle: bytes  # of the slab
+    slab_bytes: int
+    gpu: str  # its UUID: processes may count GPUs differently
+    lease: int
+    offset: int
+    num_bytes: int
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_ticket = msgspec.msgpack.Decoder(Ticket).decode
+decode_ref = msgspec.msgpack.Decoder(TensorRef).decode
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+def _cuda(function: str, *args: Any) -> None:
+    """Call the CUDA runtime that torch has loaded; it keeps the current device by thread, as torch does."""
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    if (code := getattr(runtime, function)(*args)) != 0:
+        raise RuntimeError(f"{function} failed with cudaError {code}")
+
+
+class DeviceMemory:
+    """A slab on a GPU, this process's or one that it opened, for as long as a tensor refers to it.
+
+    Args:
+        handle: of another process's; None: allocate one.
+    """
+
+    def __init__(self, num_bytes: int, device: int, handle: bytes | None = None):
+        pointer = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context
+            if handle is None:
+                _cuda("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            else:
+                theirs = _Handle.from_buffer_copy(handle)
+                _cuda("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+        self._free = "cudaFree" if handle is None else "cudaIpcCloseMemHandle"
+        self._pointer = pointer
+        self._device = device
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer.value, False),
+            "version": 2,
+        }
+
+    def share(self) -> bytes:
+        handle = _Handle()
+        with torch.cuda.device(self._device):
+            _cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+        return bytes(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_free"):
+            with contextlib.suppress(Exception), torch.cuda.device(self._device):  # the context may be gone at exit
+                _cuda(self._free, self._pointer)
+
+
+# By handle: a process cannot open what it has made itself.
+_slabs: weakref.WeakValueDictionary[bytes, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+class CudaIpcRelay(SlabRelay):
+    """A slab on this process's GPU, and those of others on the same one.
+
+    Args:
+        num_bytes: of the slab, whole chunks. 0: this process only reads.
+        device: index of the GPU; by default the current one.
+
+    Raises:
+        MissingDependency: torch sees no CUDA device.
+    """
+
+    backend = "cuda_ipc"
+
+    def __init__(
+        self,
+        num_bytes: int = NUM_BYTES,
+        *,
+        device: int | None = None,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ):
+        if not torch.cuda.is_available():
+            raise MissingDependency("the cuda_ipc relay needs a GPU: torch sees no CUDA device")
+        self._device = torch.cuda.current_device() if device is None else device
+        self._slab_bytes = max(num_bytes, CHUNK_BYTES)
+        owner = DeviceMemory(self._slab_bytes, self._device)
+        memory = torch.as_tensor(owner, device=torch.device("cuda", self._device))
+        super().__init__(memory, lease_s=lease_s, clock=clock)
+        self._handle = owner.share()
+        _slabs[self._handle] = memory
+        self._gpu = _uuid(self._device)
+        # A page for each ticket; they outlive the leases, so that it is these which expire.
+        self._control = ShmRelay(
+            NUM_SLOTS * CHUNK_BYTES if num_bytes else 0, prefault=False, lease_s=2 * lease_s, clock=clock
+        )
+        self._tickets: dict[int, TensorRef] = {}  # by lease
+        self._opened: dict[bytes, dict[torch.dtype, torch.Tensor]] = {}  # slabs by handle, then by dtype
+
+    # -- producer -----------------------------------------------------------------------------------------------------
+
+    def _locate(self, lease: Lease) -> bytes:
+        return encode(self._tickets[lease.number])
+
+    def _announce(self, lease: Lease) -> None:
+        torch.cuda.current_stream(self._device).synchronize()  # what is announced has been written
+        ticket = Ticket(self._handle, self._slab_bytes, self._gpu, lease.number, lease.offset, lease.num_bytes)
+        data = torch.frombuffer(bytearray(encode(ticket)), dtype=torch.uint8)
+        try:
+            ref = self._control.put_nowait(lease.request_id, data, num_readers=lease.num_readers)
+        except PoolExhausted:
+            self._collect()
+            ref = self._control.put_nowait(lease.request_id, data, num_readers=lease.num_readers)
+        self._tickets[lease.number] = ref
+
+    def _held(self, lease: Lease) -> Lease | None:
+        """The ticket's lease; None once it is over."""
+        return self._control._leases.get(self._tickets[lease.number].lease)
+
+    def _is_released(self, lease: Lease) -> bool:
+        with self._control._lock:
+            held = self._held(lease)
+            return held is None or self._control._is_released(held)
+
+    def _is_being_read(self, lease: Lease) -> bool:
+        with self._control._lock:
+            held = self._held(lease)
+            return held is not None and self._control._is_being_read(held)
+
+    def _revoke(self, lease: Lease) -> bool:
+        with self._control._lock:
+            held = self._held(lease)
+            if held is None:
+                return False
+            held.is_revoked = True
+            return self._control._revoke(held)
+
+    def _forget(self, lease: Lease) -> None:
+        with self._control._lock:
+            held = self._held(lease)
+            if held is not None:
+                self._control._drop(held)
+        del self._tickets[lease.number]
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[Future[None]]:
+        with self._control._room() as room:  # where the consumers tell
+            yield room
+
+    def _tell_room(self) -> None:
+        self._control._tell_room()
+
+    # -- consumer -----------------------------------------------------------------------------------------------------
+
+    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
+        layout = check_ref(ref, self.backend)
+        self._check_open()
+        if not layout.num_bytes:
+            self._num_gets += 1
+            return torch.empty(layout.shape, dtype=layout.dtype, device=self._memory.device)
+        held = _parse(ref)
+        ticket = self._control.get_nowait(held)
+        return None if ticket is None else self._take(ref, layout, held, ticket)
+
+    async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        tensor = self.get_nowait(ref)
+        return await asyncio.to_thread(self.get_blocking, ref, timeout_s) if tensor is None else tensor
+
+    def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        tensor = self.get_nowait(ref)
+        if tensor is not None:
+            return tensor
+        held = _parse(ref)
+        ticket = self._control.get_blocking(held, timeout_s)
+        return self._take(ref, check_ref(ref, self.backend), held, ticket)
+
+    def _take(self, ref: TensorRef, layout: Layout, held: TensorRef, data: torch.Tensor) -> torch.Tensor:
+        try:
+            ticket = decode_ticket(data.numpy().tobytes())
+            fits = ticket.num_bytes == layout.num_bytes and ticket.lease == ref.lease
+            if not fits or not 0 <= ticket.offset <= ticket.slab_bytes - ticket.num_bytes:
+                raise RelayBroken(f"a reference needs {layout.num_bytes} bytes, {ticket.num_bytes} were put")
+            view = typed_view(self._open(ticket), ticket.offset, layout)
+        except BaseException as exc:
+            self._control.release(held)
+            if isinstance(exc, msgspec.DecodeError | RuntimeError):
+                raise RelayBroken(f"the producer's slab cannot be opened: {exc}") from exc
+            raise
+        self._num_gets += 1
+        return view
+
+    def _open(self, ticket: Ticket) -> dict[torch.dtype, torch.Tensor]:
+        with self._lock:
+            typed = self._opened.get(ticket.handle)
+            if typed is None:
+                memory = _slabs.get(ticket.handle)
+                if memory is None:
+                    if len(ticket.handle) != HANDLE_BYTES:
+                        raise RelayBroken(f"a handle of {len(ticket.handle)} bytes")
+                    device = _find_device(ticket.gpu)
+                    owner = DeviceMemory(ticket.slab_bytes, device, ticket.handle)
+                    memory = torch.as_tensor(owner, device=torch.device("cuda", device))
+                    _slabs[ticket.handle] = memory
+                typed = self._opened[ticket.handle] = {torch.uint8: memory}
+            return typed
+
+    def release(self, ref: TensorRef) -> None:
+        if ref.lease and not self._closed:
+            torch.cuda.current_stream(self._device).synchronize()  # what reads it has read it
+            self._control.release(_parse(ref))
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._control.close()
+            self._opened.clear()
+
+
+def _parse(ref: TensorRef) -> TensorRef:
+    try:
+        return decode_ref(ref.location)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise RelayBroken(f"a reference does not say where it points: {exc}") from exc
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _find_device(gpu: str) -> int:
+    for device in range(torch.cuda.device_count()):
+        if _uuid(device) == gpu:
+            return device
+    raise RelayBroken(f"a tensor lies on GPU {gpu}, which this process does not see")
