@@ -154,6 +154,13 @@ async def test_a_lease_ends_with_its_last_reader(pair: Pair) -> None:
     assert await num_leases(pair, 0) == 0
 
 
+@only(*LEASING)
+async def test_who_knows_that_nobody_will_read_it_releases_for_all(pair: Pair) -> None:
+    ref = await pair.producer.put("request", torch.zeros(4), num_readers=3)
+    pair.consumer.release(ref, for_all=True)
+    assert await num_leases(pair, 0) == 0
+
+
 async def test_aborting_a_request_leaves_no_lease(pair: Pair) -> None:
     for _ in range(3):
         await pair.producer.put("request", torch.zeros(4))

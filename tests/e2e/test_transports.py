@@ -18,7 +18,6 @@ from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
 EDGES = {
     "inline": {"transport": "inline"},
-    "shm, late": {"transport": "shm", "stream": False},
     "nixl": {"transport": "nixl"},
     "mooncake": {"transport": "mooncake"},
 }

@@ -299,10 +299,11 @@ async def num_leases(omni: AsyncOmni, *stages: str) -> int:
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> bool:
     """Whether it comes true: a runner ends a stream with its next step, and a stage is not back at once."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not (is_true := await condition()) and asyncio.get_running_loop().time() < deadline:
+    for _ in range(int(timeout_s / 0.02)):
+        if await condition():
+            return True
         await asyncio.sleep(0.02)
-    return is_true
+    return False
 
 
 async def has_no_lease(omni: AsyncOmni, *stages: str) -> bool:

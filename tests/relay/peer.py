@@ -232,6 +232,9 @@ class Commands:
     async def read_stream(self, ref: TensorRef) -> None:
         self.reader = await self.relay.read_stream(ref, timeout_s=DEADLINE_S)
 
+    async def await_end(self) -> bool:
+        return await self._await(lambda: self.reader.has_ended, True)
+
     async def await_unread(self, expected: int) -> int:
         return await self._await(lambda: self.reader.num_unread, expected)
 

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
-from vllm_omni.relay import TensorRef
+from vllm_omni.relay import TensorRef, wire
 from vllm_omni.relay.tcp import TcpRelay
 from vllm_omni.relay.wire import (
     Abandon,
@@ -39,8 +39,15 @@ from vllm_omni.relay.wire import (
 )
 
 NUM_BYTES = 4 << 20
-SILENCE_S = 1.0  # in which a death is noticed
-SLACK_S = 1.0  # on a machine that is busy with something else
+NOTICED_S = 4.0  # in which a death is, also on a machine that is busy with something else
+SLACK_S = 1.0
+
+
+@pytest.fixture
+def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sockets made from now on: a host that has vanished is noticed within a second instead of five."""
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 850)
 
 
 @pytest.fixture
@@ -399,6 +406,7 @@ async def test_rows_that_do_not_fit_break_a_stream(consumer: TcpRelay, impostor:
 
 PRODUCER = """
 import sys, torch, msgspec
+from vllm_omni.relay import wire
 from vllm_omni.relay.tcp import TcpRelay
 relay = TcpRelay(4 << 20)
 refs = [relay.put_nowait("request", torch.ones(1000)) for _ in range(2)]
@@ -411,6 +419,7 @@ sys.stdin.read()
 CONSUMER = """
 import sys, torch, msgspec
 from vllm_omni.relay import TensorRef
+from vllm_omni.relay import wire
 from vllm_omni.relay.tcp import TcpRelay
 relay = TcpRelay(0)
 ref, stream = msgspec.json.decode(sys.stdin.readline(), type=list[TensorRef])
@@ -439,7 +448,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "vanished"])
 async def test_a_producer_s_death_is_noticed(
-    start: Callable[[str], subprocess.Popen[str]], consumer: TcpRelay, end: signal.Signals
+    quick_heartbeat: None, start: Callable[[str], subprocess.Popen[str]], consumer: TcpRelay, end: signal.Signals
 ) -> None:
     producer = start(PRODUCER)
     line = await asyncio.to_thread(producer.stdout.readline)
@@ -450,19 +459,17 @@ async def test_a_producer_s_death_is_noticed(
     waiting = asyncio.create_task(reader.read())
     await asyncio.sleep(0)
     os.kill(producer.pid, end)
-    begin = time.monotonic()
     with pytest.raises(RelayBroken):
-        await consumer.get(second)
+        await consumer.get(second, timeout_s=NOTICED_S)
     with pytest.raises(RelayBroken):
         await waiting
-    assert time.monotonic() - begin < SILENCE_S + SLACK_S
     consumer.release(first)
     reader.close()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "vanished"])
 async def test_what_a_dead_consumer_was_reading_is_freed(
-    start: Callable[[str], subprocess.Popen[str]], relay: TcpRelay, end: signal.Signals
+    quick_heartbeat: None, start: Callable[[str], subprocess.Popen[str]], relay: TcpRelay, end: signal.Signals
 ) -> None:
     ref = relay.put_nowait("request", torch.ones(1000))
     writer = relay.open_stream("request", (2,), torch.float32, credits=4)
@@ -474,7 +481,5 @@ async def test_what_a_dead_consumer_was_reading_is_freed(
     relay.abort("request")
     assert relay.statistics().num_leases == 2  # both are being read
     os.kill(process.pid, end)
-    begin = time.monotonic()
-    assert await until(lambda: relay.statistics().num_leases == 0)
-    assert time.monotonic() - begin < SILENCE_S + SLACK_S
+    assert await until(lambda: relay.statistics().num_leases == 0, NOTICED_S)
     assert writer.num_credits == 4

@@ -248,3 +248,16 @@ async def test_a_writer_that_waits_hears_that_its_relay_was_closed(pair: Pair) -
     pair.producer.close()
     with pytest.raises(RelayClosed):
         await waiting
+
+
+def test_releasing_for_all_waits_for_who_is_reading() -> None:
+    producer, consumer = ShmRelay(1 << 20), ShmRelay(0)
+    ref = producer.put_nowait("request", torch.ones(4), num_readers=3)
+    arrived = producer.get_blocking(ref)
+    consumer.release(ref, for_all=True)
+    assert producer.statistics().num_leases == 1
+    assert arrived.all()
+    producer.release(ref)
+    assert producer.statistics().num_leases == 0
+    consumer.close()
+    producer.close()

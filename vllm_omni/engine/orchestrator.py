@@ -247,7 +247,7 @@ class Orchestrator:
         finally:
             await call.aclose()
             for payload in context.payloads:
-                self.hub.release_payload(payload)
+                self.hub.release_payload(payload, for_all=True)
             self.door.leave(request_id)
 
     async def abort(self, request_id: str) -> None:

@@ -113,6 +113,6 @@ class MultimodalOutputProcessor(OutputProcessor):
                 state.new_payloads.append(payload)
                 self.published.setdefault(state.external_req_id, []).append(payload)
             else:  # the request was aborted meanwhile
-                self.hub.release_payload(payload)
+                self.hub.release_payload(payload, for_all=True)
             output.pooling_output = None
         return super().process_outputs(engine_core_outputs, *args, **kwargs)

@@ -223,8 +223,12 @@ class Relay(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def release(self, ref: TensorRef) -> None:
-        """The tensor is not read here any more. Twice does nothing, nor does it if the producer is gone."""
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
+        """The tensor is not read here any more. Twice does nothing, nor does it if the producer is gone.
+
+        Args:
+            for_all: nor will it be anywhere else, but by those who are reading it now.
+        """
 
     # -- both ---------------------------------------------------------------------------------------------------------
 

@@ -247,10 +247,10 @@ class CudaIpcRelay(SlabRelay):
                 typed = self._opened[ticket.handle] = {torch.uint8: memory}
             return typed
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if ref.lease and not self._closed:
             torch.cuda.current_stream(self._device).synchronize()  # what reads it has read it
-            self._control.release(_parse(ref))
+            self._control.release(_parse(ref), for_all=for_all)
 
     def close(self) -> None:
         if not self._closed:

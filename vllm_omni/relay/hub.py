@@ -142,14 +142,18 @@ class RelayHub:
             payload.values, {path: self.get_blocking(ref, timeout_s) for path, ref in payload.tensors.items()}
         )
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
+        """See ``Relay.release``."""
         if ref.lease:
-            self._reader(ref.backend).release(ref)
+            self._reader(ref.backend).release(ref, for_all=for_all)
 
-    def release_payload(self, payload: Payload) -> None:
-        """Its tensors and streams are not read here any more, or never will be."""
+    def release_payload(self, payload: Payload, *, for_all: bool = False) -> None:
+        """Its tensors and streams; a reference that is none of ours keeps no other from being released."""
         for ref in (*payload.tensors.values(), *payload.streams.values()):
-            self.release(ref)
+            try:
+                self.release(ref, for_all=for_all)
+            except RelayError as exc:
+                logger.warning("a reference could not be released: %s", exc)
 
     def read_stream(self, ref: TensorRef) -> Future[StreamReader]:
         """Connect to a stream; who asks does not wait."""

@@ -36,7 +36,7 @@ class InlineRelay(Relay):
             return torch.empty(layout.shape, dtype=layout.dtype)
         return torch.frombuffer(bytearray(ref.location), dtype=layout.dtype).reshape(layout.shape)
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         pass
 
     def abort(self, request_id: str) -> None:

@@ -69,18 +69,18 @@ class LocalRelay(Relay):
             raise RelayBroken(f"a reference says {ref.dtype} {list(ref.shape)}, the tensor is another")
         return held.tensor
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         producer = _relays.get(ref.location)
         if producer is not None:
-            producer._release(ref.lease)
+            producer._release(ref.lease, for_all)
 
-    def _release(self, lease: int) -> None:
+    def _release(self, lease: int, for_all: bool) -> None:
         with self._lock:
             held = self._held.get(lease)
             if held is None:
                 return
             held.num_readers -= 1
-            if not held.num_readers:
+            if not held.num_readers or for_all:
                 del self._held[lease]
         if held.version is not None and held.tensor._version != held.version:
             raise RelayBroken(f"request {held.request_id}: a tensor was changed between put and release")

@@ -181,13 +181,13 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
 
         return Place(memory, free)
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if ref.lease:
             with self._lock:
                 places = self._landed.pop((parse_location(ref), ref.lease), [])
             for place in places:
                 place.free()
-        super().release(ref)
+        super().release(ref, for_all=for_all)
 
     def on_producer_lost(self, producer: Producer) -> None:
         remote = self._remotes.pop(producer, None)

@@ -200,7 +200,7 @@ class RemoteRelay(SlabRelay, Streams):
                 marks.released.discard(reader)
             return lease
 
-    def end_reading(self, reader: bytes, number: int, *, is_released: bool) -> None:
+    def end_reading(self, reader: bytes, number: int, *, is_released: bool, for_all: bool = False) -> None:
         """A reader has released a lease, or does not read it any more and may come again."""
         with self._lock:
             lease = self._leases.get(number)
@@ -213,6 +213,8 @@ class RemoteRelay(SlabRelay, Streams):
             marks.reading.discard(reader)
             if is_released:
                 marks.released.add(reader)
+            if for_all:
+                lease.num_readers = 0
             if self._is_released(lease):
                 self._drop(lease)
                 self._tell_room()
@@ -243,22 +245,22 @@ class RemoteRelay(SlabRelay, Streams):
         self._num_gets += 1
         return tensor
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if ref.lease and not self._closed:
-            io_thread().call(self._release, parse_location(ref), ref.lease)
+            io_thread().call(self._release, parse_location(ref), ref.lease, for_all)
 
-    def _release(self, location: Location, number: int) -> None:
+    def _release(self, location: Location, number: int, for_all: bool) -> None:
         producer = self._producers.get(location)
         if producer is not None and producer.is_welcome:
-            producer.release(number)
+            producer.release(number, for_all)
         elif not self._closed:
-            task = asyncio.ensure_future(self._release_later(location, number))
+            task = asyncio.ensure_future(self._release_later(location, number, for_all))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
 
-    async def _release_later(self, location: Location, number: int) -> None:
+    async def _release_later(self, location: Location, number: int, for_all: bool) -> None:
         with contextlib.suppress(RelayError):  # who cannot be reached has nothing left to be released
-            (await self._connect(location)).release(number)
+            (await self._connect(location)).release(number, for_all)
 
     async def _connect(self, location: Location) -> Producer:
         self._check_open()
@@ -392,8 +394,8 @@ class Consumers:
                     relay.on_fetching()
             case Fetched(request):
                 self.fetching.discard((peer, request))
-            case Release(number):
-                relay.end_reading(reader, number, is_released=True)
+            case Release(number, for_all):
+                relay.end_reading(reader, number, is_released=True, for_all=for_all)
             case Abandon(number):
                 relay.end_reading(reader, number, is_released=False)
             case Subscribe(request, number, num_bytes):
@@ -540,13 +542,13 @@ class Producer:
             finally:
                 self._subscribing.pop(request, None)
 
-    def release(self, lease: int) -> None:
+    def release(self, lease: int, for_all: bool) -> None:
         self._held.discard(lease)
         self._streams.pop(lease, None)
         for of_lease, future in self._requests.values():
             if of_lease == lease and not future.done():
                 future.set_exception(RelayBroken("a tensor was released while it was pulled"))
-        self.send(Release(lease))
+        self.send(Release(lease, for_all))
 
     # -- what the producer says ---------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from vllm_omni.relay.shm_memory import (
     PRODUCER_WAITS,
     READING,
     RELEASED,
+    RELEASED_FOR_ALL,
     SLOT_BYTES,
     SLOT_WORDS,
     TABLE_BYTES,
@@ -116,7 +117,7 @@ class ShmRelay(SlabRelay, Streams):
         flags = self._flags(lease)
         if lease.is_revoked:
             return READING not in flags
-        if flags.count(RELEASED) + lease.num_gone < lease.num_readers:
+        if RELEASED_FOR_ALL not in flags and flags.count(RELEASED) + lease.num_gone < lease.num_readers:
             return False
         # For good: a reader that comes too late may wipe what it said before.
         lease.is_revoked = True
@@ -194,7 +195,7 @@ class ShmRelay(SlabRelay, Streams):
         layout, location = check_ref(ref, self.backend), parse_location(ref)
         return self._connect(location.address, timeout_s).take(location, ref.lease, layout)
 
-    def release(self, ref: TensorRef) -> None:
+    def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if not ref.lease or self._closed:
             return
         location = parse_location(ref)
@@ -202,7 +203,7 @@ class ShmRelay(SlabRelay, Streams):
             source = self._source(location) or self._connect(location.address, TIMEOUT_S)
         except (RelayBroken, RelayTimeout):  # nothing is left to be released
             return
-        if source.release(location, ref.lease):
+        if source.release(location, ref.lease, for_all):
             source.nudge()
             if source is self._own:
                 self._on_nudge()

@@ -1,7 +1,7 @@
 """What the processes of one host share: a slab, the table of its leases in front, and the socket by which they met.
 
     table   64 bytes per slot: words of 8 bytes with the lease's number, the tensor's offset in the slab and its length;
-            then a byte per reader: 0, READING or RELEASED
+            then a byte per reader: 0, READING, RELEASED or RELEASED_FOR_ALL
     slab    blocks of whole pages
 
 A reader marks a slot READING before it compares the lease's number, and the producer wipes the number before it looks
@@ -34,7 +34,7 @@ MAX_READERS = SLOT_BYTES - FLAGS  # processes, the producer's own included
 NUM_SLOTS = 4096
 TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
 PRODUCER_WAITS = FLAGS  # byte of slot 0, which is never leased, that is set while the producer waits for room
-READING, RELEASED = 1, 2
+READING, RELEASED, RELEASED_FOR_ALL = 1, 2, 3
 OWN_READER = 0  # the byte of the producer's process
 
 # A stream's block begins with words: how many rows were written, how many read, ...
@@ -115,7 +115,7 @@ class Readable:
             self._taken[slot] = lease
         return typed_view(mapping.typed, offset, layout)
 
-    def release(self, location: Location, lease: int) -> bool:
+    def release(self, location: Location, lease: int, for_all: bool = False) -> bool:
         """Whether the producer waits to hear of it."""
         if not 0 < location.slot < NUM_SLOTS:
             return False
@@ -125,7 +125,8 @@ class Readable:
                 del self._taken[location.slot]
             elif not self._mark(location.slot, lease):
                 return False
-            self.mapping.bytes[location.slot * SLOT_BYTES + FLAGS + self.reader] = RELEASED
+            flag = location.slot * SLOT_BYTES + FLAGS + self.reader
+            self.mapping.bytes[flag] = RELEASED_FOR_ALL if for_all else RELEASED
             fence()
         return bool(self.mapping.bytes[PRODUCER_WAITS])
 
@@ -155,7 +156,7 @@ class Readable:
         flags = slice(location.slot * SLOT_BYTES + FLAGS, (location.slot + 1) * SLOT_BYTES)
 
         def count() -> int:
-            if words[first] != lease or RELEASED in bytes(self.mapping.bytes[flags]):
+            if words[first] != lease or max(self.mapping.bytes[flags]) >= RELEASED:
                 return credits
             # Clamped: the stream may just have ended, and its block be another's.
             return min(max(credits - (words[start + NUM_WRITTEN] - words[start + NUM_READ]), 0), credits)

@@ -65,7 +65,7 @@ class ShmWriter(StreamWriter):
         number = self._lease.number
         if self._lease.is_revoked or self._lease.num_gone:
             return True
-        return number not in self._relay._leases or RELEASED in self._relay._flags(self._lease)
+        return number not in self._relay._leases or max(self._relay._flags(self._lease)) >= RELEASED
 
     def write_nowait(self, rows: torch.Tensor) -> None:
         if self._has_ended:

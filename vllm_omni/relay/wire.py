@@ -98,6 +98,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nothing will be read here any more."""
 
     lease: LeaseNumber
+    for_all: bool = False  # nor anywhere else
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,5 +1,6 @@
 """The real scheduler with streams of the real shared-memory relay, driven as the engine core drives it."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from functools import partial
@@ -183,6 +184,7 @@ def test_a_broken_stream_is_told_to_the_runner(vllm_config: VllmConfig, relay: S
         output, ids = step(scheduler)
         if ids:
             break
+        time.sleep(0.01)  # a connection's end is noticed by another thread
     told = update(output, "a")
     assert not told.last
     assert {"error": "no more"}.get(how, "gone") in told.error
@@ -323,3 +325,18 @@ def test_a_producer_that_nobody_waits_behind_keeps_its_blocks(vllm_config: VllmC
         assert step(scheduler)[1] == []
     assert [request.num_preemptions for request in scheduler.running] == [0]
     relay.abort("a")
+
+
+def test_what_a_request_published_that_was_aborted_during_the_step_is_released(
+    vllm_config: VllmConfig, relay: ShmRelay
+) -> None:
+    scheduler = make_scheduler(vllm_config)
+    scheduler.add_request(make_request("a", {"publish": True}))
+    output = scheduler.schedule()
+    writer = relay.open_stream("a", (WIDTH,), torch.float32, credits=CREDITS)
+    rows = relay.put_nowait("a", torch.zeros(2, WIDTH), num_readers=2)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    packed = pack(Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref}))
+    scheduler.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, [[5]], pooler_output=[packed]))
+    assert relay.statistics().num_leases == 0
+    assert not scheduler.credits

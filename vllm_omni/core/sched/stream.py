@@ -184,9 +184,13 @@ class StreamScheduler(Scheduler):
         for request_id, packed in zip(
             model_runner_output.req_ids, model_runner_output.pooler_output or (), strict=False
         ):
-            if packed is not None and request_id in self.requests and request_id not in self.credits:
-                for ref in unpack(packed).streams.values():
-                    self._watch(request_id, ref)
+            if packed is None or request_id in self.credits:
+                continue
+            payload = unpack(packed)
+            if request_id not in self.requests:  # aborted during the step: upstream drops its output
+                self.hub.release_payload(payload, for_all=True)
+            for ref in payload.streams.values() if request_id in self.requests else ():
+                self._watch(request_id, ref)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _watch(self, request_id: str, ref: TensorRef) -> None:
