@@ -344,3 +344,28 @@ async def test_killing_the_process_of_a_role_fails_only_the_calls_that_need_it(t
             process.stdin.close()
         assert {await process.wait() for process in processes.values()} == {0}
         link.close()
+
+
+async def test_hosts_are_told_when_there_is_no_more_work(make_world):
+    world = make_world(local=("talker",))
+    assert await read_payloads(world.open({"text"}))
+    waiting = [asyncio.create_task(host.wait_stopped()) for host in world.hosts]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await world.runtime.aclose()
+    world.runtime.shutdown_hosts()
+    await asyncio.gather(*waiting)
+
+
+async def test_a_profile_reaches_every_node_that_can_be_profiled_once(make_world):
+    told = asyncio.Queue()
+
+    class ProfiledNode(FunctionNode):
+        def profile(self, is_start, prefix):
+            told.put_nowait((is_start, prefix))
+
+    world = make_world(local=("talker",), thinker=ProfiledNode(talk), talker=ProfiledNode(talk))
+    world.runtime.profile(prefix="slow")
+    world.runtime.profile(is_start=False)
+    assert sorted([await told.get() for _ in range(4)], key=repr) == [(False, None)] * 2 + [(True, "slow")] * 2
+    assert told.empty()

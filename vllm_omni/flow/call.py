@@ -467,6 +467,18 @@ class GraphRuntime:
             await call._closed.wait()
         self._parameters.end_all()
 
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
+        """Begin or end a profile of every node that can be profiled (``Profiled``), in whatever process."""
+        by_role = {node.role: name for plan in self.plans.values() for name, node in plan.nodes.items()}
+        for name in by_role.values():
+            self._controllers[name].profile(is_start, prefix)
+
+    def shutdown_hosts(self) -> None:
+        """Tell the processes that serve roles that there is no more work for them; call it after ``aclose``."""
+        for controller in self._controllers.values():
+            if isinstance(controller, RemoteController):
+                controller.shutdown()
+
     def lose(self, role: str, reason: str) -> None:
         """The process that serves a role has died: calls that need it fail, and new ones are refused until ``regain``.
 

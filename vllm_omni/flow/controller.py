@@ -30,7 +30,7 @@ from vllm_omni.flow.frame import (
 )
 from vllm_omni.flow.identity import above, find_root
 from vllm_omni.flow.link import Link
-from vllm_omni.flow.node import Activation, Node
+from vllm_omni.flow.node import Activation, Node, Profiled
 from vllm_omni.flow.order import PathOrder
 from vllm_omni.flow.outbound import Outbound, send_count
 from vllm_omni.flow.plan import Edge, GroupPlan, NodePlan, Route
@@ -177,6 +177,11 @@ class NodeController:
                     run.task.cancel()
                     if not run.has_started:  # it runs no line of its own: its end is only seen from outside
                         run.task.add_done_callback(functools.partial(self._on_never_started, call, run))
+
+    def profile(self, is_start: bool, prefix: str | None) -> None:
+        """Profile the node, if it can be."""
+        if isinstance(self._node, Profiled):
+            self._node.profile(is_start, prefix)
 
     def close(self, call_id: str) -> None:
         """Forget a call none of whose activations is in flight; frames that still arrive are dropped."""

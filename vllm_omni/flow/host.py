@@ -7,6 +7,7 @@ that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from vllm_omni.flow.activity import Activity, Tracker
 from vllm_omni.flow.controller import CallScope, NodeController
 from vllm_omni.flow.dsl import what_exists
 from vllm_omni.flow.frame import ENTRY, Credit, Frame, SlotEos
-from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Link, Open
+from vllm_omni.flow.link import Began, Cancel, Cancelled, Close, Ended, Link, Open, Profile, Shutdown
 from vllm_omni.flow.node import Node
 from vllm_omni.flow.plan import Route, StaticPlan
 
@@ -59,6 +60,12 @@ class RemoteController:
     def close(self, call_id: str) -> None:
         del self._trackers[call_id]
         self._link.send(Close(call_id, self.name))
+
+    def profile(self, is_start: bool, prefix: str | None) -> None:
+        self._link.send(Profile("", self.name, is_start, prefix))
+
+    def shutdown(self) -> None:
+        self._link.send(Shutdown("", self.name))
 
 
 def cancellation(node: str) -> Activity:
@@ -120,6 +127,7 @@ class RoleHost:
         self.plans = {plan.name: plan for plan in all_plans}
         self.link = link
         self._routes: dict[tuple[str, frozenset[str]], Route] = {}
+        self._stopped = asyncio.Event()
         self._nodes: dict[str, _Node] = {}
         for plan in all_plans:
             for name, node_plan in plan.nodes.items():
@@ -136,9 +144,17 @@ class RoleHost:
     def num_open_calls(self) -> int:
         return len({call_id for node in self._nodes.values() for call_id in node.trackers})
 
+    async def wait_stopped(self) -> None:
+        """Until the entry has no more work for this process (``GraphRuntime.shutdown_hosts``)."""
+        await self._stopped.wait()
+
     def _receive(self, message: Any) -> None:
         node = self._nodes[message.target]
         match message:
+            case Profile():
+                node.controller.profile(message.is_start, message.prefix)
+            case Shutdown():
+                self._stopped.set()
             case Open():
                 self._open(node, message)
             case Cancel():

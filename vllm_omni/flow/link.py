@@ -55,6 +55,22 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
     target: str
 
 
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To a node elsewhere: begin or end a profile, see ``Profiled``. Belongs to no call."""
+
+    call_id: str
+    target: str
+    is_start: bool
+    prefix: str | None  # of what is written
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To a node elsewhere: the entry has no more work for its process. Belongs to no call."""
+
+    call_id: str
+    target: str
+
+
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """To the entry: an activation is in flight."""
 
@@ -96,7 +112,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
         return error
 
 
-Message: TypeAlias = Frame | SlotEos | Credit | Open | Cancel | Cancelled | Close | Began | Ended
+Message: TypeAlias = Frame | SlotEos | Credit | Open | Cancel | Cancelled | Close | Began | Ended | Profile | Shutdown
 Receiver: TypeAlias = Callable[[Any], None]
 """Takes every ``Message`` that is for its target."""
 

@@ -1,7 +1,7 @@
 """What a role brings to the graph, and what it is given."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -41,3 +41,11 @@ class Node(Protocol):
         it raises fails that call, unless a node further down has another source for what it did not get (several edges
         into one field, or groups of which the first one wins).
         """
+
+
+@runtime_checkable
+class Profiled(Protocol):
+    """A node that can be profiled."""
+
+    def profile(self, is_start: bool, prefix: str | None) -> None:
+        """Begin or end; what was recorded is written where the node decides, under the prefix."""
