@@ -42,6 +42,7 @@ import argparse
 import asyncio
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -273,7 +274,7 @@ def import_relays() -> dict[str, Callable[[int], Relay]]:
     """The relays of ``OTHERS`` that are there: name -> what makes one with so many bytes."""
     found = {}
     for name, (module, cls) in OTHERS.items():
-        with suppress(ImportError):
+        if name == "tcp" or importlib.util.find_spec(name) is not None:  # the others are packages' names, too
             found[name] = getattr(importlib.import_module(module), cls)
     return found
 
