@@ -61,3 +61,19 @@ def test_every_variable_says_what_it_means():
     for name, variable in envs.VARIABLES.items():
         assert name.startswith(envs.PREFIX)
         assert variable.meaning
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "valid"),
+    [
+        ("VLLM_OMNI_RELAY_BYTES", "1000", "1048576 or more"),
+        ("VLLM_OMNI_RELAY_BYTES", "1048577", "whole pages"),
+        ("VLLM_OMNI_RELAY_BYTES", "1G", "a whole number"),
+        ("VLLM_OMNI_RELAY_HOST", "0.0.0.0", "one interface"),
+        ("VLLM_OMNI_RELAY_HOST", "", "one interface"),
+    ],
+)
+def test_the_relays_variables_are_checked(monkeypatch, name, text, valid):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=valid):
+        getattr(envs, name)

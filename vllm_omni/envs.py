@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
+    VLLM_OMNI_RELAY_HOST: str
 
 
 class Variable(NamedTuple):
@@ -52,6 +53,12 @@ def _slab_bytes(text: str) -> int:
     if value < 1 << 20 or value % 4096:
         raise ValueError("a number of bytes, 1048576 or more, in whole pages of 4096")
     return value
+
+
+def _address(text: str) -> str:
+    if not text or text in ("0.0.0.0", "::", "*"):
+        raise ValueError("the name or address of one interface, which other hosts can reach")
+    return text
 
 
 def _existing_directory(text: str) -> Path:
@@ -86,6 +93,11 @@ VARIABLES: Mapping[str, Variable] = {
         _slab_bytes,
         lambda: 256 << 20,
         "memory in which each stage that publishes tensors puts them for the next stage, bytes",
+    ),
+    "VLLM_OMNI_RELAY_HOST": Variable(
+        _address,
+        lambda: "127.0.0.1",
+        "where the transports tcp, nixl and mooncake listen: an address of this host by which the others reach it",
     ),
 }
 

@@ -75,8 +75,14 @@ def test_the_real_probe_carries_a_tensor_through_shared_memory() -> None:
     assert choose_backend("auto", Placement(), EDGE) == "shm"
 
 
-@pytest.mark.parametrize("backend", ["local", "inline", "shm"])
+@pytest.mark.parametrize("backend", ["local", "inline", "shm", "tcp"])
 def test_a_relay_is_made_by_its_name(backend: str) -> None:
     relay = make_relay(backend, 1 << 20)
     assert relay.backend == backend
+    relay.close()
+
+
+def test_a_relay_between_hosts_listens_where_it_is_told() -> None:
+    relay = make_relay("tcp", 1 << 20, host="127.0.0.2")
+    assert "127.0.0.2" in relay.address
     relay.close()

@@ -148,7 +148,8 @@ class Orchestrator:
         device = engine.vllm_config.device_config.device_type
         transport = choose_backend(edge.transport, Placement(devices=(device, device)), f"{edge.source}->{edge.target}")
         num_readers = sum(self.engines[one].vllm_config.parallel_config.tensor_parallel_size for one in targets)
-        return RelayOptions(transport, num_bytes, num_readers, edge.stream and len(targets) == 1, edge.credits)
+        is_streamed = edge.stream and len(targets) == 1
+        return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
 
     def shutdown(self) -> None:
         """End every stage and remove what they left on disk; calling it twice does nothing."""

@@ -39,6 +39,7 @@ class RelayOptions(msgspec.Struct, frozen=True):
     num_readers: int = 1  # processes that read each tensor: the next stage's ranks
     stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
     credits: int = CREDITS  # of a stream, rows
+    host: str = "127.0.0.1"  # where a transport between hosts listens
 
 
 OPTIONS = "relay"
@@ -185,9 +186,12 @@ class RelayHub:
             if self._publisher is None:
                 name = self.options.transport
                 if name != "inline":
-                    self._relays[name] = make_relay(name, self.options.num_bytes, prefault=self._prefault)
+                    self._relays[name] = self._make(name, self.options.num_bytes)
                 self._publisher = self._relays[name]
             return self._publisher
+
+    def _make(self, backend: str, num_bytes: int) -> Relay:
+        return make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
 
     def _reader(self, backend: str) -> Relay:
         with self._lock:
@@ -197,7 +201,7 @@ class RelayHub:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
                 # The publisher reads, too: there is one relay of a backend.
                 num_bytes = self.options.num_bytes if backend == self.options.transport else 0
-                relay = self._relays[backend] = make_relay(backend, num_bytes, prefault=self._prefault)
+                relay = self._relays[backend] = self._make(backend, num_bytes)
                 if num_bytes:
                     self._publisher = relay
             return relay

@@ -28,6 +28,7 @@ BACKENDS = {
 }
 """The fastest first: the order in which ``auto`` tries."""
 WITHOUT_SLAB = ("local", "inline")
+BETWEEN_HOSTS = ("nixl", "mooncake", "tcp")
 PROBE_TIMEOUT_S = 10.0
 PROBE_BYTES = 1 << 20
 
@@ -41,11 +42,12 @@ class Placement(NamedTuple):
     same_gpu: bool = False
 
 
-def make_relay(backend: str, num_bytes: int, *, prefault: bool = True) -> Relay:
+def make_relay(backend: str, num_bytes: int, *, prefault: bool = True, host: str = "127.0.0.1") -> Relay:
     """A relay with a slab of so many bytes, or with 0 one that only reads.
 
     Args:
         prefault: let a reader map what it will read at once; one that mostly forwards had better not.
+        host: where a transport between hosts listens.
 
     Raises:
         MissingDependency: the package that it needs is not installed.
@@ -54,6 +56,8 @@ def make_relay(backend: str, num_bytes: int, *, prefault: bool = True) -> Relay:
     relay_cls: Callable[..., Relay] = getattr(import_module(module), name)
     if backend in WITHOUT_SLAB:
         return relay_cls()
+    if backend in BETWEEN_HOSTS:
+        return relay_cls(num_bytes, host=host)
     return relay_cls(num_bytes, prefault=prefault) if backend == "shm" else relay_cls(num_bytes)
 
 
