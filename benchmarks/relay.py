@@ -2,6 +2,8 @@
 
     python -m benchmarks.relay [--rounds 20] [--seconds 10] [--sizes 4096 1048576] [--same-core] [--quick]
 
+Baseline: *memcpy*, *shared_memory* and *torch* below, on the same tensors in the same run.
+
 Two processes, spawned: this one produces, the other consumes. A transfer is one message (a msgspec struct with the
 reference to the tensor) and its answer. The ways:
 
