@@ -23,12 +23,12 @@ from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics, Ten
 from vllm_omni.relay.codec import Payload, extract, restore
 from vllm_omni.relay.inline import InlineRelay
 from vllm_omni.relay.select import BACKENDS, make_relay
+from vllm_omni.relay.slab import NUM_BYTES
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 16 << 10  # up to which the bytes ride in the reference
-NUM_BYTES = 256 << 20
 
 
 class RelayOptions(msgspec.Struct, frozen=True):
