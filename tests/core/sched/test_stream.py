@@ -72,13 +72,16 @@ def make_request(request_id: str, args: dict[str, Any] | None = None, num_prompt
     return Request(request_id, [0] * num_prompt, params, None)
 
 
-def add_consumer(scheduler: StreamScheduler, relay: ShmRelay, request_id: str) -> StreamWriter:
+def add_consumer(
+    scheduler: StreamScheduler, relay: ShmRelay, request_id: str, *, is_connected: bool = True
+) -> StreamWriter:
     """A request whose prompt's first four rows came with it; the others come by the stream."""
     writer = relay.open_stream(request_id, (WIDTH,), torch.float32, credits=CREDITS)
     rows = InlineRelay().put_nowait(request_id, torch.zeros(NUM_PROMPT - 2, WIDTH))
     payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
     scheduler.add_request(make_request(request_id, {"payloads": [encode(payload)], "num_own_tokens": 1}))
-    wait([scheduler.gates[request_id]._connecting], timeout=10)
+    if is_connected:
+        wait([scheduler.gates[request_id]._connecting], timeout=10)
     return writer
 
 
@@ -238,6 +241,16 @@ def test_a_request_aborted_before_its_first_step_releases_its_stream(vllm_config
     scheduler = make_scheduler(vllm_config)
     add_consumer(scheduler, relay, "a")
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert relay.statistics().num_leases == 0
+
+
+def test_a_request_aborted_while_it_connects_releases_its_stream(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    for number in range(100):
+        add_consumer(scheduler, relay, str(number), is_connected=False)
+        connecting = scheduler.gates[str(number)]._connecting
+        scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
+        wait([connecting], timeout=10)
     assert relay.statistics().num_leases == 0
 
 

@@ -40,7 +40,6 @@ class _Gate:
         self.error = ""
         self._num_rows = sum(payload.tensors["rows"].num_rows for payload in payloads)
         self._has_told_end = False
-        self._hub, self._ref = hub, ref
         self._reader: StreamReader | None = None
         self._connecting: Future[StreamReader] = hub.read_stream(ref)
 
@@ -79,15 +78,12 @@ class _Gate:
         return StreamUpdate(rows, ended, self.error)
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        elif not self._connecting.cancel():
-            self._connecting.add_done_callback(_close_late)
-        self._hub.release(self._ref)
+        # Not cancelled: a reader that comes all the same would be nobody's, and hold the stream for ever.
+        self._connecting.add_done_callback(_close_reader)
 
 
-def _close_late(connecting: Future[StreamReader]) -> None:
-    if not connecting.cancelled() and connecting.exception() is None:
+def _close_reader(connecting: Future[StreamReader]) -> None:
+    if connecting.exception() is None:
         connecting.result().close()
 
 
