@@ -47,6 +47,7 @@ from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.model_executor.models.qwen2_5_omni.tiny import TinyShape, build
+from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 SHAPE = TinyShape(
     head_dim=64,
@@ -268,9 +269,11 @@ def start_stage(path: Path, stage: str) -> None:
         spec = next(one for one in orchestrator.pipeline.stages if one.name == stage)
         engine, run_directory = StageEngine(config.stage(stage), spec), RunDirectory()
         with run_directory.inherited():
-            engine.start(run_directory.lease(stage))
+            hub = RelayHub(RelayOptions())
+            engine.start(run_directory.lease(stage), hub)
         elapsed_s = time.perf_counter() - started
         engine.shutdown()
+        hub.close()
         run_directory.remove()
     print(f"started {elapsed_s}", flush=True)
 

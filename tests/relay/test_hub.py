@@ -76,15 +76,6 @@ def test_what_cannot_travel_is_named_and_nothing_stays(producer: RelayHub) -> No
     assert producer.statistics()["shm"].num_leases == 0
 
 
-def test_an_aborted_request_leaves_no_lease(producer: RelayHub, consumer: RelayHub) -> None:
-    payload = producer.publish("request", {"a": LARGE})
-    producer.abort("request")
-    assert producer.statistics()["shm"].num_leases == 0
-    with pytest.raises(RelayBroken):
-        consumer.pull_blocking(payload)
-    consumer.release_payload(payload)
-
-
 def test_a_backend_that_does_not_exist_is_refused(consumer: RelayHub) -> None:
     with pytest.raises(RelayBroken, match="'carrier'"):
         consumer.get_blocking(TensorRef("carrier", (1,), "uint8", b""))

@@ -126,11 +126,6 @@ class RelayHub:
 
         io_thread().submit(finish())
 
-    def abort(self, request_id: str) -> None:
-        """Take back what was published for a request."""
-        if self._publisher is not None:
-            self._publisher.abort(request_id)
-
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:

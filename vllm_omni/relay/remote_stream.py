@@ -22,7 +22,7 @@ import zmq
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError, RelayTimeout
 from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref, io_thread
 from vllm_omni.relay.slab import Lease
-from vllm_omni.relay.stream import StreamReader, StreamWriter
+from vllm_omni.relay.stream import StreamReader, StreamWriter, check_rows, write_ring
 from vllm_omni.relay.wire import MAX_TEXT, Credit, End, Rows
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ class RemoteWriter(StreamWriter):
         self._relay = relay
         self._lease = lease
         self._credits = ref.shape[0]
-        self._row_shape = ref.shape[1:]
         self._row_bytes = layout.num_bytes // self._credits
-        self._dtype = layout.dtype
         self._ring = relay._view(lease.offset, layout)
         self._num_written = 0
         self._num_read = 0  # as far as the reader has told
@@ -68,26 +66,13 @@ class RemoteWriter(StreamWriter):
     def write_nowait(self, rows: torch.Tensor) -> None:
         if self._has_ended:
             raise RelayClosed("this stream has ended")
-        if rows.shape[1:] != self._row_shape or rows.dtype != self._dtype:
-            raise ValueError(
-                f"{rows.dtype} {list(rows.shape[1:])} in a stream whose rows are {self._dtype} {list(self._row_shape)}"
-            )
+        check_rows(rows, self._ring)
         with self._relay._lock:
             self._relay._check_open()
             if self._has_reader_gone():
                 return
-            num_rows = len(rows)
-            if num_rows > self.num_credits:
-                raise PoolExhausted(
-                    f"{num_rows} rows for a stream with {self.num_credits} of {self._credits} credits left",
-                    is_final=num_rows > self._credits,
-                )
-            first = self._num_written % self._credits
-            head = min(num_rows, self._credits - first)
-            self._ring[first : first + head] = rows[:head]
-            if head < num_rows:
-                self._ring[: num_rows - head] = rows[head:]
-            self._num_written += num_rows
+            write_ring(self._ring, self._num_written, rows, self.num_credits)
+            self._num_written += len(rows)
             self.push_soon()
 
     async def write(self, rows: torch.Tensor, *, timeout_s: float = TIMEOUT_S) -> None:

@@ -26,7 +26,7 @@ from vllm_omni.relay.shm_memory import (
     fence,
 )
 from vllm_omni.relay.slab import Lease, typed_view
-from vllm_omni.relay.stream import StreamReader, StreamWriter
+from vllm_omni.relay.stream import StreamReader, StreamWriter, check_rows, write_ring
 
 if TYPE_CHECKING:
     from vllm_omni.relay.shm import ShmRelay
@@ -46,9 +46,7 @@ class ShmWriter(StreamWriter):
         self._words = relay._mapping.words
         self._start = (TABLE_BYTES + block.offset) // 8
         self._credits = ref.shape[0]
-        self._row_shape = ref.shape[1:]
         layout = check_ref(ref, relay.backend)
-        self._dtype = layout.dtype
         self._ring = relay._view(block.offset + RING_OFFSET, layout)
         self._num_written = 0
         self._error_at = TABLE_BYTES + block.offset + ERROR_OFFSET
@@ -71,26 +69,13 @@ class ShmWriter(StreamWriter):
         if self._has_ended:
             raise RelayClosed("this stream has ended")
         self._relay._check_open()
-        if rows.shape[1:] != self._row_shape or rows.dtype != self._dtype:
-            raise ValueError(
-                f"{rows.dtype} {list(rows.shape[1:])} in a stream whose rows are {self._dtype} {list(self._row_shape)}"
-            )
+        check_rows(rows, self._ring)
         with self._relay._lock:
             self._relay._check_open()
             if self._has_reader_gone():
                 return
-            num_rows = len(rows)
-            if num_rows > self.num_credits:
-                raise PoolExhausted(
-                    f"{num_rows} rows for a stream with {self.num_credits} of {self._credits} credits left",
-                    is_final=num_rows > self._credits,
-                )
-            first = self._num_written % self._credits
-            head = min(num_rows, self._credits - first)
-            self._ring[first : first + head] = rows[:head]
-            if head < num_rows:
-                self._ring[: num_rows - head] = rows[head:]
-            self._num_written += num_rows
+            write_ring(self._ring, self._num_written, rows, self.num_credits)
+            self._num_written += len(rows)
             fence()
             self._words[self._start + NUM_WRITTEN] = self._num_written
             self._wake_reader()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from vllm_omni.errors import PoolExhausted
 from vllm_omni.relay.base import TIMEOUT_S, TensorRef
 
 CREDITS = 256  # rows
@@ -89,6 +90,28 @@ class StreamReader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Read no further; the writer is held back no more. Twice does nothing."""
+
+
+def check_rows(rows: torch.Tensor, ring: torch.Tensor) -> None:
+    """Raises ``ValueError`` for rows that are not the ring's."""
+    if rows.shape[1:] != ring.shape[1:] or rows.dtype != ring.dtype:
+        raise ValueError(
+            f"{rows.dtype} {list(rows.shape[1:])} in a stream whose rows are {ring.dtype} {list(ring.shape[1:])}"
+        )
+
+
+def write_ring(ring: torch.Tensor, num_written: int, rows: torch.Tensor, num_credits: int) -> None:
+    """Copy rows behind those already written; ``PoolExhausted``, and nothing copied, if credit is short."""
+    num_rows, credits = len(rows), len(ring)
+    if num_rows > num_credits:
+        raise PoolExhausted(
+            f"{num_rows} rows for a stream with {num_credits} of {credits} credits left", is_final=num_rows > credits
+        )
+    first = num_written % credits
+    head = min(num_rows, credits - first)
+    ring[first : first + head] = rows[:head]
+    if head < num_rows:
+        ring[: num_rows - head] = rows[head:]
 
 
 class Streams(ABC):
