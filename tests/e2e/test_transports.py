@@ -16,10 +16,16 @@ from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
-EDGES = {
-    "inline": {"transport": "inline"},
-    "nixl": {"transport": "nixl"},
-    "mooncake": {"transport": "mooncake"},
+class Deployment(NamedTuple):
+    transport: str
+    stage_overrides: tuple[str, ...] = ()
+
+
+DEPLOYMENTS = {
+    "inline": Deployment("inline"),
+    "nixl": Deployment("nixl"),
+    "mooncake": Deployment("mooncake"),
+    "two ranks read": Deployment("shm", ("talker.tensor_parallel_size=2",)),
 }
 
 
@@ -35,9 +41,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edge", EDGES)
-async def test_codes_and_waveform_equal_transformers(edge: str, checkpoint: Checkpoint) -> None:
-    transport = str(EDGES[edge]["transport"])
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+async def test_codes_and_waveform_equal_transformers(name: str, checkpoint: Checkpoint) -> None:
+    transport, stage_overrides = DEPLOYMENTS[name]
     if BACKENDS[transport].reason:
         pytest.skip(BACKENDS[transport].reason)
     omni = await asyncio.to_thread(
@@ -48,7 +54,8 @@ async def test_codes_and_waveform_equal_transformers(edge: str, checkpoint: Chec
         max_model_len=2048,
         skip_mm_profiling=True,
         mm_processor_cache_gb=0,
-        overrides={"edges": {"thinker->talker": EDGES[edge]}},
+        overrides={"edges": {"thinker->talker": {"transport": transport}}},
+        stage_overrides=stage_overrides,
     )
     try:
         cases = [case for case in CASES if case.name in ("text", "video")]
