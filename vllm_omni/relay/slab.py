@@ -30,7 +30,7 @@ from vllm_omni.relay.buffer_pool import Block, BufferPool
 
 NUM_BYTES = 256 << 20
 CHUNK_BYTES = 4096
-MEMMOVE_BYTES = 4 << 20  # up to here one thread copies as fast as several, and torch's way to the same memcpy is longer
+MEMMOVE_BYTES = 128 << 10  # up to here, or with one thread, memmove is faster than torch; beyond, torch shares the work
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,8 @@ class SlabRelay(Relay):
                 return block, offset
         block = self._allocate(layout.num_bytes)
         try:
-            if layout.num_bytes <= MEMMOVE_BYTES and tensor.is_cpu and tensor.is_contiguous():
+            is_plain = tensor.is_cpu and tensor.is_contiguous()
+            if is_plain and (layout.num_bytes <= MEMMOVE_BYTES or torch.get_num_threads() == 1):
                 ctypes.memmove(self._base + block.offset, tensor.data_ptr(), layout.num_bytes)
             else:
                 self._view(block.offset, layout).copy_(tensor)
