@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm_omni"
 # A package imports from the rows above its own, and from itself.
 ORDER = [
     ["errors", "messages", "names"],
-    ["audio_format", "compat", "envs"],
+    ["audio_format", "compat", "diffusion_params", "envs"],
     ["config", "flow", "ops"],
     ["relay"],
     ["kv", "outputs"],
