@@ -1,0 +1,1 @@
+"""Unmodified diffusers pipelines, several requests at a time: works without vLLM."""
