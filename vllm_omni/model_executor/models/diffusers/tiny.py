@@ -40,13 +40,12 @@ GAINS = {
 PIPELINES = tuple(sorted(tiny_pipelines.MAKERS))
 
 
-def build(path: Path, name: str, *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Write a checkpoint into ``path``, which is made if need be; the same arguments give the same bytes.
+def build(path: Path, name: str, *, seed: int = 0) -> Path:
+    """Write a checkpoint in float32 into ``path``, which is made if need be; the same arguments give the same bytes.
 
     Args:
         name: of ``PIPELINES``.
         seed: of the weights.
-        dtype: of the weights in the files, ``float32`` or ``bfloat16``.
 
     Returns:
         ``path``.
@@ -73,7 +72,6 @@ def build(path: Path, name: str, *, seed: int = 0, dtype: str = "float32") -> Pa
         if isinstance(module, torch.nn.Module):
             with torch.no_grad():
                 randomize(module, generator)
-            module.to(getattr(torch, dtype))
     pipeline.save_pretrained(path)
     return path
 
