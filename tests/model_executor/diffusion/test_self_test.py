@@ -4,7 +4,7 @@ import logging
 import pytest
 import torch
 
-from tests.model_executor.diffusion.test_suspended import make_ddpm
+from tests.model_executor.diffusion.other_pipelines import make_ddpm
 from vllm_omni.model_executor.diffusion.merging import RULES
 from vllm_omni.model_executor.diffusion.self_test import find_merging_rules, relative_difference
 from vllm_omni.model_executor.models.diffusers import tiny
