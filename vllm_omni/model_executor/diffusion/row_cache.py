@@ -220,9 +220,8 @@ class RowCache:
         hits: _Hits = {}
         if candidates:
             distances = torch.stack([entry.distance(residuals[row]) for row, entry in candidates.items()])
-            for (row, entry), distance in zip(
-                candidates.items(), distances.tolist(), strict=True
-            ):  # the one wait for the device
+            values = distances.tolist()  # the one wait for the device
+            for (row, entry), distance in zip(candidates.items(), values, strict=True):
                 # Not-a-number, where the kept residual is zero or infinite, is no hit.
                 if distance <= self._requests[keys[row].request_id].threshold:
                     hits[row] = entry
