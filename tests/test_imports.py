@@ -19,6 +19,7 @@ PACKAGE = ROOT / "vllm_omni"
 ORDER = [
     ["errors", "messages", "names"],
     ["audio_format", "compat", "diffusion_params", "envs"],
+    ["diffusion_config"],
     ["config", "flow", "ops"],
     ["relay"],
     ["kv", "outputs"],
