@@ -457,14 +457,13 @@ class StageEngine:
         return params
 
     def _raise_error(self, output: OmniRequestOutput) -> None:
+        error = output.multimodal_output.get("error")
+        if error is not None and output.multimodal_output.get("invalid"):
+            raise InvalidRequest(f"stage {self.name!r}: {error}")
+        if error is not None:
+            raise StageFailed(self.name, error)
         if any(completion.finish_reason == "error" for completion in output.outputs):
             raise StageFailed(self.name, "its engine gave the request up (finish_reason 'error')")
-        error = output.multimodal_output.get("error")
-        if error is None:
-            return
-        if output.multimodal_output.get("invalid"):
-            raise InvalidRequest(f"stage {self.name!r}: {error}")
-        raise StageFailed(self.name, error)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ stages share.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -21,13 +20,12 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from vllm_omni.model_executor.denoise_step import Failure, make_failure, make_output
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.model_executor.step_threads import StepThreads
-from vllm_omni.relay import Payload, pack
+from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import process_hub
-
-logger = logging.getLogger(__name__)
 
 _ANSWERED = (
     "relay_statistics",
@@ -74,13 +72,8 @@ class OneShotExecutor(Executor):
             if self._profiler is not None:
                 self._profiler.step()
             request_ids = [request.req_id for request in requests]
-            answers = self._answer(requests)
-            output = ModelRunnerOutput(
-                req_ids=request_ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
-                sampled_token_ids=[[0] for _ in requests],  # the one token (max_tokens=1) that ends the request
-                pooler_output=[pack(answers[request_id]) for request_id in request_ids],
-            )
+            answers, failures = self._answer(requests)
+            output = make_output(request_ids, answers, ended=answers.keys(), failures=failures)
         if not non_block:
             return output
         future: Future[ModelRunnerOutput] = Future()
@@ -88,8 +81,8 @@ class OneShotExecutor(Executor):
         return future
 
     @torch.inference_mode()
-    def _answer(self, requests: Sequence[NewRequestData]) -> dict[str, Payload]:
-        answers: dict[str, Payload] = {}
+    def _answer(self, requests: Sequence[NewRequestData]) -> tuple[dict[str, Payload], dict[str, Failure]]:
+        failures: dict[str, Failure] = {}
         batch: dict[str, Any] = {}
         for request in requests:
             params = request.sampling_params
@@ -97,18 +90,19 @@ class OneShotExecutor(Executor):
             try:
                 batch[request.req_id] = self.model.read(args)
             except Exception as exc:  # the request fails, the engine core must live
-                answers[request.req_id] = _failure(request.req_id, exc)
-        return answers | self._generate(batch)
+                failures[request.req_id] = make_failure(request.req_id, exc)
+        return self._generate(batch, failures), failures
 
-    def _generate(self, batch: Mapping[str, Any]) -> dict[str, Payload]:
+    def _generate(self, batch: Mapping[str, Any], failures: dict[str, Failure]) -> dict[str, Payload]:
         if not batch:
             return {}
         try:
             outputs = self.model.generate(list(batch.values()))
         except Exception as exc:  # as above, and it costs the others of the batch no more than time
             if len(batch) == 1:
-                return {request_id: _failure(request_id, exc) for request_id in batch}
-            return {key: answer for one in batch.items() for key, answer in self._generate(dict([one])).items()}
+                failures |= {request_id: make_failure(request_id, exc) for request_id in batch}
+                return {}
+            return {key: one for item in batch.items() for key, one in self._generate(dict([item]), failures).items()}
         return {
             request_id: self.hub.publish(request_id, tensors)
             for request_id, tensors in zip(batch, outputs, strict=True)
@@ -177,9 +171,3 @@ class OneShotExecutor(Executor):
     @cached_property
     def supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
-
-
-def _failure(request_id: str, exc: Exception) -> Payload:
-    if not isinstance(exc, ValueError):
-        logger.error("request %s failed", request_id, exc_info=exc)
-    return Payload(values={"error": f"{type(exc).__name__}: {exc}", "invalid": isinstance(exc, ValueError)})
