@@ -292,9 +292,11 @@ class Orchestrator:
             output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
             return output
         output = OmniRequestOutput.of(RequestOutput(request_id, None, [], None, outputs=[], finished=False))
-        if modality == "audio":
-            audio = {"audio": torch.zeros(0)} if payload is None else payload.multimodal_output
-            output.multimodal_output = {**audio, "sample_rate": self.pipeline.sample_rate}
+        if modality in ("image", "video", "audio"):
+            media = {"audio": torch.zeros(0)} if payload is None else payload.multimodal_output
+            # What a pipeline of diffusers says of its sound goes with it.
+            is_speech = "audio" in media and "sample_rate" not in media
+            output.multimodal_output = {**media, "sample_rate": self.pipeline.sample_rate} if is_speech else dict(media)
         elif modality != "text":
             output.multimodal_output = {
                 modality: [] if payload is None else self.pipeline.extra_output(modality, payload)

@@ -27,7 +27,7 @@ def forward_references(payload: Payload, output: OmniRequestOutput, hub: RelayHu
 
 
 def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
-    """Audio: the user gets tensors, of its own."""
+    """Images, videos and sounds, and how far they are: the user gets tensors, of its own."""
     media = hub.pull_blocking(payload)
     merge_multimodal(
         output.multimodal_output,
@@ -36,7 +36,14 @@ def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> No
     hub.release_payload(payload)
 
 
-HANDLERS: Mapping[str, Handler] = {"text": forward_references, "latents": forward_references, "audio": open_media}
+HANDLERS: Mapping[str, Handler] = {
+    "text": forward_references,
+    "latents": forward_references,
+    "image": open_media,
+    "text+image": open_media,  # beside the text, which is upstream's
+    "video": open_media,
+    "audio": open_media,
+}
 """By a stage's output type; another type is added here."""
 
 

@@ -23,8 +23,11 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
+from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
+from vllm_omni.diffusion_params import DiffusionLimits, DiffusionParams
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
+from vllm_omni.entrypoints.diffusion_prompt import read_params, read_prompt
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.names import suggest
@@ -34,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 10.0  # how long a shutdown waits for the stages to let go of their requests
 
-StageParams: TypeAlias = SamplingParams | Mapping[str, Any] | None
-"""Parameters of one stage: vLLM's object, or its fields by name."""
+StageParams: TypeAlias = SamplingParams | DiffusionParams | Mapping[str, Any] | None
+"""Parameters of one stage: vLLM's object, a diffusion pipeline's, or the fields of either by name."""
 
 ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
 """Parameters of one request: of the first stage; of the stages by position; or by name."""
@@ -147,9 +150,14 @@ class AsyncOmni(EngineClient):
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
 
+        Of a diffusion pipeline that is one output, unless its parameters ask for progress or previews: then there is one
+        before it for each denoise step, or for each preview.
+
         Args:
-            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``.
+            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline
+                see ``diffusion_prompt.read_prompt``.
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
+                A diffusion pipeline's are ``DiffusionParams``, or their fields by name.
             modalities: what to answer in: "text", "audio"; and "codec_ids" for the codes. Everything by default.
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
@@ -168,6 +176,10 @@ class AsyncOmni(EngineClient):
         ):
             raise InvalidRequest(f"modalities = {modalities!r}: must be a list of names")
         params = self.stage_params(sampling_params)
+        if self.is_diffusion:
+            if lora_request is not None:
+                raise InvalidRequest("lora_request: a diffusion pipeline takes no adapters here", param="lora_request")
+            prompt = read_prompt(prompt, self.diffusion_params(sampling_params), self.diffusion_limits)
         speaker = self.defaults.speaker if speaker is None else speaker
         if modalities is None:
             modalities = self.defaults.modalities
@@ -275,9 +287,12 @@ class AsyncOmni(EngineClient):
         self.orchestrator.pipeline.validate({} if speaker is None else {"speaker": speaker})
         over: dict[str, Mapping[str, Any]] = {}
         for name, params in self._by_stage(stage_params).items():
-            if isinstance(params, SamplingParams):
+            if isinstance(params, SamplingParams | DiffusionParams):
                 raise InvalidRequest(f"sampling parameters of stage {name!r}: give the fields to change, by name")
-            if params:
+            if params and self._is_diffusion(name):
+                validated = read_params(name, params, {}, {})
+                over[name] = {key: getattr(validated, key) for key in params}
+            elif params:
                 validated = _validate(name, params)
                 if name != self.config.stages[0].name:
                     _check_single(name, validated)
@@ -298,9 +313,34 @@ class AsyncOmni(EngineClient):
             _check_single(name, params[name])
         return params
 
+    def diffusion_params(self, given: ParamsList) -> DiffusionParams:
+        """Parameters of the first stage, a diffusion pipeline, defaults filled in.
+
+        Raises:
+            InvalidRequest: an unknown field, with the nearest one; a value of a wrong type.
+        """
+        first = self.config.stages[0]
+        over = self.defaults.stage_params.get(first.name, {})
+        return read_params(first.name, self._by_stage(given).get(first.name), first.default_sampling_params, over)
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
+        return self._is_diffusion(self.config.stages[0].name)
+
+    @property
+    def diffusion_limits(self) -> DiffusionLimits:
+        """What the deployment allows a request to that pipeline."""
+        limits = DiffusionConfig.of({DIFFUSION: self.config.stages[0].diffusion}).limits
+        return msgspec.structs.replace(limits, size_multiple=self.orchestrator.pipeline.size_multiple)
+
+    def _is_diffusion(self, stage: str) -> bool:
+        return self.config.stage(stage).engine_type == "diffusion"
+
     def _by_stage(self, given: ParamsList) -> dict[str, StageParams]:
         names = self.config.stage_names
-        if isinstance(given, Mapping) and (set(given) & set(names) or not set(given) <= _SAMPLING_FIELDS):
+        is_fields = self.is_diffusion or (isinstance(given, Mapping) and set(given) <= _SAMPLING_FIELDS)
+        if isinstance(given, Mapping) and (set(given) & set(names) or not is_fields):
             for name in given:
                 if name not in names:
                     raise InvalidRequest(f"sampling parameters for unknown stage {name!r}: {suggest(str(name), names)}")
@@ -312,11 +352,16 @@ class AsyncOmni(EngineClient):
         else:
             by_name = {names[0]: given}
         for name, params in by_name.items():
-            if not isinstance(params, SamplingParams | Mapping | None):
+            if not isinstance(params, SamplingParams | DiffusionParams | Mapping | None):
                 raise InvalidRequest(f"sampling parameters of stage {name!r} = {params!r}: must be fields by name")
         return by_name
 
     def _one_stage_params(self, stage: str, given: StageParams) -> SamplingParams:
+        if self._is_diffusion(stage):
+            # What vLLM's engine wants to know of a request that has no tokens; the rest goes with the prompt.
+            return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        if isinstance(given, DiffusionParams):
+            raise InvalidRequest(f"parameters of stage {stage!r} are DiffusionParams: it is no diffusion pipeline")
         over = self.defaults.stage_params.get(stage, {})
         if isinstance(given, SamplingParams):
             _check_seed(stage, given.seed)

@@ -26,7 +26,7 @@ class StageSpec:
 
     name: str  # the node's name in the graph
     architecture: str  # class registered with vLLM (plugin.py)
-    output_type: str  # "text", "latents" or "audio": which handler opens the stage's payloads
+    output_type: str  # "text", "image", ...: which handler opens the stage's payloads (engine/output_processor.py)
     hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
@@ -81,6 +81,8 @@ class Pipeline(ABC):
     # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default
+    size_multiple: int = 1  # of a diffusion pipeline: pixels that height and width must be divisible by
+    takes_images: bool = False  # likewise: whether a request may have input images
     speech_stage: str | None = None  # its tokens are those of the speech; None: the model says no given text
 
     @abstractmethod
