@@ -69,9 +69,12 @@ class OmniRequestOutput(RequestOutput):
 
 
 def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:
-    """Append ``new`` to ``into`` in place: tensors along the first dimension, lists likewise, the rest replaces."""
+    """Append ``new`` to ``into`` in place: tensors along the first dimension, lists likewise, the rest replaces.
+
+    A preview replaces the one before it, too.
+    """
     for name, value in new.items():
-        if name in into and isinstance(value, torch.Tensor):
+        if name in into and isinstance(value, torch.Tensor) and name != "preview":
             into[name] = torch.cat([into[name], value])
         elif name in into and isinstance(value, list):
             into[name] = into[name] + value
