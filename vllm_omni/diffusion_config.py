@@ -48,3 +48,13 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_steps=self.max_steps,
             max_outputs=self.max_outputs,
         )
+
+
+def field_problem(name: str, value: object) -> str | None:
+    """What is wrong with a value of one field of ``DiffusionConfig``; None if nothing is."""
+    try:
+        msgspec.convert({name: value}, DiffusionConfig)
+    except msgspec.ValidationError as exc:
+        expected = str(exc).partition(" - at ")[0].partition(", got ")[0]
+        return expected.replace("Expected ", "must be ").replace("`", "").replace(" | ", " or ")
+    return None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_omni.errors import InvalidRequest
 from vllm_omni.relay import Payload, pack
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class DiTCacheUpdate(NamedTuple):
 class DenoiseSchedulerOutput(SchedulerOutput):
     """vLLM's, with what the scheduler decided on the cache since the last step."""
 
-    cache_update: DiTCacheUpdate = DiTCacheUpdate()
+    cache_update: DiTCacheUpdate = field(default_factory=DiTCacheUpdate)
 
 
 class PendingCall(NamedTuple):
@@ -81,9 +82,13 @@ def make_output(
     )
 
 
-def make_failure(request_id: str, exc: Exception) -> Failure:
-    """What is no ``ValueError`` is logged: the request is not to blame for it."""
-    is_invalid = isinstance(exc, ValueError)
+def make_failure(request_id: str, exc: Exception, *, is_invalid: bool | None = None) -> Failure:
+    """What the request is not to blame for is logged.
+
+    Args:
+        is_invalid: whether it is; by default a ``ValueError`` says so.
+    """
+    is_invalid = isinstance(exc, ValueError) if is_invalid is None else is_invalid
     if not is_invalid:
         logger.error("request %s failed", request_id, exc_info=exc)
-    return Failure(f"{type(exc).__name__}: {exc}", is_invalid)
+    return Failure(str(exc) if isinstance(exc, InvalidRequest) else f"{type(exc).__name__}: {exc}", is_invalid)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PRINTABLE = [chr(code) for code in range(32, 127)]
@@ -19,29 +20,85 @@ QWEN_SPECIAL_TOKENS = (
 ).split()
 
 
-def make_qwen_tokenizer(template: str = "") -> PreTrainedTokenizerBase:
-    """Byte-level, as Qwen2's; the words of ``template`` are one token each, as in the real vocabulary."""
-    from tokenizers import pre_tokenizers
+LLAMA_SPECIAL_TOKENS = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+QWEN_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def make_qwen_tokenizer(template: str = "system user assistant") -> PreTrainedTokenizerBase:
+    """Qwen2's; the words of ``template`` are one token each, as they are in the real vocabulary."""
     from transformers import Qwen2Tokenizer
 
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = characters
-    merges: list[tuple[str, str]] = []
-    if template:
-        for token in QWEN_SPECIAL_TOKENS:
-            template = template.replace(token, "\0")
-        split = make_qwen_tokenizer().backend_tokenizer.pre_tokenizer
-        words = [word for part in template.split("\0") for word, _ in split.pre_tokenize_str(part.replace("{}", "\n"))]
-        merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
-        pieces = [*characters, *dict.fromkeys(left + right for left, right in merges)]
-    tokens = [*pieces, *QWEN_SPECIAL_TOKENS]
+    vocab, merges = make_byte_level_vocabulary(template, QWEN_SPECIAL_TOKENS)
     return Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
+        vocab=vocab,
         merges=merges,
         eos_token="<|im_end|>",
         extra_special_tokens=QWEN_SPECIAL_TOKENS,
         model_max_length=131072,
     )
+
+
+def make_llama_tokenizer(template: str) -> PreTrainedTokenizerBase:
+    """Llama 3's; as ``make_qwen_tokenizer``."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab, merges = make_byte_level_vocabulary(template, LLAMA_SPECIAL_TOKENS)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = make_word_splitter()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in LLAMA_SPECIAL_TOKENS])
+    start = LLAMA_SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, vocab[start])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token="<|end_of_text|>",
+        pad_token="<|end_of_text|>",
+        model_max_length=131072,
+    )
+
+
+def make_byte_level_vocabulary(
+    template: str, special_tokens: list[str]
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The ids of all bytes, of the words of ``template`` and their beginnings, and of special tokens; the merges."""
+    from tokenizers import pre_tokenizers
+
+    for token in [*special_tokens, "{}"]:
+        template = template.replace(token, "\0")
+    split = make_word_splitter().pre_tokenize_str
+    words = [word for part in template.split("\0") for word, _ in split(part)]
+    # Every word is put together from its left: t h e -> th e -> the.
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), *special_tokens]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def make_word_splitter() -> PreTokenizer:
+    """How Qwen2's tokenizer takes a text apart; Llama 3's differs from it in numbers of several digits alone."""
+    from transformers import Qwen2Tokenizer
+
+    return Qwen2Tokenizer(vocab={"a": 0}).backend_tokenizer.pre_tokenizer
+
+
+def make_clip_tokenizer() -> PreTrainedTokenizerBase:
+    """A token per byte; one that ends a word is another token."""
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77)
 
 
 def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, hidden_size: int = 32) -> PreTrainedModel:
@@ -115,3 +172,61 @@ def make_umt5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrained
     from transformers import UMT5Config, UMT5EncoderModel
 
     return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer, width)))
+
+
+def make_t5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedModel:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(**t5_sizes(tokenizer, width)))
+
+
+def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the configurations of Qwen3 and Llama have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        # The pipelines take the last but one or the last but two hidden state.
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def make_qwen3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3Model
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen3Model(Qwen3Config(max_position_embeddings=40960, rope_parameters=rope, **decoder_sizes(tokenizer)))
+
+
+def make_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaModel
+
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    return LlamaModel(LlamaConfig(max_position_embeddings=8192, rope_parameters=rope, **decoder_sizes(tokenizer)))
+
+
+def make_clip(
+    tokenizer: PreTrainedTokenizerBase, *, projection: bool = False, hidden_act: str = "quick_gelu"
+) -> PreTrainedModel:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        hidden_act=hidden_act,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
