@@ -28,9 +28,9 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed, StageUnavailable
 
 router = APIRouter()  # of models that speak

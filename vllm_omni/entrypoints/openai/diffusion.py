@@ -1,4 +1,4 @@
-"""What the routes of a diffusion pipeline have in common: the model's name, the input images, and the request itself."""
+"""What the routes of a diffusion pipeline have in common: the model's name, the input images, the request itself."""
 
 from __future__ import annotations
 
