@@ -188,5 +188,5 @@ class DiffusersRunner:
             self.weights.discard()
 
     def statistics(self) -> dict[str, Any]:
-        """``StepperStatistics`` in types that travel."""
-        return asdict(self.stepper.statistics())
+        """``StepperStatistics`` in types that travel, and how many requests have begun."""
+        return {**asdict(self.stepper.statistics()), "num_requests": len(self._params)}
