@@ -496,7 +496,8 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
         if (directory / name).is_file():
             return directory / name
         raise ConfigError(
-            f"model {model!r}: the directory has neither {name} nor {MODEL_INDEX}; a checkpoint is needed, {_supported()}"
+            f"model {model!r}: the directory has neither {name} nor {MODEL_INDEX}; a checkpoint is needed, "
+            f"{_supported()}"
         )
     if directory.exists():
         raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {_supported()}")

@@ -21,7 +21,10 @@ _registered = False
 
 
 def register() -> None:
-    """Register our architectures and configuration format, and join vLLM's log; in a stage's process, also tie it to its parent. Idempotent."""
+    """Register our architectures and configuration format, and join vLLM's log. Idempotent.
+
+    In a stage's process, also tie it to its parent.
+    """
     global _registered
     if _registered:
         return

@@ -32,7 +32,7 @@ def make_sampling_params(prompt: Any, params: DiffusionParams, limits: Diffusion
     Its one token is given by the step in which it ends.
 
     Raises:
-        InvalidRequest: a prompt that is neither text nor text with images; a parameter beyond what the deployment allows.
+        InvalidRequest: a prompt that is no text, with or without images; a parameter that the deployment does not allow.
     """
     request = read_request(prompt, params)
     request.params.validate(limits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 class DiTCacheUpdate(NamedTuple):
     """Whose entries of the denoiser's cache the runner may keep; both are told once."""
 
-    granted: tuple[str, ...] = ()  # ids of requests that may have entries from now on
+    granted: Mapping[str, int] = MappingProxyType({})  # request id -> bytes that its entries may take from now on
     dropped: tuple[str, ...] = ()  # ids of requests whose entries go, and which may have none any more
 
 

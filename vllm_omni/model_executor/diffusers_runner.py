@@ -26,7 +26,7 @@ from vllm_omni.model_executor.denoise_step import (
     make_failure,
     make_output,
 )
-from vllm_omni.model_executor.diffusion.loading import load_pipeline
+from vllm_omni.model_executor.diffusion.loading import load_pipeline, resolve_dtype
 from vllm_omni.model_executor.diffusion.request import DiffusionRequest
 from vllm_omni.model_executor.diffusion.row_cache import RowCache
 from vllm_omni.model_executor.diffusion.stepper import PipelineStepper, StepOutcome
@@ -53,7 +53,8 @@ class DiffusersRunner:
         load = partial(
             load_pipeline,
             model_config.model,
-            dtype=model_config.dtype,
+            # "auto": with decoders that were published for float32 in that
+            dtype="auto" if model_config.dtype == resolve_dtype("auto", device) else model_config.dtype,
             device=device,
             attention_backend=config.attention_backend,
             revision=model_config.revision,
@@ -74,8 +75,8 @@ class DiffusersRunner:
         for request_id in scheduler_output.finished_req_ids:
             self.stepper.abort(request_id)
             self._forget(request_id)
-        self._update_cache(scheduler_output)
         failures = self._begin(scheduler_output.scheduled_new_reqs)
+        self._update_cache(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outcomes = self._step([one for one in scheduled if one not in failures], failures)
         payloads: dict[str, Payload] = {}
@@ -91,7 +92,7 @@ class DiffusersRunner:
                 failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
         pending = {
-            request_id: PendingCall(outcome.num_rows, outcome.num_bytes, outcome.num_cache_bytes)
+            request_id: self._pending_call(request_id, outcome)
             for request_id, outcome in outcomes.items()
             if not outcome.has_ended
         }
@@ -140,13 +141,22 @@ class DiffusersRunner:
             return Payload(values=progress)
         return None
 
+    def _pending_call(self, request_id: str, outcome: StepOutcome) -> PendingCall:
+        params = self._params[request_id]
+        is_cached = params.cache_threshold != 0
+        return PendingCall(
+            outcome.num_rows or params.num_outputs_per_prompt,
+            outcome.num_bytes,
+            outcome.num_cache_bytes if is_cached else 0,
+        )
+
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
         if self.cache is None or not isinstance(scheduler_output, DenoiseSchedulerOutput):
             return
         for request_id in scheduler_output.cache_update.dropped:
             self.cache.drop(request_id)
-        for request_id in scheduler_output.cache_update.granted:
-            self.cache.grant(request_id)
+        for request_id, num_bytes in scheduler_output.cache_update.granted.items():
+            self.cache.grant(request_id, num_bytes, self._params[request_id].cache_threshold)
 
     def _forget(self, request_id: str) -> None:
         self._params.pop(request_id, None)
@@ -178,5 +188,5 @@ class DiffusersRunner:
             self.weights.discard()
 
     def statistics(self) -> dict[str, Any]:
-        """``StepperStatistics`` in types that travel."""
-        return asdict(self.stepper.statistics())
+        """``StepperStatistics`` in types that travel, and how many requests have begun."""
+        return {**asdict(self.stepper.statistics()), "num_requests": len(self._params)}
