@@ -148,12 +148,12 @@ class AsyncOmni(EngineClient):
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
 
-        Of a diffusion pipeline that is one output, unless its parameters ask for progress or previews: then there is one
-        before it for each denoise step, or for each preview.
+        Of a diffusion pipeline that is one output, unless its parameters ask for progress or previews: then there is
+        one before it for each denoise step, or for each preview.
 
         Args:
-            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline a
-                text, or a dictionary with ``prompt``, ``negative_prompt`` and images in ``multi_modal_data``.
+            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline
+                a text, or a dictionary with ``prompt``, ``negative_prompt`` and images in ``multi_modal_data``.
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
                 A diffusion pipeline's are ``DiffusionParams``, or their fields by name.
             modalities: what to answer in: "text", "audio"; and "codec_ids" for the codes. Everything by default.

@@ -139,8 +139,8 @@ def _add_arguments(parser: DeploymentParser) -> None:
         "--output",
         metavar="PATH",
         help=f"Of the speech: a file ({', '.join(AUDIO_SUFFIXES)}), or a directory, made if need be, for "
-        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced. Of a diffusion pipeline: a file of an "
-        "image, video or sound, answer.png for example; several get numbers.",
+        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced. Of a diffusion pipeline: a file "
+        "of an image, video or sound, answer.png for example; several get numbers.",
     )
     group.add_argument("--json", action="store_true", help="Print everything about the answer as one line of JSON.")
     add_diffusion_arguments(parser)
