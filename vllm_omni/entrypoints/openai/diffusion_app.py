@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
+from starlette.routing import Route
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
@@ -24,7 +25,15 @@ from vllm_omni.entrypoints.openai.images import OmniServingImages
 from vllm_omni.entrypoints.openai.media_files import OmniServingFiles
 
 FORMS = ("application/json", "multipart/form-data")
-OF_TEXT = ("/tokenize", "/detokenize", "/tokenizer_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OF_TEXT = (
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/v1/systemone",
+    "/invocations",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 """Routes that vLLM has for every task, and that a pipeline without a tokenizer cannot answer."""
 
 router = APIRouter()
@@ -79,7 +88,7 @@ async def complete_chat(raw_request: Request, values: Values) -> Response:
 def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """vLLM's application with these routes; what its own keep in its state is what they use."""
     app = build_app(args, (), omni.model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in OF_TEXT]
+    app.router.routes[:] = [route for route in app.router.routes if not (isinstance(route, Route) and route.path in OF_TEXT)]
     app.include_router(router)
     names = args.served_model_name or [args.model]
     models = DiffusionModels(omni.model_config, [BaseModelPath(name=name, model_path=args.model) for name in names])
