@@ -48,10 +48,10 @@ AUDIO_SUFFIXES = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"
 """A file's suffix -> the name of its format."""
 
 
-def find_audio_format(name: str) -> AudioFormat:
+def find_audio_format(name: str, param: str | None = None) -> AudioFormat:
     """Raises ``InvalidRequest`` for a name that there is not, with those that there are."""
     if name not in AUDIO_FORMATS:
-        raise InvalidRequest(f"unknown audio format {name!r}: {suggest(name, AUDIO_FORMATS)}")
+        raise InvalidRequest(f"unknown audio format {name!r}: {suggest(name, AUDIO_FORMATS)}", param=param)
     return AUDIO_FORMATS[name]
 
 

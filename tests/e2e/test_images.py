@@ -242,7 +242,7 @@ def test_progress_counts_up_to_the_number_of_steps(server: Server) -> None:
 
 
 def num_running(server: Server) -> float:
-    return server.metric(r'vllm:num_requests_running\{.*\}')
+    return server.metric(r"vllm:num_requests_running\{.*\}")
 
 
 def test_who_leaves_a_stream_ends_the_request(server: Server) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from PIL import Image
 from pydantic import BaseModel
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.exceptions import VLLMNotFoundError
@@ -143,10 +143,11 @@ class DiffusionServing:
         return image.media if isinstance(image, MediaWithBytes) else image
 
 
-async def read_values(raw_request: Request) -> dict[str, Any]:
+async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """The body's fields, from JSON or from a form; of a form's field that is there several times, a list.
 
-    A dependency of the routes, so that the body has been read when they begin to listen for the client's leaving.
+    A dependency of the routes, so that the body has been read when they begin to listen for the client's leaving; what
+    was uploaded stays open until they have answered.
 
     Raises:
         InvalidRequest: it is neither, or no mapping.
@@ -154,21 +155,29 @@ async def read_values(raw_request: Request) -> dict[str, Any]:
     kind = raw_request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0].strip()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         form = await raw_request.form()
-        values: dict[str, Any] = {}
-        for key in form:
-            name = key.removesuffix("[]")  # OpenAI's clients write lists so
-            several = [*as_list(values.get(name)), *form.getlist(key)]
-            values[name] = several if len(several) > 1 else several[0]
-        return values
-    if kind not in ("", "application/json"):
+        try:
+            yield _fields(form)
+        finally:
+            await form.close()
+    elif kind in ("", "application/json"):
+        try:
+            values = json.loads(await raw_request.body())
+        except ValueError as exc:
+            raise InvalidRequest(f"the body is no JSON: {exc}") from exc
+        if not isinstance(values, dict):
+            raise InvalidRequest("the body must be an object")
+        yield values
+    else:
         raise InvalidRequest(f"content-type {kind!r}: must be application/json or multipart/form-data")
-    try:
-        values = json.loads(await raw_request.body())
-    except ValueError as exc:
-        raise InvalidRequest(f"the body is no JSON: {exc}") from exc
-    if not isinstance(values, Mapping):
-        raise InvalidRequest("the body must be an object")
-    return dict(values)
+
+
+def _fields(form: FormData) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key in form:
+        name = key.removesuffix("[]")  # OpenAI's clients write lists so
+        several = [*as_list(values.get(name)), *form.getlist(key)]
+        values[name] = several if len(several) > 1 else several[0]
+    return values
 
 
 def read_mapping(values: dict[str, Any], name: str) -> None:

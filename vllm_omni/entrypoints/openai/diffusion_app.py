@@ -88,7 +88,9 @@ async def complete_chat(raw_request: Request, values: Values) -> Response:
 def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """vLLM's application with these routes; what its own keep in its state is what they use."""
     app = build_app(args, (), omni.model_config)
-    app.router.routes[:] = [route for route in app.router.routes if not (isinstance(route, Route) and route.path in OF_TEXT)]
+    app.router.routes[:] = [
+        route for route in app.router.routes if not (isinstance(route, Route) and route.path in OF_TEXT)
+    ]
     app.include_router(router)
     names = args.served_model_name or [args.model]
     models = DiffusionModels(omni.model_config, [BaseModelPath(name=name, model_path=args.model) for name in names])

@@ -60,7 +60,7 @@ class OmniServingFiles:
         """A sound from a text; as ``video``."""
         self._serving.check("audio")
         fields = read_body(SoundRequest, values)
-        audio_format = find_audio_format(fields.response_format)
+        audio_format = find_audio_format(fields.response_format, "response_format")
         output = await self._serving.answer(fields.input, fields, [], raw_request)
         media = output.multimodal_output
         data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)
