@@ -5,7 +5,7 @@ worker process.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vllm_omni.outputs import OmniRequestOutput
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]
 
 # Of values in [0, 1]: sums of float32 in another order, since a batch has other shapes.
@@ -59,7 +60,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return build
 
 
-async def outputs_of(omni: AsyncOmni, prompt: Any, request_id: str | None = None, **params: Any) -> list[OmniRequestOutput]:
+async def outputs_of(
+    omni: AsyncOmni, prompt: Any, request_id: str | None = None, **params: Any
+) -> list[OmniRequestOutput]:
     return [one async for one in omni.generate(prompt, DiffusionParams(**params), request_id)]
 
 
@@ -161,9 +164,7 @@ async def test_requests_that_join_a_batch_one_by_one_get_what_they_get_alone(
     assert shared, f"no forward was shared: {before} -> {after}"
 
 
-async def test_requests_of_several_sizes_are_served_together(
-    image_omni: AsyncOmni, image_reference: Reference
-) -> None:
+async def test_requests_of_several_sizes_are_served_together(image_omni: AsyncOmni, image_reference: Reference) -> None:
     sizes = [(64, 64), (32, 64), (64, 64), (96, 32)]
     params = [{"height": height, "width": width, "num_inference_steps": 3} for height, width in sizes]
     answers = await asyncio.gather(
@@ -198,7 +199,8 @@ async def test_latents_come_as_the_pipeline_has_them(image_omni: AsyncOmni) -> N
 async def test_progress_is_told_after_each_step_to_whom_asked(image_omni: AsyncOmni) -> None:
     prompt, params = MIXED[1]  # with guidance: two calls of the denoiser in each step
     told, silent = await asyncio.gather(
-        outputs_of(image_omni, prompt, **SIZE, **params, progress=True), outputs_of(image_omni, prompt, **SIZE, **params)
+        outputs_of(image_omni, prompt, **SIZE, **params, progress=True),
+        outputs_of(image_omni, prompt, **SIZE, **params),
     )
     steps = [(one.multimodal_output["step"], one.multimodal_output["num_steps"], one.finished) for one in told]
     assert steps == [(1, 4, False), (2, 4, False), (3, 4, False), (4, 4, True)]
