@@ -36,11 +36,10 @@ def make_sampling_params(prompt: Any, params: DiffusionParams, config: Diffusion
     """
     request = read_request(prompt, params)
     request.params.validate(config.limits)
-    if request.params.cache_threshold and not config.cache_threshold:
-        raise InvalidRequest(
-            f"cache_threshold = {request.params.cache_threshold}: this deployment has no cache (its cache_threshold is 0)",
-            param="cache_threshold",
-        )
+    threshold = request.params.cache_threshold
+    if threshold and not config.cache_threshold:
+        said = f"cache_threshold = {threshold}: this deployment has no cache (its own cache_threshold is 0)"
+        raise InvalidRequest(said, param="cache_threshold")
     return SamplingParams(
         max_tokens=1,
         detokenize=False,
