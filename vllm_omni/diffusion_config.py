@@ -55,6 +55,21 @@ def field_problem(name: str, value: object) -> str | None:
     try:
         msgspec.convert({name: value}, DiffusionConfig)
     except msgspec.ValidationError as exc:
-        expected = str(exc).partition(" - at ")[0].partition(", got ")[0]
-        return expected.replace("Expected ", "must be ").replace("`", "").replace(" | ", " or ")
+        said = str(exc).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
+        for theirs, ours in _WORDS.items():
+            said = said.replace(theirs, ours)
+        return said
     return None
+
+
+_WORDS = {
+    "Expected ": "must be ",
+    " | ": " or ",
+    " >= ": ", at least ",
+    " <= ": ", at most ",
+    " > ": ", above ",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+}

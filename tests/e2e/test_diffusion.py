@@ -23,6 +23,7 @@ from vllm_omni.outputs import OmniRequestOutput
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]
 
 # Of values in [0, 1]: sums of float32 in another order, since a batch has other shapes.

@@ -12,8 +12,8 @@ from msgspec import structs
 from PIL import Image
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from vllm_omni.diffusion_config import DIFFUSION
-from vllm_omni.diffusion_params import DiffusionLimits, DiffusionParams
+from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
+from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.diffusion.request import DiffusionRequest
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
@@ -26,16 +26,20 @@ _PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")
 _PNG_MODES = frozenset(["1", "L", "LA", "P", "RGB", "RGBA"])
 
 
-def make_sampling_params(prompt: Any, params: DiffusionParams, limits: DiffusionLimits) -> SamplingParams:
+def make_sampling_params(prompt: Any, params: DiffusionParams, config: DiffusionConfig) -> SamplingParams:
     """The request in the form in which it reaches the scheduler and the runner.
 
     Its one token is given by the step in which it ends.
 
     Raises:
-        InvalidRequest: a prompt that is no text, with or without images; a parameter that the deployment does not allow.
+        InvalidRequest: a prompt that is no text, with or without images; a parameter beyond the deployment's limits.
     """
     request = read_request(prompt, params)
-    request.params.validate(limits)
+    request.params.validate(config.limits)
+    threshold = request.params.cache_threshold
+    if threshold and not config.cache_threshold:
+        said = f"cache_threshold = {threshold}: this deployment has no cache (its own cache_threshold is 0)"
+        raise InvalidRequest(said, param="cache_threshold")
     return SamplingParams(
         max_tokens=1,
         detokenize=False,

@@ -296,7 +296,7 @@ class Orchestrator:
             output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
             return output
         output = OmniRequestOutput.of(RequestOutput(request_id, None, [], None, outputs=[], finished=False))
-        sample_rate = {} if self.pipeline.sample_rate is None else {"sample_rate": self.pipeline.sample_rate}
+        sample_rate = {"sample_rate": self.pipeline.sample_rate} if self.pipeline.sample_rate else {}
         if payload is not None and modality in self.pipeline.modalities:
             output.multimodal_output = {**payload.multimodal_output, **(sample_rate if modality == "audio" else {})}
         elif modality == "audio":

@@ -468,7 +468,7 @@ class StageEngine:
     def _diffusion_params(self, request: StageRequest, context: RequestContext) -> SamplingParams:
         params = context.params[self.name]
         assert isinstance(params, DiffusionParams), "AsyncOmni.stage_params makes those that the stage's type needs"
-        return make_sampling_params(request.prompt, params, DiffusionConfig(**self.config.diffusion).limits)
+        return make_sampling_params(request.prompt, params, DiffusionConfig(**self.config.diffusion))
 
     def _raise_error(self, output: OmniRequestOutput) -> None:
         error = output.multimodal_output.get("error")

@@ -10,30 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
 from vllm_omni.relay import Payload, pack
 
 logger = logging.getLogger(__name__)
-
-
-class DiTCacheUpdate(NamedTuple):
-    """Whose entries of the denoiser's cache the runner may keep; both are told once."""
-
-    granted: Mapping[str, int] = MappingProxyType({})  # request id -> bytes that its entries may take from now on
-    dropped: tuple[str, ...] = ()  # ids of requests whose entries go, and which may have none any more
 
 
 @dataclass
 class DenoiseSchedulerOutput(SchedulerOutput):
     """vLLM's, with what the scheduler decided on the cache since the last step."""
 
-    cache_update: DiTCacheUpdate = field(default_factory=DiTCacheUpdate)
+    cache_update: DiTCacheUpdate = field(default_factory=lambda: DiTCacheUpdate({}, []))
 
 
 class PendingCall(NamedTuple):

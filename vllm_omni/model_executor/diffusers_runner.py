@@ -142,13 +142,8 @@ class DiffusersRunner:
         return None
 
     def _pending_call(self, request_id: str, outcome: StepOutcome) -> PendingCall:
-        params = self._params[request_id]
-        is_cached = params.cache_threshold != 0
-        return PendingCall(
-            outcome.num_rows or params.num_outputs_per_prompt,
-            outcome.num_bytes,
-            outcome.num_cache_bytes if is_cached else 0,
-        )
+        num_rows = outcome.num_rows or self._params[request_id].num_outputs_per_prompt
+        return PendingCall(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
 
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
         if self.cache is None or not isinstance(scheduler_output, DenoiseSchedulerOutput):

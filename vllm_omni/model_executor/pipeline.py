@@ -81,7 +81,7 @@ class Pipeline(ABC):
     stages: Sequence[StageSpec]
     modalities: Mapping[str, str]  # what a user may ask for -> output of the graph
     extra_outputs: Mapping[str, str] = {}  # likewise, but only by name: intermediate results such as codec ids
-    sample_rate: int | None = None  # of the audio output, Hz; None: each output says it itself
+    sample_rate: int = 0  # of the audio output, Hz; 0: each output says it itself
     # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default

@@ -20,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
 from vllm_omni.diffusion_config import DIFFUSION
 from vllm_omni.model_executor.denoise_step import Failure, PendingCall, make_output
+from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.relay import Payload, unpack
 
@@ -347,6 +348,48 @@ def test_a_shape_without_a_seat_gets_the_next_one(generation_vllm_config: VllmCo
     scheduler.add_request(make_request("small", height=32))
     runner = Runner({"a": 4, "b": 9, "c": 9, "d": 9, "small": 1})
     assert run(scheduler, runner, 6) == [["a", "b"]] * 4 + [["small"], ["b", "c"]]
+
+
+# -- the denoiser's cache ---------------------------------------------------------------------------------------------
+
+
+def step_cached(scheduler: DiffusionScheduler, num_cache_bytes: Mapping[str, int]) -> DiTCacheUpdate:
+    """One step in which nothing ends; what it told the runner's cache."""
+    output = scheduler.schedule()
+    ids = scheduled(output)
+    pending = {one: PendingCall(1, 0, num_cache_bytes.get(one, 0)) for one in ids}
+    scheduler.update_from_output(output, make_output(ids, {}, ended=(), failures={}, pending=pending))
+    scheduler.cache.check_integrity()
+    return output.cache_update
+
+
+def test_room_in_the_cache_is_granted_with_the_step_behind_the_one_that_asked(
+    generation_vllm_config: VllmConfig,
+) -> None:
+    scheduler = make_scheduler(generation_vllm_config, cache_bytes=100)
+    for name in "ab":
+        scheduler.add_request(make_request(name))
+    sizes = {"a": 60, "b": 60}  # there is no room for both, and both run
+    assert [step_cached(scheduler, sizes) for _ in range(3)] == [({}, []), ({"a": 60}, []), ({}, [])]
+
+
+def test_the_room_of_a_request_that_ends_goes_to_another(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, cache_bytes=100)
+    for name in "ab":
+        scheduler.add_request(make_request(name))
+    sizes = {"a": 60, "b": 60}
+    step_cached(scheduler, sizes)
+    step_cached(scheduler, sizes)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert [step_cached(scheduler, sizes) for _ in range(2)] == [({}, ["a"]), ({"b": 60}, [])]
+
+
+def test_a_shape_that_waits_loses_its_room_to_the_one_that_runs(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, cache_bytes=100, max_wait_batches=2)
+    scheduler.add_request(make_request("large", height=64))
+    scheduler.add_request(make_request("small", height=32))
+    updates = [step_cached(scheduler, {"large": 60, "small": 60}) for _ in range(4)]
+    assert updates == [({}, []), ({"large": 60}, []), ({}, []), ({"small": 60}, ["large"])]
 
 
 # -- seats and pauses -------------------------------------------------------------------------------------------------

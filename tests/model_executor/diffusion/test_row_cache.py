@@ -211,23 +211,44 @@ def test_rows_of_other_lengths_share_a_batch_of_z_image(modules):
     ]
 
 
-def test_arguments_with_two_parts_per_row_are_taken_apart():
-    family = FAMILIES["qwen_image"]
-    family = Family(family.class_name, {**family.config, "zero_cond_t": True}, (24, 16), with_reference_image)
-    module = family.build()
-    requests = make_requests("qwen_image")
-    alone: dict[str, Tensor] = {}
-    for request in requests:
-        with diffusers_cache(family, {"transformer": module}, request.threshold) as call:
-            alone |= denoise(family, [request], call)
-    together, _ = run_mixed("qwen_image", {"transformer": module}, requests, family)
-    assert largest_difference(together, alone) <= TOLERANCE
-
-
 def with_reference_image(latents: list[Tensor], texts: list[Tensor], sigmas: Tensor) -> dict[str, Any]:
     """Calls of Qwen-Image-Edit: the last 8 tokens are an image to start from, whose timestep is 0."""
     kwargs = FAMILIES["qwen_image"].make_kwargs(latents, texts, sigmas)
     return {**kwargs, "img_shapes": [[(1, 4, 4), (1, 4, 2)]] * len(latents)}
+
+
+def with_timesteps_of_tokens(latents: list[Tensor], texts: list[Tensor], sigmas: Tensor) -> dict[str, Any]:
+    """Calls of Wan2.2 5B: the first frame's tokens are an image to start from, whose timestep is 0."""
+    kwargs = FAMILIES["wan"].make_kwargs(latents, texts, sigmas)
+    return {**kwargs, "timestep": kwargs["timestep"][:, None] * (torch.arange(32) >= 16)}
+
+
+VARIANTS = {
+    "two timesteps per row, in the batch's dimension": replace(
+        FAMILIES["qwen_image"],
+        config={**FAMILIES["qwen_image"].config, "zero_cond_t": True},
+        latent_shape=(24, 16),
+        make_kwargs=with_reference_image,
+    ),
+    "a timestep for each token": replace(FAMILIES["wan"], make_kwargs=with_timesteps_of_tokens),
+    "a first frame with its own embedding": replace(
+        FAMILIES["hunyuan_video"],
+        config={**FAMILIES["hunyuan_video"].config, "image_condition_type": "token_replace"},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_variants_with_other_arguments_of_their_blocks_equal_the_cache_of_diffusers(variant):
+    family = VARIANTS[variant]
+    base = next(name for name in FAMILIES if FAMILIES[name].class_name == family.class_name)
+    module, requests = family.build(), make_requests(base)
+    alone: dict[str, Tensor] = {}
+    for request in requests:
+        with diffusers_cache(family, {"transformer": module}, request.threshold) as call:
+            alone |= denoise(family, [request], call)
+    together, _ = run_mixed(base, {"transformer": module}, requests, family)
+    assert largest_difference(together, alone) <= TOLERANCE
 
 
 # --- Requests do not touch each other

@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
 from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
 from vllm_omni.model_executor.denoise_step import DenoiseOutput, DenoiseSchedulerOutput, Failure, PendingCall
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
@@ -71,6 +72,7 @@ class DiffusionScheduler(Scheduler):
         self.max_rows = config.max_rows or self.max_num_running_reqs
         self.max_batch_bytes = config.max_batch_bytes
         self.max_wait_batches = config.max_wait_batches
+        self.cache = DiTCacheManager(DiTCacheConfig(config.cache_bytes, config.cache_ttl_s))
         self.jobs: dict[str, _Job] = {}  # by request, in the order of arrival
         self.waits: dict[Shape, int] = {}  # batches of other shapes since the last one of each
 
@@ -85,6 +87,7 @@ class DiffusionScheduler(Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         # Upstream calls this for whatever way a request ends.
         self.jobs.pop(request.request_id, None)
+        self.cache.release_cache(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -102,6 +105,8 @@ class DiffusionScheduler(Scheduler):
             self.waiting.remove_request(request)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
+        self.cache.start_batch([job.request.request_id for job in batch])
+        self.cache.clear_expired_cache()
         output = DenoiseSchedulerOutput(
             scheduled_new_reqs=[NewRequestData.from_request(request, block_ids=()) for request in new],
             scheduled_cached_reqs=_cached(begun),
@@ -111,6 +116,7 @@ class DiffusionScheduler(Scheduler):
             scheduled_encoder_inputs={},
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=[],
+            cache_update=self.cache.take_update(),
         )
         self._update_after_schedule(output)
         return output
@@ -172,6 +178,8 @@ class DiffusionScheduler(Scheduler):
             for request_id, call in model_runner_output.pending.items():
                 if (job := self.jobs.get(request_id)) is not None:
                     job.take(call)
+                    if call.num_cache_bytes:
+                        self.cache.allocate_cache(request_id, call.num_cache_bytes)  # else it goes on without
             # Upstream has no way to end a request of a step by an error; it passes over those that have ended.
             for request_id, failure in model_runner_output.failures.items():
                 failed += [(one, failure) for one in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)]

@@ -21,7 +21,7 @@ _VIDEO = re.compile(
     r"|Kandinsky5[TI]2V|Kandinsky6|ConsisID|LucyEdit|ChronoEdit|SanaWM)"
 )
 _AUDIO = re.compile(r"Audio|^(AceStep|MusicLDM|DanceDiffusion)")
-_TO_IMAGE = re.compile(r"TextToImage|2Image|ToImage")
+_TO_IMAGE = re.compile(r"ToImage|Text2Image")
 
 
 def modality_of(class_name: str) -> str:
