@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
+
 
 @dataclass(frozen=True, slots=True)
 class DiTCacheConfig:
@@ -32,13 +34,6 @@ class DiTCacheEntry(NamedTuple):
 
     num_bytes: int  # all its branches and rows
     last_used_s: float  # when it was last in a batch, by the manager's clock
-
-
-class DiTCacheUpdate(NamedTuple):
-    """What the runner must do before its next step: first drop, then grant."""
-
-    granted: dict[str, int]  # request id -> bytes that its entries may take, also when it was granted others before
-    dropped: list[str]  # ids of requests that lose their entries
 
 
 class DiTCacheStatistics(NamedTuple):
