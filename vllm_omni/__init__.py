@@ -1,15 +1,17 @@
 """vllm_omni: a server for any-to-any models, as a plugin of vLLM.
 
-``OmniLLM`` (also ``Omni``) and ``AsyncOmni`` are imported at first use: ``import vllm_omni`` itself needs no vLLM.
+``OmniLLM`` (also ``Omni``), ``AsyncOmni`` and ``DiffusionParams`` are imported at first use: ``import vllm_omni``
+itself needs no vLLM.
 """
 
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncOmni", "Omni", "OmniLLM", "__version__"]
+__all__ = ["AsyncOmni", "DiffusionParams", "Omni", "OmniLLM", "__version__"]
 
 if TYPE_CHECKING:
+    from vllm_omni.diffusion_params import DiffusionParams
     from vllm_omni.entrypoints.async_omni import AsyncOmni
     from vllm_omni.entrypoints.omni_llm import OmniLLM
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name == "DiffusionParams":
+        from vllm_omni.diffusion_params import DiffusionParams
+
+        return DiffusionParams
     if name not in ("AsyncOmni", "Omni", "OmniLLM"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_omni.compat import require_vllm

@@ -15,7 +15,14 @@ class ConfigError(OmniError, ValueError):
 
 
 class InvalidRequest(OmniError, ValueError):
-    """A request is malformed; the message says what, why and the nearest right thing. HTTP 400."""
+    """A request is malformed; the message says what, why and the nearest right thing. HTTP 400.
+
+    ``param`` names the field at fault, where it is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class GraphError(OmniError, ValueError):

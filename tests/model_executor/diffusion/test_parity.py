@@ -1,0 +1,52 @@
+"""Every supported pipeline against diffusers run alone."""
+
+import pytest
+import torch
+
+from tests.model_executor.diffusion.requests import difference, make_request, results, run, run_diffusers
+from vllm_omni.model_executor.models.diffusers import tiny
+
+# Sums in another order, in the pictures' scale of 0 to 1. The editing pipelines' tiny decoder normalizes vectors of a
+# few channels, some of which are almost zero: what is 1e-6 in the latents can be ten times that in a pixel.
+TOLERANCE = 1e-5
+PICTURE_TOLERANCES = {"qwen-image-edit": 1e-4, "qwen-image-edit-plus": 1e-4}
+PIPELINES = tiny.PIPELINES
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_request_alone_is_diffusers_to_the_bit(name, load_tiny, make_stepper):
+    pipeline = load_tiny(name)
+    request = make_request(pipeline)
+    theirs = run_diffusers(pipeline, request)
+    ours = results(run(make_stepper(name), {"a": request}))["a"]
+    assert difference(ours, theirs) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "output_type"),
+    [
+        *((name, "float") for name in PIPELINES if name != "hunyuan-image"),
+        *((name, "latents") for name in (*PICTURE_TOLERANCES, "hunyuan-image")),  # the latter's decoder is slow
+    ],
+)
+def test_four_staggered_requests_that_differ_in_all_are_as_alone(name, output_type, load_tiny, make_stepper):
+    pipeline = load_tiny(name)
+    tolerance = TOLERANCE if output_type == "latents" else PICTURE_TOLERANCES.get(name, TOLERANCE)
+    requests = {f"r{index}": make_request(pipeline, index, output_type=output_type) for index in range(4)}
+    stepper = make_stepper(name)
+    with torch.no_grad():
+        theirs = {key: run_diffusers(pipeline, request) for key, request in requests.items()}
+    ours = results(run(stepper, requests, together=2))
+    assert {key: difference(ours[key], theirs[key]) for key in requests} == pytest.approx(
+        dict.fromkeys(requests, 0.0), abs=tolerance
+    )
+    assert max(stepper.statistics().widths) >= 3
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name != "hunyuan-image"])
+def test_the_same_request_twice_is_the_same_to_the_bit(name, load_tiny, make_stepper):
+    request = make_request(load_tiny(name), 1)
+    stepper = make_stepper(name)
+    first = results(run(stepper, {"a": request}))["a"]
+    second = results(run(stepper, {"b": request}))["b"]
+    assert difference(first, second) == 0.0

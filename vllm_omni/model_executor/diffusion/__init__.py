@@ -1,0 +1,1 @@
+"""Diffusers pipelines whose denoiser calls are put into batches. Works without vLLM."""
