@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 
 from vllm_omni import __version__
-from vllm_omni.config import CHUNK_KEYS, OmniConfig, Origin, StageConfig, dump_value
+from vllm_omni.config import CHUNK_KEYS, DIFFUSERS, MODEL_INDEX, OmniConfig, Origin, StageConfig, dump_value
 from vllm_omni.diffusion_config import DiffusionConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine
@@ -107,6 +107,8 @@ def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) ->
         return Value(path, value, "argument", "the model that was asked for", is_set=False)
     if origin is None:
         return Value(path, _plain(value), "default", "default", is_set=False)
+    if origin.kind == "checkpoint" and value == DIFFUSERS:
+        return Value(path, value, origin.kind, f"{origin.source}/{MODEL_INDEX}")
     if path[-1] == "hf_token" and isinstance(value, str):  # a secret
         return Value(path, "(hidden)", origin.kind, _told(origin), is_set=False)
     return Value(path, _plain(value), origin.kind, _told(origin))
