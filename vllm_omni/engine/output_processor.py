@@ -45,6 +45,7 @@ HANDLERS: Mapping[str, Handler] = {
     "latents": forward_references,
     "audio": open_media,
     "image": open_media,
+    "text+image": open_media,  # beside the text, which is upstream's
     "video": open_media,
 }
 """By a stage's output type; another type is added here."""

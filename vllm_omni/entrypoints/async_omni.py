@@ -148,9 +148,14 @@ class AsyncOmni(EngineClient):
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
 
+        Of a diffusion pipeline that is one output, unless its parameters ask for progress or previews: then there is
+        one before it for each denoise step, or for each preview.
+
         Args:
-            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``.
+            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline
+                a text, or a dictionary with ``prompt``, ``negative_prompt`` and images in ``multi_modal_data``.
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
+                A diffusion pipeline's are ``DiffusionParams``, or their fields by name.
             modalities: what to answer in: "text", "audio"; and "codec_ids" for the codes. Everything by default.
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
@@ -302,11 +307,15 @@ class AsyncOmni(EngineClient):
             _check_single(name, params[name])
         return params
 
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
+        return self.config.stages[0].engine_type == "diffusion"
+
     def _by_stage(self, given: ParamsList) -> dict[str, StageParams]:
         names = self.config.stage_names
-        is_diffusion = self.config.stages[0].engine_type == "diffusion"
-        fields = DiffusionParams.__struct_fields__ if is_diffusion else _SAMPLING_FIELDS
-        if isinstance(given, Mapping) and (set(given) & set(names) or not set(given) <= set(fields)):
+        is_fields = self.is_diffusion or (isinstance(given, Mapping) and set(given) <= _SAMPLING_FIELDS)
+        if isinstance(given, Mapping) and (set(given) & set(names) or not is_fields):
             for name in given:
                 if name not in names:
                     raise InvalidRequest(f"sampling parameters for unknown stage {name!r}: {suggest(str(name), names)}")

@@ -27,7 +27,7 @@ from vllm_omni.model_executor.denoise_step import (
     make_output,
 )
 from vllm_omni.model_executor.diffusion.loading import load_pipeline, resolve_dtype
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest
+from vllm_omni.model_executor.diffusion.request import DiffusionRequest, frame_rate
 from vllm_omni.model_executor.diffusion.row_cache import RowCache
 from vllm_omni.model_executor.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.model_executor.pipeline_weights import PipelineWeights
@@ -132,7 +132,11 @@ class DiffusersRunner:
         """What the user is told of this step: the answer, a preview, or how far it is."""
         progress = {"step": outcome.step_index, "num_steps": outcome.num_steps}
         if outcome.output is not None:
-            return self.hub.publish(request_id, {**outcome.output, **progress})
+            about: dict[str, Any] = dict(progress)
+            fps = frame_rate(self.pipeline, self._params[request_id]) if "frames" in outcome.output else None
+            if fps is not None:
+                about["fps"] = fps
+            return self.hub.publish(request_id, {**outcome.output, **about})
         # With guidance in two calls, every other one is no step of its own.
         is_step = outcome.step_index > self._steps_done.get(request_id, 0)
         self._steps_done[request_id] = outcome.step_index
