@@ -142,6 +142,47 @@ def test_an_error_of_the_engine_reaches_the_reader() -> None:
     assert read(collector).multimodal_output == {"error": "ValueError: no", "invalid": True}
 
 
+def test_the_images_of_a_request_come_with_its_last_step() -> None:
+    processor = make_processor("image")
+    collector = add_request(processor)
+    progress = make_output([])
+    progress.pooling_output = pack(Payload(values={"step": 1, "num_steps": 2}))
+    processor.process_outputs([progress])
+    output = read(collector)
+    assert (output.multimodal_output, output.finished) == ({"step": 1, "num_steps": 2}, False)
+    last = make_output([0], finished=True)
+    images = torch.arange(2 * 3 * 3, dtype=torch.uint8).reshape(1, 2, 3, 3)
+    last.pooling_output = pack(hub.publish("a", {"images": images, "step": 2, "num_steps": 2}))
+    processor.process_outputs([last])
+    output = read(collector)
+    assert torch.equal(output.multimodal_output.pop("images"), images)
+    assert (output.multimodal_output, output.finished) == ({"step": 2, "num_steps": 2}, True)
+
+
+def test_a_slow_reader_gets_the_latest_preview() -> None:
+    processor = make_processor("image")
+    collector = add_request(processor)
+    for step in (1, 2):
+        output = make_output([])
+        preview = torch.full((2, 2, 3), step, dtype=torch.uint8)
+        output.pooling_output = pack(hub.publish("a", {"preview": preview, "step": step, "num_steps": 4}))
+        processor.process_outputs([output])
+    media = read(collector).multimodal_output
+    assert (media["step"], tuple(media["preview"].shape), int(media["preview"].max())) == (2, (2, 2, 3), 2)
+
+
+def test_a_request_that_ended_in_an_error_has_its_reason() -> None:
+    processor = make_processor("image")
+    collector = add_request(processor)
+    output = make_output([])
+    output.finish_reason = FinishReason.ERROR
+    output.pooling_output = pack(Payload(values={"error": "no memory", "invalid": False}))
+    processor.process_outputs([output])
+    got = read(collector)
+    assert got.outputs[0].finish_reason == "error"
+    assert got.multimodal_output == {"error": "no memory", "invalid": False}
+
+
 def test_an_unknown_output_type_is_refused() -> None:
     with pytest.raises(KeyError):
         make_processor("smell")

@@ -85,7 +85,9 @@ class Engine:
                 if one.finished:
                     self.finished[one.request_id] = one
                 elif one.pooling_output is not None:
-                    self.told.append((one.request_id, unpack(one.pooling_output).values))
+                    payload = unpack(one.pooling_output)
+                    self.executor.hub.release_payload(payload)
+                    self.told.append((one.request_id, payload.values))
         self.scheduler.cache.check_integrity()
         return list(output.num_scheduled_tokens)
 
@@ -114,7 +116,7 @@ class Engine:
         return not (
             runner.stepper._running
             or runner._params
-            or runner._told_steps
+            or runner._steps_done
             or runner.cache.statistics().num_requests
             or self.scheduler.jobs
             or self.scheduler.cache.statistics().num_requests
@@ -163,6 +165,18 @@ def test_progress_is_told_once_for_a_step_of_two_calls(engine: Engine) -> None:
     engine.run()
     assert engine.told == [("a", {"step": 1, "num_steps": 3}), ("a", {"step": 2, "num_steps": 3})]
     assert {key: engine.result("a")[key] for key in ("step", "num_steps")} == {"step": 3, "num_steps": 3}
+
+
+def test_a_step_that_has_a_preview_is_told_with_it_and_not_again(engine: Engine) -> None:
+    guided = {"negative_prompt": "grey", "true_cfg_scale": 4.0}
+    engine.add("a", num_inference_steps=5, **guided, progress=True, preview_every=2)
+    engine.run()
+    assert [(values["step"], "preview" in values) for _, values in engine.told] == [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, True),
+    ]
 
 
 def test_the_scheduler_learns_how_large_a_call_is(engine: Engine) -> None:

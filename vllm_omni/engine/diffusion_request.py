@@ -35,6 +35,10 @@ def make_sampling_params(prompt: Any, params: DiffusionParams, config: Diffusion
         InvalidRequest: a prompt that is no text, with or without images; a parameter beyond the deployment's limits.
     """
     request = read_request(prompt, params)
+    try:
+        request.prompt.encode()
+    except UnicodeEncodeError as exc:  # it would end the thread by which the engine hears of requests
+        raise InvalidRequest("prompt: is no text: it has a lone surrogate", param="prompt") from exc
     request.params.validate(config.limits)
     threshold = request.params.cache_threshold
     if threshold and not config.cache_threshold:

@@ -65,7 +65,7 @@ class DiffusersRunner:
         max_rows = config.max_rows or vllm_config.scheduler_config.max_num_seqs
         self.stepper = PipelineStepper(self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge)
         self._params: dict[str, DiffusionParams] = {}  # of the requests that have begun
-        self._told_steps: dict[str, int] = {}  # of those that asked for progress
+        self._steps_done: dict[str, int] = {}  # how far each was when it was last asked
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -137,13 +137,12 @@ class DiffusersRunner:
             if fps is not None:
                 about["fps"] = fps
             return self.hub.publish(request_id, {**outcome.output, **about})
+        # With guidance in two calls, every other one is no step of its own.
+        is_step = outcome.step_index > self._steps_done.get(request_id, 0)
+        self._steps_done[request_id] = outcome.step_index
         if outcome.preview is not None:
             return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
-        # With guidance in two calls, every other one is no step of its own.
-        if self._params[request_id].progress and outcome.step_index > self._told_steps.get(request_id, 0):
-            self._told_steps[request_id] = outcome.step_index
-            return Payload(values=progress)
-        return None
+        return Payload(values=progress) if is_step and self._params[request_id].progress else None
 
     def _pending_call(self, request_id: str, outcome: StepOutcome) -> PendingCall:
         num_rows = outcome.num_rows or self._params[request_id].num_outputs_per_prompt
@@ -159,7 +158,7 @@ class DiffusersRunner:
 
     def _forget(self, request_id: str) -> None:
         self._params.pop(request_id, None)
-        self._told_steps.pop(request_id, None)
+        self._steps_done.pop(request_id, None)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 
 from vllm_omni import __version__
-from vllm_omni.config import CHUNK_KEYS, OmniConfig, Origin, StageConfig, dump_value
+from vllm_omni.config import CHUNK_KEYS, DIFFUSERS, MODEL_INDEX, OmniConfig, Origin, StageConfig, dump_value
+from vllm_omni.diffusion_config import DiffusionConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_flags, parse_deployment
@@ -106,6 +107,8 @@ def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) ->
         return Value(path, value, "argument", "the model that was asked for", is_set=False)
     if origin is None:
         return Value(path, _plain(value), "default", "default", is_set=False)
+    if origin.kind == "checkpoint" and value == DIFFUSERS:
+        return Value(path, value, origin.kind, f"{origin.source}/{MODEL_INDEX}")
     if path[-1] == "hf_token" and isinstance(value, str):  # a secret
         return Value(path, "(hidden)", origin.kind, _told(origin), is_set=False)
     return Value(path, _plain(value), origin.kind, _told(origin))
@@ -132,6 +135,11 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
         if key not in known:
             path = (*at, "engine_args", key.replace("cache_dtype", "kv_cache_dtype"))
             yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
+
+    if stage.engine_type == "diffusion":
+        section = DiffusionConfig(**stage.diffusion)
+        for key in section.__struct_fields__:
+            yield _of_deployment(deployment, (*at, "diffusion", key), getattr(section, key))
 
     params = (*at, "default_sampling_params")
     for key, value in stage.default_sampling_params.items():
