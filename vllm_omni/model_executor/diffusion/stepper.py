@@ -145,6 +145,7 @@ class PipelineStepper:
         Raises:
             KeyError: a request that was not added, or has ended.
         """
+        assert len(set(request_ids)) == len(request_ids), "a request makes one step at a time"
         chosen = [self._running[request_id] for request_id in request_ids]
         with torch.no_grad():  # what pipelines set per thread, in an order that is not theirs: see suspended.py
             for running in chosen:
