@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.entrypoints.openai.conftest import Server, serve, wait_for
+from tests.entrypoints.openai.conftest import Server, run_example, serve, wait_for
 from tests.test_image_format import decode
 from vllm_omni.model_executor.models.diffusers import tiny
 
@@ -341,3 +341,10 @@ def test_models_health_and_metrics(server: Server) -> None:
     assert "vllm_omni:num_open_calls" in server.get("/metrics").text
     bodies = server.get("/openapi.json").json()["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
     assert set(bodies) == {"application/json", "multipart/form-data"}
+
+
+def test_the_example_of_a_client(server: Server, tmp_path: Path) -> None:
+    more = ["--size=64x48", f"--steps={STEPS}", "--output", tmp_path / "cat.png"]
+    written = [Path(line) for line in run_example("images_client.py", server, *more)]
+    assert [path.name for path in written] == ["cat-0.png", "cat-1.png", "cat.png"]
+    assert {decode(path.read_bytes()).shape for path in written} == {(48, 64, 3)}

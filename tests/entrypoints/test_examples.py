@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from tests.test_image_format import decode as decode_image
+from tests.test_video_format import decode
+from vllm_omni.model_executor.models.diffusers import tiny
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -34,3 +38,26 @@ def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = run("speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20")
     assert out.index("first audio after ") < out.index("all 0.40 s of it after ") < out.index(str(path))
     assert soundfile.info(path).frames == 20 * 480
+
+
+@pytest.mark.slow
+def test_images_offline(tmp_path: Path) -> None:
+    model = tiny.build(tmp_path / "model", "qwen-image")
+    prompts = ["--prompt", "a cat", "--prompt", "a dog"]
+    out = run(
+        "images_offline.py", "--model", model, *prompts, "--size=64", "--steps=2", "--output-dir", tmp_path / "new"
+    )
+    paths = [tmp_path / "new" / f"picture-{index}.png" for index in range(2)]
+    assert out.index(str(paths[0])) < out.index(str(paths[1]))
+    assert [decode_image(path.read_bytes()).shape for path in paths] == [(64, 64, 3)] * 2
+
+
+@pytest.mark.slow
+def test_video_offline(tmp_path: Path) -> None:
+    model = tiny.build(tmp_path / "model", "wan2.2-t2v")
+    size = ["--height=32", "--width=32", "--num-frames=5", "--fps=8", "--steps=4", "--preview-every=2"]
+    out = run("video_offline.py", "--model", model, *size, "--output", tmp_path / "tram.webm")
+    assert str(tmp_path / "tram.webm") in out
+    assert "step 2 of 4\n" in out
+    assert decode((tmp_path / "tram.webm").read_bytes())[0].shape == (5, 32, 32, 3)
+    assert decode_image((tmp_path / "tram.preview.png").read_bytes()).shape == (32, 32, 3)

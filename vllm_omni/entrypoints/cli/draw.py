@@ -10,20 +10,14 @@ from typing import Any, TextIO
 
 from PIL import Image, UnidentifiedImageError
 
-from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.config import OmniConfig
 from vllm_omni.diffusion_config import DiffusionConfig
 from vllm_omni.diffusion_params import DiffusionParams
-from vllm_omni.entrypoints.cli.output import check_writable, reason
+from vllm_omni.entrypoints.cli.output import answer_path, check_writable, reason
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
-from vllm_omni.image_format import IMAGE_SUFFIXES
-from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.video_format import VIDEO_SUFFIXES
 
-SUFFIXES = {"image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
-DEFAULT_NAMES = {"image": "answer.png", "video": "answer.mp4", "audio": "answer.wav"}
 OF_TEXT = ("system", "speaker", "max_tokens", "use_audio_in_video")
 """Options, by their attribute, that a diffusion pipeline has no use for."""
 OF_DIFFUSION = {
@@ -78,7 +72,7 @@ def draw(config: OmniConfig, modality: str, options: argparse.Namespace, prompt:
         StageFailed: it did not start, or failed.
     """
     _refuse_others(options, modality)
-    path = _output_path(options.output, modality)
+    path = answer_path(options.output, modality)
     check_writable(path)
     params = _read_params(config, options)
     images = [_read_image(named) for _, named in options.media]
@@ -106,21 +100,6 @@ def _refuse_others(options: argparse.Namespace, modality: str) -> None:
     for wanted in options.modalities or ():
         if wanted != modality:
             raise ConfigError(f"--modalities {wanted}: this model answers in {modality}")
-
-
-def _output_path(output: str | None, modality: str) -> Path:
-    default, suffixes = DEFAULT_NAMES[modality], SUFFIXES[modality]
-    if output is None:
-        return Path(default)
-    path = Path(output)
-    if path.is_dir() or output.endswith("/") or not path.suffix:
-        return path / default
-    if path.suffix.lower() not in suffixes:
-        known = suggest(path.suffix.lower(), suffixes)
-        raise ConfigError(
-            f"--output {output}: this model makes {modality}, and no {path.suffix}: {known}; a directory ends in '/'"
-        )
-    return path
 
 
 def _read_params(config: OmniConfig, options: argparse.Namespace) -> DiffusionParams:

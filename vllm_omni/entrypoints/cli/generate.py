@@ -6,7 +6,6 @@ What a diffusion pipeline does with it is in ``draw.py``.
 import argparse
 import base64
 import json
-import os
 import re
 import sys
 import tempfile
@@ -18,18 +17,16 @@ from vllm.connections import global_http_connection
 from vllm.logger import configure_logging_from_args
 from vllm.multimodal.media.connector import MediaConnector
 
-from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.draw import add_arguments as add_diffusion_arguments
 from vllm_omni.entrypoints.cli.draw import draw, refuse_diffusion_options
-from vllm_omni.entrypoints.cli.output import check_writable, reason
+from vllm_omni.entrypoints.cli.output import DEFAULT_NAMES, answer_path, check_writable, reason
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
-from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 
 DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
@@ -38,7 +35,6 @@ sound go to files, and their paths to stdout."""
 
 USAGE = "vllm-omni generate MODEL --prompt TEXT [--image FILE] [--audio FILE] [--video FILE] [options]"
 
-DEFAULT_AUDIO = "answer.wav"
 FETCH_TIMEOUT_S = 30.0
 MAX_SEED = 2**63 - 1
 
@@ -73,6 +69,7 @@ def generate(args: Sequence[str]) -> None:
 def _generate(parsed: Deployment, stdout: TextIO) -> None:
     options = parsed.args
     prompt = _read_prompt(options)
+    answer_path(options.output)  # which refuses a suffix that no model's answer has
     # The files are the user's own, and nobody else asks this engine for any.
     config = parsed.load_config(allowed_local_media_path="/")
     if config.stages[0].engine_type == "diffusion":
@@ -80,7 +77,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
         draw(config, modality, options, prompt, stdout)
         return
     refuse_diffusion_options(options)
-    audio_path = _audio_path(options.output)
+    audio_path = answer_path(options.output, "audio")
     modalities = _check_request(config, options)
     if "audio" in modalities:
         check_writable(audio_path)
@@ -138,9 +135,9 @@ def _add_arguments(parser: DeploymentParser) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help=f"Of the speech: a file ({', '.join(AUDIO_SUFFIXES)}), or a directory, made if need be, for "
-        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced. Of a diffusion pipeline: a file "
-        "of an image, video or sound, answer.png for example; several get numbers.",
+        help="A file, whose suffix chooses the format, or a directory, made if need be. By default "
+        f"./{DEFAULT_NAMES['audio']}, of a diffusion pipeline ./{DEFAULT_NAMES['image']} or "
+        f"./{DEFAULT_NAMES['video']}; what is there is replaced, and several outputs get numbers.",
     )
     group.add_argument("--json", action="store_true", help="Print everything about the answer as one line of JSON.")
     add_diffusion_arguments(parser)
@@ -207,18 +204,6 @@ def _read_prompt(options: argparse.Namespace) -> str:
     if not text.strip():
         raise ConfigError(f"{source}: the prompt is empty")
     return str(text)
-
-
-def _audio_path(output: str | None) -> Path:
-    if output is None:
-        return Path(DEFAULT_AUDIO)
-    path = Path(output)
-    if path.is_dir() or output.endswith(os.sep) or not path.suffix:
-        return path / DEFAULT_AUDIO
-    if path.suffix.lower() not in AUDIO_SUFFIXES:
-        known = suggest(path.suffix.lower(), AUDIO_SUFFIXES)
-        raise ConfigError(f"--output {output}: unknown suffix {path.suffix!r}: {known}; a directory ends in {os.sep!r}")
-    return path
 
 
 def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[str]:

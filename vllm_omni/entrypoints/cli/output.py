@@ -2,9 +2,41 @@
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.errors import ConfigError
+from vllm_omni.image_format import IMAGE_SUFFIXES
+from vllm_omni.names import suggest
+from vllm_omni.video_format import VIDEO_SUFFIXES
+
+SUFFIXES: dict[str, Collection[str]] = {"image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
+"""Modality -> the suffixes of its files."""
+DEFAULT_NAMES = {"image": "answer.png", "video": "answer.mp4", "audio": "answer.wav"}
+
+
+def answer_path(output: str | None, modality: str | None = None) -> Path:
+    """The file that ``--output`` names, or ``DEFAULT_NAMES`` in the directory that it names; makes nothing.
+
+    Args:
+        modality: of the answer; None: not known yet.
+
+    Raises:
+        ConfigError: a suffix that no file of this modality has.
+    """
+    default = DEFAULT_NAMES[modality or "audio"]
+    if output is None:
+        return Path(default)
+    path = Path(output)
+    if path.is_dir() or output.endswith(os.sep) or not path.suffix:
+        return path / default
+    suffix = path.suffix.lower()
+    known = SUFFIXES[modality] if modality else [one for suffixes in SUFFIXES.values() for one in suffixes]
+    if suffix not in known:
+        said = f"unknown suffix {path.suffix!r}" if modality is None else f"this model answers in {modality}"
+        raise ConfigError(f"--output {output}: {said}: {suggest(suffix, known)}; a directory ends in {os.sep!r}")
+    return path
 
 
 def check_writable(path: Path) -> None:
