@@ -1,4 +1,4 @@
-"""``vllm-omni tiny MODEL_TYPE DIR``."""
+"""``vllm-omni tiny NAME DIR``."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -7,6 +7,7 @@ from pathlib import Path
 from vllm_omni.config import bundled_model_types
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.models.diffusers import tiny as diffusers_tiny
 
 
 def tiny(args: Sequence[str]) -> None:
@@ -16,17 +17,24 @@ def tiny(args: Sequence[str]) -> None:
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
     )
-    parser.add_argument("model_type", metavar="MODEL_TYPE", choices=bundled_model_types(), help="%(choices)s")
+    model_types = [name for name in bundled_model_types() if name != "diffusers"]
+    names = [*model_types, *diffusers_tiny.PIPELINES]
+    parser.add_argument("name", metavar="NAME", choices=names, help="a model type or a pipeline: %(choices)s")
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
-    parser.add_argument("--variant", default="base", help="one of the type's shapes (default: %(default)s)")
+    parser.add_argument("--variant", default="base", help="one of a model type's shapes (default: %(default)s)")
     options = parser.parse_args(args)
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and is not an empty directory: name another")
-    module = import_module(f"vllm_omni.model_executor.models.{options.model_type}.tiny")
     try:
-        module.build(directory, seed=options.seed, variant=options.variant)
+        if options.name in diffusers_tiny.PIPELINES:
+            if options.variant != "base":
+                raise ConfigError(f"no variant {options.variant!r}: a pipeline has one shape")
+            diffusers_tiny.build(directory, options.name, seed=options.seed)
+        else:
+            module = import_module(f"vllm_omni.model_executor.models.{options.name}.tiny")
+            module.build(directory, seed=options.seed, variant=options.variant)
     except (ValueError, OSError) as exc:
         raise ConfigError(str(exc)) from exc
     print(directory)

@@ -1,0 +1,1 @@
+"""Pipelines of the diffusers library, as one stage each."""

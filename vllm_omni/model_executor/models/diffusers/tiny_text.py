@@ -1,0 +1,232 @@
+"""Tokenizers and text encoders of tiny checkpoints: the real classes, built without a file.
+
+A tokenizer knows single characters and, where a pipeline cuts off the tokens of its template by their number, the words
+of that template: the cut falls where it does in the real checkpoint, and a prompt is about as many tokens as bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PRINTABLE = [chr(code) for code in range(32, 127)]
+# In the order of the real vocabulary.
+QWEN_SPECIAL_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+).split()
+
+
+LLAMA_SPECIAL_TOKENS = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+QWEN_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def make_qwen_tokenizer(template: str = "system user assistant") -> PreTrainedTokenizerBase:
+    """Qwen2's; the words of ``template`` are one token each, as they are in the real vocabulary."""
+    from transformers import Qwen2Tokenizer
+
+    vocab, merges = make_byte_level_vocabulary(template, QWEN_SPECIAL_TOKENS)
+    return Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        eos_token="<|im_end|>",
+        extra_special_tokens=QWEN_SPECIAL_TOKENS,
+        model_max_length=131072,
+    )
+
+
+def make_llama_tokenizer(template: str) -> PreTrainedTokenizerBase:
+    """Llama 3's; as ``make_qwen_tokenizer``."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab, merges = make_byte_level_vocabulary(template, LLAMA_SPECIAL_TOKENS)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = make_word_splitter()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in LLAMA_SPECIAL_TOKENS])
+    start = LLAMA_SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, vocab[start])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token="<|end_of_text|>",
+        pad_token="<|end_of_text|>",
+        model_max_length=131072,
+    )
+
+
+def make_byte_level_vocabulary(
+    template: str, special_tokens: list[str]
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The ids of all bytes, of the words of ``template`` and their beginnings, and of special tokens; the merges."""
+    from tokenizers import pre_tokenizers
+
+    for token in [*special_tokens, "{}"]:
+        template = template.replace(token, "\0")
+    split = make_word_splitter().pre_tokenize_str
+    words = [word for part in template.split("\0") for word, _ in split(part)]
+    # Every word is put together from its left: t h e -> th e -> the.
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), *special_tokens]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def make_word_splitter() -> PreTokenizer:
+    """How Qwen2's tokenizer takes a text apart; Llama 3's differs from it in numbers of several digits alone."""
+    from transformers import Qwen2Tokenizer
+
+    return Qwen2Tokenizer(vocab={"a": 0}).backend_tokenizer.pre_tokenizer
+
+
+def make_clip_tokenizer() -> PreTrainedTokenizerBase:
+    """A token per byte; one that ends a word is another token."""
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, hidden_size: int = 32) -> PreTrainedModel:
+    """The text encoder of Qwen-Image: Qwen2.5-VL with its vision tower."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text_config = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128000,
+        # Sums to half of a head.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        "tie_word_embeddings": False,
+    }
+    vision_config = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": hidden_size,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text_config,
+        vision_config=vision_config,
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_t5_tokenizer(max_length: int = 512) -> PreTrainedTokenizerBase:
+    """A piece per printable ASCII character; any other is unknown."""
+    from transformers import T5Tokenizer
+
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *PRINTABLE]
+    vocab = [(piece, 0.0 if index < 3 else -2.0) for index, piece in enumerate(pieces)]
+    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=max_length)
+
+
+def t5_sizes(tokenizer: PreTrainedTokenizerBase, width: int) -> dict[str, Any]:
+    """What the configurations of T5 and UMT5 have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "is_encoder_decoder": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
+
+
+def make_umt5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedModel:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer, width)))
+
+
+def make_t5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedModel:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(**t5_sizes(tokenizer, width)))
+
+
+def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the configurations of Qwen3 and Llama have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        # The pipelines take the last but one or the last but two hidden state.
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def make_qwen3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3Model
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen3Model(Qwen3Config(max_position_embeddings=40960, rope_parameters=rope, **decoder_sizes(tokenizer)))
+
+
+def make_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaModel
+
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    return LlamaModel(LlamaConfig(max_position_embeddings=8192, rope_parameters=rope, **decoder_sizes(tokenizer)))
+
+
+def make_clip(
+    tokenizer: PreTrainedTokenizerBase, *, projection: bool = False, hidden_act: str = "quick_gelu"
+) -> PreTrainedModel:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        hidden_act=hidden_act,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
