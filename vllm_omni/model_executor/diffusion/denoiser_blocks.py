@@ -1,0 +1,151 @@
+"""What a cache must know of a denoiser's blocks: where they are, and which of their arguments have one part per row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+# Hooks of diffusers that do not mind when a block is left out.
+HARMLESS_HOOKS = frozenset({"layerwise_casting", "peft_autocast_disable"})
+
+
+@dataclass(frozen=True, slots=True)
+class DenoiserBlocks:
+    """The blocks of one class of diffusers' denoisers.
+
+    An argument of a block is named here if its leading dimension is the rows of the batch, or a multiple of them, all
+    rows first (Qwen-Image with ``zero_cond_t`` has two timesteps per row). A table, for a shape alone does not tell:
+    rotary embeddings have as many rows as there are tokens, and that may be the size of the batch.
+    """
+
+    lists: tuple[str, ...]  # attributes of the denoiser, in the order in which its forward runs through them
+    # Arguments of the denoiser under which its forward does nothing between two blocks. Another one that is set (of a
+    # ControlNet, say) may be added there to all rows, or may be read by the blocks.
+    arguments: frozenset[str]
+    row_arguments: frozenset[str]
+    hidden: str = "hidden_states"  # the argument of a block that the cache compares and replaces, [B, T, D]
+    # Tokens of each row without the padding of this batch; None: rows are never padded.
+    num_tokens: Callable[[Mapping[str, Any]], list[int] | None] = field(default=lambda kwargs: None)
+
+    def accepts(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether nothing but the blocks changes the hidden states between the first block and the last."""
+        # An empty dictionary is what pipelines pass as attention_kwargs when the user gave none.
+        others = (value for name, value in kwargs.items() if name not in self.arguments)
+        return all(value is None or (isinstance(value, dict) and not value) for value in others)
+
+
+def _z_image_num_tokens(kwargs: Mapping[str, Any]) -> list[int]:
+    """Tokens of image and caption, each filled up to a multiple of 32 by the model: those that a row alone has."""
+    from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+
+    patch_size, frame_patch_size = kwargs.get("patch_size", 2), kwargs.get("f_patch_size", 1)
+    totals = []
+    for image, caption in zip(kwargs["x"], kwargs["cap_feats"], strict=True):
+        _, frames, height, width = image.shape
+        num_patches = (frames // frame_patch_size) * (height // patch_size) * (width // patch_size)
+        totals.append(sum(-(-count // SEQ_MULTI_OF) * SEQ_MULTI_OF for count in (num_patches, len(caption))))
+    return totals
+
+
+_COMMON = frozenset({"hidden_states", "encoder_hidden_states", "timestep", "guidance", "return_dict"})
+
+TABLE: Mapping[str, DenoiserBlocks] = {
+    "QwenImageTransformer2DModel": DenoiserBlocks(
+        lists=("transformer_blocks",),
+        arguments=_COMMON | {"encoder_hidden_states_mask", "img_shapes", "additional_t_cond"},
+        row_arguments=frozenset(
+            {"hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "modulate_index"}
+        ),
+    ),
+    "FluxTransformer2DModel": DenoiserBlocks(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        arguments=_COMMON | {"pooled_projections", "img_ids", "txt_ids", "controlnet_blocks_repeat"},
+        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
+    ),
+    "WanTransformer3DModel": DenoiserBlocks(
+        lists=("blocks",),
+        arguments=_COMMON | {"encoder_hidden_states_image"},
+        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
+    ),
+    "HunyuanVideoTransformer3DModel": DenoiserBlocks(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        arguments=_COMMON | {"encoder_attention_mask", "pooled_projections"},
+        row_arguments=frozenset(
+            {"hidden_states", "encoder_hidden_states", "temb", "attention_mask", "token_replace_emb"}
+        ),
+    ),
+    "SD3Transformer2DModel": DenoiserBlocks(
+        lists=("transformer_blocks",),
+        arguments=_COMMON | {"pooled_projections"},
+        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
+    ),
+    # Without siglip_feats and image_noise_mask: images as conditions (Z-Image-Omni) are not cached.
+    "ZImageTransformer2DModel": DenoiserBlocks(
+        lists=("layers",),
+        arguments=frozenset({"x", "t", "cap_feats", "return_dict", "patch_size", "f_patch_size"}),
+        row_arguments=frozenset({"x", "attn_mask", "freqs_cis", "adaln_input"}),
+        hidden="x",
+        num_tokens=_z_image_num_tokens,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """The blocks of one denoiser."""
+
+    denoiser: DenoiserBlocks
+    hidden_index: int  # where the hidden states are in the tuple that a block returns
+    parameters: Mapping[type, tuple[str, ...]]  # class of a block -> names of its arguments, in order, without self
+
+    def get_hidden(self, result: Tensor | Sequence[Tensor]) -> Tensor:
+        """The hidden states in what a block returned."""
+        return result if isinstance(result, Tensor) else result[self.hidden_index]
+
+    def replace_hidden(self, result: Tensor | Sequence[Tensor], hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What a block returned, with other hidden states."""
+        if isinstance(result, Tensor):
+            return hidden
+        return (*result[: self.hidden_index], hidden, *result[self.hidden_index + 1 :])
+
+
+def find_blocks(module: nn.Module) -> FoundBlocks | None:
+    """The blocks to cache; None: the module is of another class, or something else is at work on its blocks.
+
+    Something else: diffusers' own caches, offloading by groups (which expects each block in its turn), tokens split
+    between devices (each of which would decide for itself), a compiled forward (which has the blocks in it). Blocks
+    that are compiled one by one are fine.
+    """
+    kind = type(module)
+    denoiser = TABLE.get(kind.__name__) if kind.__module__.startswith("diffusers.") else None
+    if denoiser is None:
+        return None
+    blocks = [block for name in denoiser.lists for block in getattr(module, name)]
+    is_busy = (
+        getattr(module, "is_cache_enabled", False)  # the classes without CacheMixin have no such attribute
+        or module._parallel_config is not None
+        or module._compiled_call_impl is not None
+        or any(_hook_names(part) - HARMLESS_HOOKS for part in module.modules())
+    )
+    kinds = {type(block) for block in blocks}
+    indices = {_hidden_index(kind) for kind in kinds}
+    if is_busy or len(blocks) < 2 or len(indices) > 1:
+        return None
+    parameters = {kind: tuple(inspect.signature(kind.forward).parameters)[1:] for kind in kinds}
+    return FoundBlocks(denoiser, indices.pop(), parameters)
+
+
+def _hook_names(module: nn.Module) -> set[str]:
+    registry = getattr(module, "_diffusers_hook", None)
+    return set() if registry is None else set(registry.hooks)
+
+
+def _hidden_index(kind: type) -> int:
+    from diffusers.hooks._helpers import TransformerBlockRegistry
+
+    index: int = TransformerBlockRegistry.get(kind).return_hidden_states_index
+    return index
