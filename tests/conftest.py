@@ -1,6 +1,8 @@
 """What tests of several packages share: the settings of an engine on a small machine, and a checkpoint for it."""
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_omni.model_executor.models.qwen2_5_omni import tiny  # imports transformers
 
     return tiny.build(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a tiny pipeline of diffusers -> its checkpoint; tests that change it copy it first."""
+    from vllm_omni.model_executor.models.diffusers import tiny
+
+    return cache(lambda name: tiny.build(tmp_path_factory.mktemp(name), name))

@@ -73,7 +73,7 @@ def test_help_and_refusals_need_no_vllm() -> None:
         "import sys; from vllm_omni.entrypoints.cli.main import main\n"
         "try: main(['tiny', 'qwen'])\n"
         "except SystemExit: pass\n"
-        "main(['--help']); assert not {'vllm', 'torch'} & set(sys.modules)"
+        "main(['--help']); assert not {'vllm', 'torch', 'diffusers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
@@ -87,6 +87,12 @@ def test_tiny_writes_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "qwen2_5_omni"
 
 
+def test_tiny_writes_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["tiny", "wan2.2-t2v", str(tmp_path / "tiny")])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
+    assert json.loads((tmp_path / "tiny" / "model_index.json").read_text())["_class_name"] == "WanPipeline"
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [
@@ -94,6 +100,8 @@ def test_tiny_writes_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["qwen2_5_omni", "DIR", "--sed=1"], "unknown flag '--sed': did you mean '--seed'?"),
         (["qwen2_5_omni", "DIR", "--seed", "one"], "--seed: invalid int value: 'one'"),
         (["qwen2_5_omni", "DIR", "--variant", "wyde"], "no variant 'wyde'"),
+        (["qwen_image", "DIR"], "invalid value 'qwen_image': did you mean 'qwen-image'?"),
+        (["qwen-image", "DIR", "--variant", "wide"], "no variant 'wide': a pipeline has one shape"),
         (["qwen2_5_omni"], "DIR"),
     ],
 )

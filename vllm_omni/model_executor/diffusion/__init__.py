@@ -1,1 +1,1 @@
-"""Unmodified diffusers pipelines, several requests at a time: works without vLLM."""
+"""Diffusers pipelines whose denoiser calls are put into batches. Works without vLLM."""

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_omni.model_executor.diffusion.suspended import PendingCall
-
-Tensor = torch.Tensor
 
 
 class Unmergeable(Exception):
@@ -102,11 +101,11 @@ RULES: dict[str, MergeRule] = {
 
 
 class Fingerprints:
-    """Says which shared tensors are equal, reading each but once: comparing two on a GPU would wait for it every step."""
+    """Says which shared tensors are equal, reading each but once: comparing two would wait for a GPU in every step."""
 
     def __init__(self) -> None:
         self._known: dict[
-            int, tuple[weakref.ref[Tensor], int, Hashable]
+            int, tuple[weakref.ref[Any], int, Hashable]
         ] = {}  # id -> the tensor, its version, its digest
 
     def of(self, value: Any) -> Hashable:
@@ -127,7 +126,7 @@ class Fingerprints:
 
     def _of_tensor(self, tensor: Tensor) -> Hashable:
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        if known is not None and known[1] == tensor._version and known[0]() is tensor:
             return known[2]
         content = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
         digest = hashlib.blake2b(content, digest_size=16).digest()

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_omni.diffusion_params import OutputType
-
-Tensor = torch.Tensor
 
 # What pipelines call their output -> what it is.
 KINDS = {

@@ -35,7 +35,7 @@ class DiffusionRequest:
 
     prompt: str
     images: list[Image.Image] = field(default_factory=list)  # input images, in order
-    params: DiffusionParams = DiffusionParams()
+    params: DiffusionParams = field(default_factory=DiffusionParams)
 
     def to_args(self) -> dict[str, Any]:
         """Of msgpack types; the images as PNG, whose pixels are the same again."""

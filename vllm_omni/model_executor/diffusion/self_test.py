@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
@@ -22,8 +23,6 @@ from vllm_omni.model_executor.diffusion.request import NEEDS_IMAGE, DiffusionReq
 from vllm_omni.model_executor.diffusion.suspended import CopiedPipeline, PendingCall, SuspendedCall
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 # Largest difference, of the output's largest value. float32: sums in another order, through some tens of layers; in
 # bfloat16 (8 bits) and float16 (11 bits) about 13 and 10 times what one rounding does. Rows that are exchanged, or text

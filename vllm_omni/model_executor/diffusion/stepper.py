@@ -6,10 +6,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.diffusion import outputs
@@ -24,15 +25,11 @@ from vllm_omni.model_executor.diffusion.merging import (
 )
 from vllm_omni.model_executor.diffusion.merging import split as split_output
 from vllm_omni.model_executor.diffusion.request import DiffusionRequest, pipeline_arguments
+from vllm_omni.model_executor.diffusion.row_cache import RowCache, RowKey, RowStep
 from vllm_omni.model_executor.diffusion.self_test import find_merging_rules
 from vllm_omni.model_executor.diffusion.suspended import CopiedPipeline, PendingCall, SuspendedCall, forget_frames
 
-if TYPE_CHECKING:
-    from vllm_omni.model_executor.diffusion.row_cache import RowCache
-
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 MAX_CACHED_CALLS = 4  # unnamed calls of one denoiser in a step; a pipeline with more does not tell its steps
 
@@ -64,22 +61,12 @@ class StepperStatistics:
     seconds_in_forwards: float  # of the host: on a GPU, until the work is queued
 
 
-class RowKey(NamedTuple):
-    """Whose state a row of a forward is."""
-
-    request_id: str
-    component: str  # of the pipeline: "transformer_2"
-    branch: str  # of the guidance: "cond"
-    row: int  # of the request's rows in that call
-
-
 @dataclass
 class _Running:
     request_id: str
     request: DiffusionRequest
     call: SuspendedCall
     has_begun: bool = False
-    component: str = ""  # the denoiser that it called last
     preview: Tensor | None = None
 
 
@@ -135,7 +122,7 @@ class PipelineStepper:
         if running is not None:
             with torch.no_grad():
                 running.call.cancel()
-            self._forget(request_id)
+            self.drop_cache(request_id)
 
     def step(self, request_ids: Sequence[str]) -> dict[str, StepOutcome]:
         """One call of the denoiser for each, in as few forwards as may be.
@@ -159,8 +146,19 @@ class PipelineStepper:
         for request_id, outcome in outcomes.items():
             if outcome.has_ended:
                 del self._running[request_id]
-                self._forget(request_id)
+                self.drop_cache(request_id)
         return outcomes
+
+    def grant_cache(self, request_id: str, num_bytes: int) -> None:
+        """Let a request keep row cache entries of at most so many bytes; of an unknown one: nothing."""
+        running = self._running.get(request_id)
+        if running is not None and self._cache is not None:
+            self._cache.grant(request_id, num_bytes, running.request.params.cache_threshold)
+
+    def drop_cache(self, request_id: str) -> None:
+        """Free a request's row cache entries, and its grant; safe at any time."""
+        if self._cache is not None:
+            self._cache.drop(request_id)
 
     def statistics(self) -> StepperStatistics:
         counts = self._counts
@@ -231,6 +229,9 @@ class PipelineStepper:
                     exc_info=True,
                 )
                 forget_frames(exc)
+                for running in part:
+                    if self._cache is not None:  # part of an entry may be of the forward that failed
+                        self._cache.drop(running.request_id, calls[0].component)
             else:
                 for running, value in zip(part, values, strict=True):
                     running.call.resume(value)
@@ -259,9 +260,7 @@ class PipelineStepper:
         """One forward. ``counts``: rows of each call; None: a single call, as it is."""
         call = calls[0]
         if not call.is_denoiser:
-            return _replace_arguments(call, kwargs).run()
-        for running in part:
-            self._note_component(running, call.component)
+            return replace(call, kwargs=kwargs).run()
         num_known = len(part)
         if counts is None:
             rows = _rows_alone(call)
@@ -269,23 +268,18 @@ class PipelineStepper:
         start = time.perf_counter()
         try:
             if self._cache is not None and num_known and self._cache.supports(call.module):
-                keys = [
-                    key
-                    for running, one, rows in zip(part, calls, counts, strict=True)
-                    for key in _keys(running, one, rows)
-                ]
-                return self._cache.forward(call.module, kwargs, keys)
-            return _replace_arguments(call, kwargs).run()
+                keys: list[RowKey | None] = []
+                steps: list[RowStep] = []
+                for running, one, rows in zip(part, calls, counts, strict=True):
+                    keys += _keys(running, one, rows)
+                    progress = running.call.progress
+                    steps += [RowStep(progress.step_index, progress.num_steps)] * rows
+                return self._cache.forward(call.module, kwargs, keys, steps)
+            return replace(call, kwargs=kwargs).run()
         finally:
             self._counts.seconds += time.perf_counter() - start
             self._counts.widths[len(part)] += 1
             self._counts.num_rows += sum(counts)
-
-    def _note_component(self, running: _Running, component: str) -> None:
-        """A request that goes on with another expert does not come back: the first one's entries are free."""
-        if running.component and running.component != component and self._cache is not None:
-            self._cache.drop(running.request_id, running.component)
-        running.component = component
 
     # --- what a step says
 
@@ -312,12 +306,15 @@ class PipelineStepper:
             error=error,
             preview=preview,
             num_bytes=0 if call.pending is None else num_bytes(call.pending.kwargs),
-            num_cache_bytes=0 if self._cache is None else self._cache.num_bytes(running.request_id),
+            num_cache_bytes=self._num_cache_bytes(running),
         )
 
-    def _forget(self, request_id: str) -> None:
-        if self._cache is not None:
-            self._cache.drop(request_id)
+    def _num_cache_bytes(self, running: _Running) -> int:
+        if self._cache is None:
+            return 0
+        threshold = running.request.params.cache_threshold
+        is_on = self._cache.threshold if threshold is None else threshold
+        return self._cache.num_bytes(running.request_id) if is_on else 0
 
     def _add_previews(self, running: _Running) -> None:
         arguments = running.call.arguments
@@ -359,10 +356,6 @@ def _keys(running: _Running, call: PendingCall, rows: int) -> list[RowKey | None
     if call.branch.startswith("#") and int(call.branch[1:]) >= MAX_CACHED_CALLS:
         return [None] * rows
     return [RowKey(running.request_id, call.component, call.branch, row) for row in range(rows)]
-
-
-def _replace_arguments(call: PendingCall, kwargs: dict[str, Any]) -> PendingCall:
-    return PendingCall(call.component, call.module, call.method, kwargs, call.positional, call.branch, call.is_denoiser)
 
 
 def num_bytes(value: Any) -> int:

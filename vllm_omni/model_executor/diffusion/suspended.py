@@ -118,9 +118,8 @@ class ModuleProxy:
     def __init__(self, owner: SuspendedCall, component: str, module: nn.Module, *, is_denoiser: bool):
         vars(self).update(_owner=owner, _component=component, _module=module, _is_denoiser=is_denoiser, _branch="")
 
-    # mypy: `__class__` as a property is what `unittest.mock` does, too.
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return type(self._module)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,7 @@ Weights are those of construction; ``tiny.build`` overwrites them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +16,48 @@ if TYPE_CHECKING:
 
 # Of Qwen-Image, Wan 2.1 and Wan 2.2 A14B: 8x8 pixels, and 4 frames in Wan's, are one latent of 16 channels.
 WAN_VAE: dict[str, Any] = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1}
+# The editing pipelines bring every input to 1024 x 1024 pixels, or as many: 7 s in a tiny checkpoint too. With 16x16
+# pixels a latent, and without residual blocks in the encoder, it is 1 s.
+EDIT_VAE: dict[str, Any] = {
+    "base_dim": 4,
+    "z_dim": 16,
+    "dim_mult": [1] * 5,
+    "num_res_blocks": 0,
+    "temperal_downsample": [False, True, True, False],
+}
 
 
 def make_qwen_image() -> DiffusionPipeline:
     """Qwen/Qwen-Image."""
     import diffusers
 
-    none = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
-    template = diffusers.QwenImagePipeline(**none).prompt_template_encode
-    tokenizer = tiny_text.make_qwen_tokenizer(template)
-    text_encoder = tiny_text.make_qwen_vl(tokenizer)
-    return diffusers.QwenImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+    return diffusers.QwenImagePipeline(**make_qwen_image_parts(diffusers.QwenImagePipeline, WAN_VAE))
+
+
+def make_qwen_image_edit() -> DiffusionPipeline:
+    """Qwen/Qwen-Image-Edit."""
+    import diffusers
+
+    parts = make_qwen_image_parts(diffusers.QwenImageEditPipeline, EDIT_VAE)
+    return diffusers.QwenImageEditPipeline(**parts, processor=tiny_text.make_qwen_vl_processor(parts["tokenizer"]))
+
+
+def make_qwen_image_edit_plus() -> DiffusionPipeline:
+    """Qwen/Qwen-Image-Edit-2511: of several images."""
+    import diffusers
+
+    parts = make_qwen_image_parts(diffusers.QwenImageEditPlusPipeline, EDIT_VAE, zero_cond_t=True)
+    return diffusers.QwenImageEditPlusPipeline(**parts, processor=tiny_text.make_qwen_vl_processor(parts["tokenizer"]))
+
+
+def make_qwen_image_parts(pipeline_class: Any, vae_config: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """What the pipelines of Qwen-Image have in common; ``config`` is of the transformer."""
+    import diffusers
+
+    names = inspect.signature(pipeline_class).parameters
+    tokenizer = tiny_text.make_qwen_tokenizer(pipeline_class(**dict.fromkeys(names)).prompt_template_encode)
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
             base_image_seq_len=256,
             base_shift=0.5,
             max_image_seq_len=8192,
@@ -34,10 +65,10 @@ def make_qwen_image() -> DiffusionPipeline:
             shift_terminal=0.02,
             use_dynamic_shifting=True,
         ),
-        vae=diffusers.AutoencoderKLQwenImage(**WAN_VAE),
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        transformer=diffusers.QwenImageTransformer2DModel(
+        "vae": diffusers.AutoencoderKLQwenImage(**vae_config),
+        "text_encoder": tiny_text.make_qwen_vl(tokenizer),
+        "tokenizer": tokenizer,
+        "transformer": diffusers.QwenImageTransformer2DModel(
             in_channels=64,
             out_channels=16,
             num_layers=2,
@@ -45,8 +76,9 @@ def make_qwen_image() -> DiffusionPipeline:
             attention_head_dim=32,
             axes_dims_rope=(8, 12, 12),
             joint_attention_dim=32,
+            **config,
         ),
-    )
+    }
 
 
 def make_wan_transformer(**config: Any) -> Any:
@@ -289,6 +321,8 @@ MAKERS: dict[str, Callable[[], DiffusionPipeline]] = {
     "flux": make_flux,
     "hunyuan-video": make_hunyuan_video,
     "qwen-image": make_qwen_image,
+    "qwen-image-edit": make_qwen_image_edit,
+    "qwen-image-edit-plus": make_qwen_image_edit_plus,
     "sd3": make_sd3,
     "stable-audio": make_stable_audio,
     "wan2.2-i2v": make_wan22_i2v,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 PRINTABLE = [chr(code) for code in range(32, 127)]
 # In the order of the real vocabulary.
@@ -77,8 +77,10 @@ def make_byte_level_vocabulary(
     for token in [*special_tokens, "{}"]:
         template = template.replace(token, "\0")
     split = make_word_splitter().pre_tokenize_str
-    words = [word for part in template.split("\0") for word, _ in split(part)]
-    # Every word is put together from its left: t h e -> th e -> the.
+    words = {word for part in template.split("\0") for word, _ in split(part)}
+    # Every word is put together from its left: t h e -> th e -> the. Those which begin with a space come first, or the
+    # beginning of another would be found within them.
+    words = sorted(words, key=lambda word: (not word.startswith("Ġ"), word))
     merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), *special_tokens]
     return {token: index for index, token in enumerate(tokens)}, merges
@@ -139,6 +141,18 @@ def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, hidden_size: int = 32) -> P
         **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
     )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_qwen_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Qwen2-VL's. An image becomes at most 16 tokens: the real one's 16,384 would be most of a small test's work."""
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=QWEN_CHAT_TEMPLATE,
+    )
 
 
 def make_t5_tokenizer(max_length: int = 512) -> PreTrainedTokenizerBase:
