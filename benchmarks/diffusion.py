@@ -274,7 +274,7 @@ def measure_cache(pipeline: Any, workload: Workload) -> list[dict[str, Any]]:
         requests = [workload.request(index, workload.cache_steps) for index in range(width)]
         plain = PipelineStepper(pipeline, max_rows=8)
         cached = {threshold: RowCache(threshold) for threshold in THRESHOLDS}
-        steppers = {threshold: PipelineStepper(pipeline, max_rows=8, cache=cache) for threshold, cache in cached.items()}
+        steppers = {name: PipelineStepper(pipeline, max_rows=8, cache=cache) for name, cache in cached.items()}
         seconds: dict[Any, list[float]] = {name: [] for name in (None, *THRESHOLDS, "diffusers")}
         errors: dict[Any, float] = {}
         for round_index in range(workload.rounds + 1):
