@@ -55,21 +55,28 @@ def load_pipeline(
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
         raise ConfigError(f"{model} is no diffusers pipeline: it has no model_index.json")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(model, torch_dtype=resolved, revision=revision)
+        dtypes: dict[str, torch.dtype] = {"default": resolved}
+        if dtype == "auto":
+            index = DiffusionPipeline.load_config(model, revision=revision)
+            dtypes |= {name: torch.float32 for name, value in index.items() if _class_name(value) in FLOAT32_DECODERS}
+        pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
     except (OSError, ValueError, AttributeError) as exc:
         raise ConfigError(f"{model} cannot be loaded as a diffusers pipeline: {exc}") from exc
-    modules = [module for module in pipeline.components.values() if isinstance(module, nn.Module)]
-    for module in modules:
-        if dtype == "auto" and type(module).__name__ in FLOAT32_DECODERS:
-            module.float()
-        module.eval().requires_grad_(False)
+    for module in pipeline.components.values():
+        if isinstance(module, nn.Module):
+            module.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
     if attention_backend is not None:
         set_attention_backend(pipeline, attention_backend, resolved, device)
     return pipeline
+
+
+def _class_name(value: Any) -> str:
+    """Of an entry of ``model_index.json``: ``[library, class]`` for a component."""
+    return value[1] if isinstance(value, list) and len(value) == 2 else ""
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

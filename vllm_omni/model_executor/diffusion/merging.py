@@ -104,9 +104,7 @@ class Fingerprints:
     """Says which shared tensors are equal, reading each but once: comparing two would wait for a GPU in every step."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            int, tuple[weakref.ref[Any], int, Hashable]
-        ] = {}  # id -> the tensor, its version, its digest
+        self._known: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}  # id -> the tensor, its version, its digest
 
     def of(self, value: Any) -> Hashable:
         """Equal for equal values.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vllm_omni.diffusion_params import DiffusionParams
-from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.diffusion.merging import RULES, Fingerprints, MergeRule, group_key, merge, split
 from vllm_omni.model_executor.diffusion.request import NEEDS_IMAGE, DiffusionRequest, pipeline_arguments
 from vllm_omni.model_executor.diffusion.suspended import CopiedPipeline, PendingCall, SuspendedCall
@@ -29,9 +28,10 @@ logger = logging.getLogger(__name__)
 # that is attended to beyond its end, make a difference of the order of the output.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-PROMPTS = ("a red cat", "a big dog", "a lake between two mountains in the early morning, oil on canvas")
-NEGATIVE_PROMPTS = ("grey", "dark", "blurred, with a frame")
-SIDES = (64, 128, 256, 512, None)  # pixels, until one is accepted
+# Two of one length for any tokenizer, and a longer one.
+PROMPTS = ("a b c d", "d c b a", "a lake between two mountains in the early morning, oil on canvas")
+NEGATIVE_PROMPTS = ("e f", "f e", "blurred, with a frame")
+SIDES = (32, 64, 128, 256, 512, None)  # pixels, until one is accepted
 NUM_FRAMES = 9  # 4k + 1 and 8k + 1
 # Enough that both of Wan2.2's experts have their turn with every published shift.
 NUM_STEPS = 4
@@ -65,8 +65,8 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
     try:
         _run_in_step(make_calls(pipeline, copied), candidates, results)
-    except SelfTestFailed as exc:
-        results = dict.fromkeys(candidates, str(exc))
+    except Exception as exc:  # of a network, too: nothing is merged, and requests will say what is wrong
+        results = dict.fromkeys(candidates, describe(exc))
     rules = {}
     for component, result in results.items():
         name = type(copied.modules[component]).__name__
@@ -85,25 +85,21 @@ def make_calls(pipeline: Any, copied: CopiedPipeline) -> list[SuspendedCall]:
     Raises:
         SelfTestFailed: none is.
     """
-    reason = "no size was accepted"
+    reason = ""
     for side in SIDES:
-        calls = []
         try:
-            for index in range(len(PROMPTS)):
-                arguments = pipeline_arguments(pipeline, make_request(pipeline, index, side))
-                # To the first denoiser call and back: only there has all been checked that depends on the size.
-                probe = SuspendedCall(copied, arguments)
-                try:
-                    _run_until_denoiser(probe)
-                finally:
-                    probe.cancel()
-                arguments = pipeline_arguments(pipeline, make_request(pipeline, index, side))
-                calls.append(SuspendedCall(copied, arguments))
-        except (SelfTestFailed, InvalidRequest) as exc:
-            reason = f"no inputs could be made for the test: {exc}"
+            # To the first denoiser call: only there has all been checked that depends on the size.
+            probe = SuspendedCall(copied, pipeline_arguments(pipeline, make_request(pipeline, 0, side)))
+            try:
+                _run_until_denoiser(probe)
+            finally:
+                probe.cancel()
+        except Exception as exc:
+            reason = describe(exc)
             continue
-        return calls
-    raise SelfTestFailed(reason)
+        requests = [make_request(pipeline, index, side) for index in range(len(PROMPTS))]
+        return [SuspendedCall(copied, pipeline_arguments(pipeline, request)) for request in requests]
+    raise SelfTestFailed(f"no inputs could be made for the test: {reason}")
 
 
 def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionRequest:
@@ -139,7 +135,7 @@ def _run_until_denoiser(call: SuspendedCall) -> None:
     while pending is not None and not pending.is_denoiser:
         pending = call.resume(pending.run())
     if call.error is not None:
-        raise SelfTestFailed(f"{type(call.error).__name__}: {call.error}")
+        raise call.error
 
 
 def _run_in_step(
@@ -155,16 +151,14 @@ def _run_in_step(
             component = waiting[0].component
             if component in candidates and compared[component] < NUM_COMPARED and len(waiting) == len(calls):
                 compared[component] += 1
-                rule = results[component]
-                if compared[component] == 1:
-                    results[component] = _find_rule(waiting, outputs, candidates[component], fingerprints)
-                elif isinstance(rule, MergeRule):
-                    results[component] = _find_rule(waiting, outputs, rule, fingerprints)
+                rule = results[component] if compared[component] > 1 else candidates[component]
+                if isinstance(rule, MergeRule):
+                    results[component] = _find_rule(waiting, outputs, rule, candidates[component], fingerprints)
             for call, output in zip([call for call in calls if not call.has_ended], outputs, strict=True):
                 call.resume(output)
             for call in calls:
                 if call.error is not None:
-                    raise SelfTestFailed(f"the test's request failed: {type(call.error).__name__}: {call.error}")
+                    raise call.error
             pending = [call.pending for call in calls]
     finally:
         for call in calls:
@@ -172,20 +166,23 @@ def _run_in_step(
 
 
 def _find_rule(
-    calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRule, fingerprints: Fingerprints
+    calls: Sequence[PendingCall],
+    outputs: Sequence[Any],
+    rule: MergeRule,
+    candidate: MergeRule,
+    fingerprints: Fingerprints,
 ) -> MergeRule | str:
-    """``rule``; or, if it does not hold, the same without padding; or why neither does."""
-    try:
-        compare(calls, outputs, rule, fingerprints)
-    except Exception as exc:
-        if not rule.padded:
-            return f"{type(exc).__name__}: {exc}" if not isinstance(exc, SelfTestFailed) else str(exc)
+    """``rule`` (the candidate, or what an earlier call left of it) if it holds; or else less; or why nothing holds."""
+    reason = ""
+    for attempt in [rule, *([candidate.without_padding()] if rule.padded else [])]:
+        count = len(calls) if attempt is candidate else 2  # the third's text is longer
         try:
-            compare(calls[:2], outputs[:2], rule.without_padding(), fingerprints)
-        except Exception:
-            return str(exc)
-        return rule.without_padding()
-    return rule
+            compare(calls[:count], outputs[:count], attempt, fingerprints)
+        except Exception as exc:
+            reason = reason or describe(exc)
+        else:
+            return attempt
+    return reason
 
 
 def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRule, fingerprints: Fingerprints) -> None:
@@ -220,6 +217,10 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     scale = theirs.nan_to_num().abs().max().item() if theirs.numel() else 0.0
     difference = (ours - theirs).nan_to_num().abs().max().item() if theirs.numel() else 0.0
     return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def describe(error: Exception) -> str:
+    return str(error) if isinstance(error, SelfTestFailed) else f"{type(error).__name__}: {error}"
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

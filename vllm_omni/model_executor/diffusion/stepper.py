@@ -85,9 +85,18 @@ class PipelineStepper:
         max_rows: of a forward; a request with more makes its forwards alone.
         cache: computes the denoisers in place of their own forward, where it can.
         merge: False: one request a forward, and no test at the start.
+        rules: of the components that are merged, from an earlier test at a start with the same weights; None: test.
     """
 
-    def __init__(self, pipeline: Any, *, max_rows: int = 8, cache: RowCache | None = None, merge: bool = True):
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        max_rows: int = 8,
+        cache: RowCache | None = None,
+        merge: bool = True,
+        rules: Mapping[str, MergeRule] | None = None,
+    ):
         self._pipeline = pipeline
         self._copied = CopiedPipeline(pipeline)
         self._max_rows = max_rows
@@ -96,8 +105,10 @@ class PipelineStepper:
         self._fingerprints = Fingerprints()
         self._counts = _Counts()
         self._can_preview = True
-        with torch.no_grad():
-            self._rules: dict[str, MergeRule] = find_merging_rules(pipeline) if merge else {}
+        if merge and rules is None:
+            with torch.no_grad():
+                rules = find_merging_rules(pipeline)
+        self._rules = dict(rules or {}) if merge else {}
 
     @property
     def rules(self) -> Mapping[str, MergeRule]:

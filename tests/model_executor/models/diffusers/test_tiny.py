@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,15 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.model_executor.models.diffusers.calls import CALLS, SHAPES, call
+from tests.model_executor.models.diffusers.calls import CALLS, SHAPES, call, work_on_small_inputs
 from vllm_omni.model_executor.models.diffusers.tiny import PIPELINES, build
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_inputs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        work_on_small_inputs(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
@@ -83,10 +90,11 @@ def test_loads_without_missing_or_unexpected_keys(path: Path, pipeline: Diffusio
 
 
 def test_directory_is_small_and_in_float32(path: Path) -> None:
-    assert sum(map(len, read_files(path).values())) < 3_000_000
+    assert sum(map(len, read_files(path).values())) < 4_000_000
     for file in path.rglob("*.safetensors"):
         with safe_open(file, "pt") as weights:
-            assert {weights.get_slice(key).get_dtype() for key in weights.keys()} == {"F32"}  # noqa: SIM118
+            dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+        assert {dtype for key, dtype in dtypes.items() if "num_batches_tracked" not in key} == {"F32"}
 
 
 def test_same_seed_gives_the_same_bytes(name: str, path: Path, tmp_path: Path) -> None:

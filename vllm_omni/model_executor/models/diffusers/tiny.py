@@ -1,7 +1,8 @@
 """Builds tiny random checkpoints of diffusers pipelines, offline, in the layout of the real ones.
 
-The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. The classes, the
-scheduler's settings, the latent channels and the compression of the VAE are the real ones; widths and depths are not.
+The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. The classes and the
+scheduler's settings are the real ones, and so are the VAE's compression and its latent channels where nothing else is
+said; widths and depths are not.
 Its weights are random but not arbitrary: pictures are neither flat nor saturated, and prompt, seed, guidance and the
 number of steps each show in them.
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_omni.errors import MissingDependency
-from vllm_omni.model_executor.models.diffusers import tiny_pipelines
+from vllm_omni.model_executor.models.diffusers import tiny_images, tiny_videos
 from vllm_omni.names import suggest
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ GAINS = {
     r"^AutoencoderOobleck\.decoder\.": 0.75,
     r"^AutoencoderKLHunyuanVideo\.decoder\.conv_out\.": 0.6,
 }
-PIPELINES = tuple(sorted(tiny_pipelines.MAKERS))
+MAKERS = tiny_images.MAKERS | tiny_videos.MAKERS
+PIPELINES = tuple(sorted(MAKERS))
 
 
 def build(path: Path, name: str, *, seed: int = 0) -> Path:
@@ -65,7 +67,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
         ) from exc
 
     with torch.random.fork_rng(devices=[]):  # the libraries draw from the global generator while they construct
-        pipeline = tiny_pipelines.MAKERS[name]()
+        pipeline = MAKERS[name]()
     generator = torch.Generator().manual_seed(seed)
     for component in sorted(pipeline.components):
         module = getattr(pipeline, component)

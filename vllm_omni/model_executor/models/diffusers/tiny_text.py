@@ -27,6 +27,9 @@ QWEN_CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is false -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- endif -%}
 {%- endif -%}
 """
 
@@ -77,10 +80,12 @@ def make_byte_level_vocabulary(
     for token in [*special_tokens, "{}"]:
         template = template.replace(token, "\0")
     split = make_word_splitter().pre_tokenize_str
-    words = {word for part in template.split("\0") for word, _ in split(part)}
     # Every word is put together from its left: t h e -> th e -> the. Those which begin with a space come first, or the
     # beginning of another would be found within them.
-    words = sorted(words, key=lambda word: (not word.startswith("Ġ"), word))
+    words = sorted(
+        {word for part in template.split("\0") for word, _ in split(part)},
+        key=lambda word: (not word.startswith("Ġ"), word),
+    )
     merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), *special_tokens]
     return {token: index for index, token in enumerate(tokens)}, merges
@@ -103,15 +108,15 @@ def make_clip_tokenizer() -> PreTrainedTokenizerBase:
     return CLIPTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77)
 
 
-def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, hidden_size: int = 32) -> PreTrainedModel:
+def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, *, num_hidden_layers: int = 2) -> PreTrainedModel:
     """The text encoder of Qwen-Image: Qwen2.5-VL with its vision tower."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text_config = {
         "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 128000,
@@ -126,7 +131,7 @@ def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, hidden_size: int = 32) -> P
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "out_hidden_size": hidden_size,
+        "out_hidden_size": 32,
         "fullatt_block_indexes": [1],
     }
     ids = {
@@ -162,6 +167,21 @@ def make_t5_tokenizer(max_length: int = 512) -> PreTrainedTokenizerBase:
     pieces = ["<pad>", "</s>", "<unk>", "▁", *PRINTABLE]
     vocab = [(piece, 0.0 if index < 3 else -2.0) for index, piece in enumerate(pieces)]
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=max_length)
+
+
+def make_byt5_tokenizer() -> PreTrainedTokenizerBase:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer(extra_ids=0, model_max_length=512)
+
+
+def make_gemma_tokenizer() -> PreTrainedTokenizerBase:
+    """A token per printable ASCII character, and those of the bytes for any other."""
+    from transformers import GemmaTokenizer
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *PRINTABLE[1:]]
+    return GemmaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=8192)
 
 
 def t5_sizes(tokenizer: PreTrainedTokenizerBase, width: int) -> dict[str, Any]:
@@ -211,11 +231,18 @@ def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def make_qwen3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    from transformers import Qwen3Config, Qwen3Model
+def make_qwen3(tokenizer: PreTrainedTokenizerBase, *, causal: bool = False, **sizes: int) -> PreTrainedModel:
+    """With its output head if ``causal``; ``sizes`` are of the configuration, over ``decoder_sizes``."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    return Qwen3Model(Qwen3Config(max_position_embeddings=40960, rope_parameters=rope, **decoder_sizes(tokenizer)))
+    config = Qwen3Config(
+        max_position_embeddings=40960,
+        rope_parameters=rope,
+        **decoder_sizes(tokenizer) | sizes,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config) if causal else Qwen3Model(config)
 
 
 def make_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -223,6 +250,12 @@ def make_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
     rope = {"rope_type": "default", "rope_theta": 5e5}
     return LlamaModel(LlamaConfig(max_position_embeddings=8192, rope_parameters=rope, **decoder_sizes(tokenizer)))
+
+
+def make_gemma2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    from transformers import Gemma2Config, Gemma2Model
+
+    return Gemma2Model(Gemma2Config(max_position_embeddings=8192, query_pre_attn_scalar=16, **decoder_sizes(tokenizer)))
 
 
 def make_clip(

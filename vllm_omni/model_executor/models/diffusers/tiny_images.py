@@ -1,4 +1,4 @@
-"""One function for each tiny pipeline: the real classes and settings, narrow and shallow.
+"""One function for each tiny pipeline that makes pictures: the real classes and settings, narrow and shallow.
 
 Weights are those of construction; ``tiny.build`` overwrites them.
 """
@@ -54,8 +54,7 @@ def make_qwen_image_parts(pipeline_class: Any, vae_config: dict[str, Any], **con
     """What the pipelines of Qwen-Image have in common; ``config`` is of the transformer."""
     import diffusers
 
-    names = inspect.signature(pipeline_class).parameters
-    tokenizer = tiny_text.make_qwen_tokenizer(pipeline_class(**dict.fromkeys(names)).prompt_template_encode)
+    tokenizer = make_tokenizer_of(pipeline_class)
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
             base_image_seq_len=256,
@@ -81,36 +80,10 @@ def make_qwen_image_parts(pipeline_class: Any, vae_config: dict[str, Any], **con
     }
 
 
-def make_wan_transformer(**config: Any) -> Any:
-    import diffusers
-
-    return diffusers.WanTransformer3DModel(
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        text_dim=32,
-        freq_dim=256,
-        ffn_dim=64,
-        **config,
-    )
-
-
-def make_wan22_t2v() -> DiffusionPipeline:
-    """Wan-AI/Wan2.2-T2V-A14B-Diffusers: one expert above, one below 0.875 of the noise."""
-    import diffusers
-
-    tokenizer = tiny_text.make_t5_tokenizer()
-    return diffusers.WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=tiny_text.make_umt5(tokenizer),
-        vae=diffusers.AutoencoderKLWan(**WAN_VAE),
-        scheduler=diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-        transformer=make_wan_transformer(),
-        transformer_2=make_wan_transformer(),
-        boundary_ratio=0.875,
-    )
+def make_tokenizer_of(pipeline_class: Any) -> Any:
+    """Qwen's, with the words of the class's own prompt template."""
+    names = inspect.signature(pipeline_class).parameters
+    return tiny_text.make_qwen_tokenizer(pipeline_class(**dict.fromkeys(names)).prompt_template_encode)
 
 
 def make_flux_vae(**config: Any) -> Any:
@@ -223,61 +196,95 @@ def make_sd3() -> DiffusionPipeline:
     )
 
 
-def make_stable_audio() -> DiffusionPipeline:
-    """stabilityai/stable-audio-open-1.0, for 16 latents: 0.74 s at 44.1 kHz. The pipeline computes all, always."""
+def make_flux2_klein() -> DiffusionPipeline:
+    """black-forest-labs/FLUX.2-klein-4B, distilled: without guidance."""
     import diffusers
 
-    tokenizer = tiny_text.make_t5_tokenizer(max_length=128)
-    return diffusers.StableAudioPipeline(
-        vae=diffusers.AutoencoderOobleck(
-            encoder_hidden_size=4,
-            downsampling_ratios=[2, 4, 4, 8, 8],
-            channel_multiples=[1, 1, 2, 2, 4],
-            decoder_channels=4,
-            decoder_input_channels=64,
-            audio_channels=2,
-            sampling_rate=44100,
+    tokenizer = tiny_text.make_qwen_tokenizer()
+    tokenizer.chat_template = tiny_text.QWEN_CHAT_TEMPLATE
+    return diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=256,
+            base_shift=0.5,
+            max_image_seq_len=4096,
+            max_shift=1.15,
+            shift=3.0,
+            use_dynamic_shifting=True,
         ),
-        text_encoder=tiny_text.make_t5(tokenizer),
-        projection_model=diffusers.StableAudioProjectionModel(
-            text_encoder_dim=32, conditioning_dim=32, min_value=0, max_value=512
-        ),
+        vae=diffusers.AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4),
+        # The pipeline puts the hidden states after layers 9, 18 and 27 side by side.
+        text_encoder=tiny_text.make_qwen3(tokenizer, causal=True, num_hidden_layers=27, hidden_size=16),
         tokenizer=tokenizer,
-        transformer=diffusers.StableAudioDiTModel(
-            sample_size=16,
-            in_channels=64,
-            out_channels=64,
+        transformer=diffusers.Flux2Transformer2DModel(
+            in_channels=128,
             num_layers=2,
+            num_single_layers=2,
             attention_head_dim=16,
-            num_attention_heads=4,
-            num_key_value_attention_heads=2,
-            cross_attention_dim=32,
-            cross_attention_input_dim=32,
-            time_proj_dim=256,
-            global_states_input_dim=64,
+            num_attention_heads=2,
+            joint_attention_dim=3 * 16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
         ),
-        scheduler=diffusers.CosineDPMSolverMultistepScheduler(
-            sigma_min=0.3,
-            sigma_max=500,
-            sigma_data=1.0,
-            sigma_schedule="exponential",
-            prediction_type="v_prediction",
-            solver_order=2,
+        is_distilled=True,
+    )
+
+
+def make_longcat_image() -> DiffusionPipeline:
+    """meituan-longcat/LongCat-Image. ``enable_prompt_rewrite=False`` spares a call the random text of the encoder."""
+    import diffusers
+
+    tokenizer = tiny_text.make_qwen_tokenizer()
+    return diffusers.LongCatImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=256,
+            base_shift=0.5,
+            max_image_seq_len=4096,
+            max_shift=1.15,
+            shift=3.0,
+            use_dynamic_shifting=True,
+        ),
+        vae=make_flux_vae(),
+        text_encoder=tiny_text.make_qwen_vl(tokenizer),
+        tokenizer=tokenizer,
+        text_processor=tiny_text.make_qwen_vl_processor(tokenizer),
+        transformer=diffusers.LongCatImageTransformer2DModel(
+            in_channels=64,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=[4, 6, 6],
         ),
     )
 
 
-def make_hunyuan_video() -> DiffusionPipeline:
-    """hunyuanvideo-community/HunyuanVideo."""
+def make_hunyuan_image() -> DiffusionPipeline:
+    """hunyuanvideo-community/HunyuanImage-2.1-Diffusers: its guidance is a component with a state of its own."""
     import diffusers
-    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-    tokenizer = tiny_text.make_llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"])
-    tokenizer_2 = tiny_text.make_clip_tokenizer()
-    return diffusers.HunyuanVideoPipeline(
-        text_encoder=tiny_text.make_llama(tokenizer),
+    pipeline_class = diffusers.HunyuanImagePipeline
+    tokenizer, tokenizer_2 = make_tokenizer_of(pipeline_class), tiny_text.make_byt5_tokenizer()
+    return pipeline_class(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        vae=diffusers.AutoencoderKLHunyuanImage(
+            in_channels=3,
+            out_channels=3,
+            latent_channels=16,
+            block_out_channels=(32,)
+            * 6,  # the least for norms of 32 groups; the real one's 64 latent channels need 128
+            layers_per_block=1,
+            spatial_compression_ratio=32,
+            sample_size=384,
+            scaling_factor=0.75289,
+        ),
+        # The pipeline takes the last but two hidden state.
+        text_encoder=tiny_text.make_qwen_vl(tokenizer, num_hidden_layers=3),
         tokenizer=tokenizer,
-        transformer=diffusers.HunyuanVideoTransformer3DModel(
+        text_encoder_2=tiny_text.make_t5(tokenizer_2),
+        tokenizer_2=tokenizer_2,
+        transformer=diffusers.HunyuanImageTransformer2DModel(
             in_channels=16,
             out_channels=16,
             num_attention_heads=2,
@@ -286,46 +293,63 @@ def make_hunyuan_video() -> DiffusionPipeline:
             num_single_layers=2,
             num_refiner_layers=1,
             text_embed_dim=32,
-            pooled_projection_dim=32,
-            guidance_embeds=True,
-            rope_axes_dim=(4, 6, 6),
+            # A projection of the second encoding is 16 MB at any width; as wide as the transformer, it needs none.
+            text_embed_2_dim=None,
+            rope_axes_dim=(8, 8),
         ),
-        vae=diffusers.AutoencoderKLHunyuanVideo(
-            block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, scaling_factor=0.476986
-        ),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=tiny_text.make_clip(tokenizer_2),
-        tokenizer_2=tokenizer_2,
+        guider=diffusers.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=5),
+        ocr_guider=diffusers.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=38),
     )
 
 
-def make_wan22_i2v() -> DiffusionPipeline:
-    """Wan-AI/Wan2.2-I2V-A14B-Diffusers: the transformers see 16 latent channels, 16 of the image and 4 of a mask."""
+def make_sana() -> DiffusionPipeline:
+    """Efficient-Large-Model/Sana_1600M_1024px_diffusers; ``use_resolution_binning=False`` for less than 1024 x 1024."""
     import diffusers
 
-    tokenizer = tiny_text.make_t5_tokenizer()
-    return diffusers.WanImageToVideoPipeline(
+    tokenizer = tiny_text.make_gemma_tokenizer()
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    channels, layers, scales = (8, 8, 16, 16, 32, 32), (1,) * 6, ((),) * 3 + ((5,),) * 3
+    return diffusers.SanaPipeline(
         tokenizer=tokenizer,
-        text_encoder=tiny_text.make_umt5(tokenizer),
-        vae=diffusers.AutoencoderKLWan(**WAN_VAE),
-        scheduler=diffusers.UniPCMultistepScheduler(
+        text_encoder=tiny_text.make_gemma2(tokenizer),
+        vae=diffusers.AutoencoderDC(
+            attention_head_dim=8,
+            encoder_block_types=blocks,
+            decoder_block_types=blocks,
+            encoder_block_out_channels=channels,
+            decoder_block_out_channels=channels,
+            encoder_layers_per_block=layers,
+            decoder_layers_per_block=layers,
+            encoder_qkv_multiscales=scales,
+            decoder_qkv_multiscales=scales,
+            upsample_block_type="interpolate",
+            downsample_block_type="conv",
+            scaling_factor=0.41407,
+        ),
+        transformer=diffusers.SanaTransformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=32,
+        ),
+        scheduler=diffusers.DPMSolverMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-        transformer=make_wan_transformer(in_channels=36, out_channels=16),
-        transformer_2=make_wan_transformer(in_channels=36, out_channels=16),
-        boundary_ratio=0.9,
     )
 
 
 MAKERS: dict[str, Callable[[], DiffusionPipeline]] = {
     "flux": make_flux,
-    "hunyuan-video": make_hunyuan_video,
+    "flux2-klein": make_flux2_klein,
+    "hunyuan-image": make_hunyuan_image,
+    "longcat-image": make_longcat_image,
     "qwen-image": make_qwen_image,
     "qwen-image-edit": make_qwen_image_edit,
     "qwen-image-edit-plus": make_qwen_image_edit_plus,
+    "sana": make_sana,
     "sd3": make_sd3,
-    "stable-audio": make_stable_audio,
-    "wan2.2-i2v": make_wan22_i2v,
-    "wan2.2-t2v": make_wan22_t2v,
     "z-image": make_z_image,
 }
