@@ -96,6 +96,23 @@ def test_formats_with_loss_have_the_sound_all_of_it_and_little_else(name: str, i
     assert snr_db > loss.snr_db
 
 
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+@pytest.mark.parametrize("name", AUDIO_FORMATS)
+def test_two_channels_stay_apart(name: str, speed: float) -> None:
+    sound = torch.stack([make_sound(1.0), torch.zeros(RATE)])
+    data = encode_audio(sound, RATE, AUDIO_FORMATS[name], speed=speed)
+    if name.startswith("pcm"):
+        left, right = np.frombuffer(data, "<i2").reshape(-1, 2).T / 32768
+    else:
+        with av.open(io.BytesIO(data)) as container:
+            resampler = av.AudioResampler("fltp", "stereo", RATE)
+            pieces = [piece for frame in container.decode(audio=0) for piece in resampler.resample(frame)]
+        left, right = np.concatenate([piece.to_ndarray() for piece in pieces], axis=1)
+    assert len(left) == pytest.approx(RATE / speed, abs=2500)
+    assert left.std() > 0.2
+    assert right.std() < 0.01
+
+
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
 def test_a_stream_is_the_same_however_it_is_cut(name: str) -> None:
     sound = make_sound(1.0)

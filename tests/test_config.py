@@ -260,7 +260,7 @@ def test_file_that_cannot_be_read_is_named(model, tmp_path):
         ("thinker.sede=3", r"--stage thinker.sede: unknown key 'sede' of stage 'thinker': did you mean 'seed'\?"),
         ("thinker.seed=x", r"--stage thinker.seed = 'x': must be a whole number"),
         ("thinker.seed=[", r"not valid YAML"),
-        ("thinker.seed.x=1", r"only engine_args, default_sampling_params have keys below them"),
+        ("thinker.seed.x=1", r"only engine_args, default_sampling_params, diffusion have keys below them"),
         ("thinker.name=x", r"unknown key 'name'"),
     ],
 )
@@ -287,7 +287,7 @@ def test_misspelt_environment_variable_is_refused_at_load(model, monkeypatch):
 
 def test_unsupported_model_type_says_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"config.json: model_type = 'llama' is not supported: valid: qwen2_5_omni"):
+    with pytest.raises(ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, qwen2_5_omni"):
         load_config(tmp_path)
 
 
@@ -299,14 +299,17 @@ def test_broken_config_json_is_named(tmp_path, text):
 
 
 def test_directory_without_config_json(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no config.json; .*supported model types: qwen2_5_omni"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has neither config.json nor model_index.json; .*supported model types: diff",
+    ):
         load_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"])
 def test_missing_checkpoint(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"no such directory, .*supported model types: qwen2_5_omni"):
+    with pytest.raises(ConfigError, match=r"no such directory, .*supported model types: diffusers, qwen2_5_omni"):
         load_config(name)
 
 
@@ -406,3 +409,73 @@ def test_every_bundled_file_loads(tmp_path):
     for model_type in config.supported_model_types():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert load_config(tmp_path).model_type == model_type
+
+
+# --- diffusion stages
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """A directory in diffusers' layout that says no more than which pipeline it is for."""
+    directory = tmp_path / "pipeline"
+    directory.mkdir()
+    (directory / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    return str(directory)
+
+
+def test_a_directory_with_a_model_index_is_one_diffusion_stage(pipeline):
+    omni = load_config(pipeline)
+    assert omni.model_type == "diffusers"
+    assert [(stage.name, stage.engine_type) for stage in omni.stages] == [("diffusion", "diffusion")]
+    assert omni.stage("diffusion").diffusion["max_rows"] == 8
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"_class_name": 3}'])
+def test_a_model_index_that_names_no_pipeline_is_refused(tmp_path, text):
+    (tmp_path / "model_index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model_index.json: names no pipeline of diffusers"):
+        config.read_model_index(str(tmp_path))
+
+
+def test_the_section_of_a_diffusion_stage_is_overlaid_key_by_key(pipeline, deploy):
+    path = deploy("stages:\n  diffusion:\n    diffusion: {max_rows: 2, cache_threshold: 1e-1}\n")
+    stage = load_config(pipeline, deploy_config=path, stage_overrides=["diffusion.diffusion.max_rows=3"]).stage(0)
+    assert (stage.diffusion["max_rows"], stage.diffusion["cache_threshold"]) == (3, 0.1)
+    assert stage.diffusion["max_wait_batches"] == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            "{max_rows: 0}",
+            r"deploy.yaml:3: .*diffusion.max_rows = 0: must be a whole number, at least 1",
+        ),
+        ("{max_row: 1}", r"diffusion.max_row = 1: unknown key: did you mean 'max_rows'"),
+        ("{merge: 1}", r"diffusion.merge = 1: must be true or false"),
+        ("{cache_threshold: -1}", r"diffusion.cache_threshold = -1: must be a number, at least 0.0"),
+        ("{attention_backend: 3}", r"diffusion.attention_backend = 3: must be text or null"),
+        ("7", r"diffusion = 7: must be a mapping"),
+    ],
+)
+def test_a_wrong_value_of_the_section_is_named_with_what_is_valid(pipeline, deploy, section, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(pipeline, deploy_config=deploy(f"stages:\n  diffusion:\n    diffusion: {section}\n"))
+
+
+def test_only_a_diffusion_stage_has_the_section(model):
+    with pytest.raises(ConfigError, match=r"stage 'talker': diffusion: only a stage with engine_type 'diffusion'"):
+        load_config(model, stage_overrides=["talker.diffusion.max_rows=1"])
+
+
+def test_default_parameters_of_a_diffusion_stage_are_those_of_diffusion(pipeline):
+    overrides = ["diffusion.default_sampling_params.num_inference_steps=20"]
+    assert load_config(pipeline, stage_overrides=overrides).stage(0).default_sampling_params == {
+        "num_inference_steps": 20
+    }
+    with pytest.raises(ConfigError, match=r"temperature = 1: unknown diffusion parameter"):
+        load_config(pipeline, stage_overrides=["diffusion.default_sampling_params.temperature=1"])
+
+
+def test_the_batch_of_a_model_without_tokens_is_its_first_stages(pipeline):
+    assert load_config(pipeline, max_num_seqs=3).stage(0).engine_args["max_num_seqs"] == 3

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "vllm_omni"
 # A package imports from the rows above its own, and from itself.
 ORDER = [
     ["errors", "messages", "names"],
-    ["audio_format", "compat", "diffusion_params", "envs"],
+    ["audio_format", "compat", "diffusion_params", "envs", "image_format"],
+    ["diffusion_config", "video_format"],
     ["config", "flow", "ops"],
     ["relay"],
     ["kv", "outputs"],

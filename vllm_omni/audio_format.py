@@ -17,6 +17,7 @@ from vllm_omni.names import suggest
 
 NUM_SILENT_SAMPLES = 480  # 20 ms at 24 kHz
 SPEEDS = (0.25, 4.0)  # OpenAI's limits
+LAYOUTS = {1: "mono", 2: "stereo"}  # number of channels -> FFmpeg's name
 
 # No random serial numbers and no version of the library: the same samples give the same bytes. What is encoded leaves
 # at once, and FLAC's header is not followed by eight kilobytes of room for tags.
@@ -47,10 +48,10 @@ AUDIO_SUFFIXES = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"
 """A file's suffix -> the name of its format."""
 
 
-def find_audio_format(name: str) -> AudioFormat:
+def find_audio_format(name: str, param: str | None = None) -> AudioFormat:
     """Raises ``InvalidRequest`` for a name that there is not, with those that there are."""
     if name not in AUDIO_FORMATS:
-        raise InvalidRequest(f"unknown audio format {name!r}: {suggest(name, AUDIO_FORMATS)}")
+        raise InvalidRequest(f"unknown audio format {name!r}: {suggest(name, AUDIO_FORMATS)}", param=param)
     return AUDIO_FORMATS[name]
 
 
@@ -63,33 +64,42 @@ class AudioEncoder:
 
     Args:
         sample_rate: of the samples and of the file, Hz.
+        num_channels: 1 or 2.
         speed: how much faster than they are the samples are played, at the same pitch; within ``SPEEDS``.
     """
 
     def __init__(
-        self, audio_format: AudioFormat, sample_rate: int, *, is_stream: bool = False, speed: float = 1.0
+        self,
+        audio_format: AudioFormat,
+        sample_rate: int,
+        *,
+        num_channels: int = 1,
+        is_stream: bool = False,
+        speed: float = 1.0,
     ) -> None:
         self._format = audio_format
         self._sample_rate = sample_rate
-        self._tempo = None if speed == 1.0 else _Tempo(sample_rate, speed)
+        self._num_channels = num_channels
+        self._tempo = None if speed == 1.0 else _Tempo(sample_rate, num_channels, speed)
         self._num_samples = 0  # encoded
         self._file = _Outlet() if is_stream else io.BytesIO()
         options = {**CONTAINER_OPTIONS, **audio_format.options}
         self._container = av.open(self._file, "w", format=audio_format.container, options=options)
         stream = self._container.add_stream(audio_format.codec, rate=sample_rate)
         assert isinstance(stream, av.AudioStream)
-        stream.layout = "mono"
+        stream.layout = LAYOUTS[num_channels]
         stream.format = audio_format.sample_format
         if audio_format.bit_rate is not None:
             stream.bit_rate = audio_format.bit_rate
         self._stream = stream
 
     def encode(self, samples: Tensor) -> bytes:
-        """Float samples [num_samples] in [-1, 1]; what is beyond is clipped."""
+        """Float samples [num_samples] or [num_channels, num_samples] in [-1, 1]; what is beyond is clipped."""
+        channels = samples.numpy().reshape(self._num_channels, -1)
         if self._tempo is None:
-            self._encode(samples.numpy())
+            self._encode(channels)
         else:
-            for changed in self._tempo.change(samples.numpy()):
+            for changed in self._tempo.change(channels):
                 self._encode(changed)
         return self._take()
 
@@ -99,20 +109,21 @@ class AudioEncoder:
             for changed in self._tempo.finish():
                 self._encode(changed)
         if not self._num_samples and self._format.codec != "pcm_s16le":
-            self._encode(np.zeros(NUM_SILENT_SAMPLES, np.float32))  # these formats have no file of no samples
+            # These formats have no file of no samples.
+            self._encode(np.zeros((self._num_channels, NUM_SILENT_SAMPLES), np.float32))
         self._container.start_encoding()  # writes the header, where no samples did
         self._container.mux(self._stream.encode(None))
         self._container.close()
         return self._take() if isinstance(self._file, _Outlet) else self._file.getvalue()
 
     def _encode(self, samples: np.ndarray[Any, Any]) -> None:
-        if not len(samples):
+        if not samples.size:
             return
         samples = samples.clip(-1.0, 1.0)
         if self._format.sample_format == "s16":
             samples = (samples * 32767).round().astype(np.int16)  # the one rule for each format that loses nothing
-        frame = _make_frame(samples, self._format.sample_format, self._sample_rate, self._num_samples)
-        self._num_samples += len(samples)
+        frame = make_audio_frame(samples, self._format.sample_format, self._sample_rate, self._num_samples)
+        self._num_samples += samples.shape[1]
         self._container.mux(self._stream.encode(frame))
 
     def _take(self) -> bytes:
@@ -121,7 +132,8 @@ class AudioEncoder:
 
 def encode_audio(samples: Tensor, sample_rate: int, audio_format: AudioFormat, *, speed: float = 1.0) -> bytes:
     """Samples as a file in memory; see ``AudioEncoder``."""
-    encoder = AudioEncoder(audio_format, sample_rate, speed=speed)
+    num_channels = 1 if samples.ndim == 1 else len(samples)
+    encoder = AudioEncoder(audio_format, sample_rate, num_channels=num_channels, speed=speed)
     return encoder.encode(samples) + encoder.finish()
 
 
@@ -145,15 +157,19 @@ class _Outlet:
 class _Tempo:
     """Plays samples faster or slower at the same pitch: FFmpeg's ``atempo``, which overlaps pieces of the waveform."""
 
-    def __init__(self, sample_rate: int, speed: float) -> None:
+    def __init__(self, sample_rate: int, num_channels: int, speed: float) -> None:
         self._sample_rate = sample_rate
+        self._num_channels = num_channels
         self._num_samples = 0
         # One filter goes down to 0.5, and above 2 it leaves samples out instead of blending them: two share the rest.
         tempos = [speed] if 0.5 <= speed <= 2 else [math.sqrt(speed)] * 2
         self._graph = av.filter.Graph()
         nodes = [
             self._graph.add_abuffer(
-                sample_rate=sample_rate, format="flt", layout="mono", time_base=Fraction(1, sample_rate)
+                sample_rate=sample_rate,
+                format="flt",
+                layout=LAYOUTS[num_channels],
+                time_base=Fraction(1, sample_rate),
             ),
             *(self._graph.add("atempo", f"{tempo:.6f}") for tempo in tempos),
             self._graph.add("abuffersink"),
@@ -161,9 +177,9 @@ class _Tempo:
         self._graph.link_nodes(*nodes).configure()
 
     def change(self, samples: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-        if len(samples):
-            self._graph.push(_make_frame(samples, "flt", self._sample_rate, self._num_samples))
-            self._num_samples += len(samples)
+        if samples.size:
+            self._graph.push(make_audio_frame(samples, "flt", self._sample_rate, self._num_samples))
+            self._num_samples += samples.shape[1]
             yield from self._pull()
 
     def finish(self) -> Iterator[np.ndarray[Any, Any]]:
@@ -174,12 +190,16 @@ class _Tempo:
     def _pull(self) -> Iterator[np.ndarray[Any, Any]]:
         while True:
             try:
-                yield self._graph.pull().to_ndarray().reshape(-1)
+                yield self._graph.pull().to_ndarray().reshape(-1, self._num_channels).T
             except (BlockingIOError, EOFError):  # it wants more samples; it has had all
                 return
 
 
-def _make_frame(samples: np.ndarray[Any, Any], sample_format: str, sample_rate: int, start: int) -> Any:
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], format=sample_format, layout="mono")
+def make_audio_frame(samples: np.ndarray[Any, Any], sample_format: str, sample_rate: int, start: int) -> Any:
+    """Samples [num_channels, num_samples] as FFmpeg's frame, the first of them at the time of sample ``start``."""
+    layout = LAYOUTS[len(samples)]
+    if not sample_format.endswith("p"):
+        samples = samples.T.reshape(1, -1)  # packed: the channels of one moment side by side
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format=sample_format, layout=layout)
     frame.sample_rate, frame.time_base, frame.pts = sample_rate, Fraction(1, sample_rate), start
     return frame

@@ -11,7 +11,8 @@
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
 
 * every stage, if it is one of ``EVERY_STAGE_ARGS``: how weights are loaded and in what type;
-* every ``ar`` stage, if it is one of ``AR_STAGE_ARGS``: its batch, the shape of its KV cache, its parallelism;
+* every ``ar`` stage, if there are any and it is one of ``AR_STAGE_ARGS``: its batch, the shape of its KV cache, its
+  parallelism;
 * nowhere, if it is one of ``PER_STAGE_ARGS`` and there are several ``ar`` stages: one number cannot be right for all;
 * the entry stage otherwise (the first one: prompt processing, multi-modal limits, prefix caching, quantization, ...).
 
@@ -37,7 +38,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import yaml
 
 from vllm_omni import envs
-from vllm_omni.errors import ConfigError
+from vllm_omni.diffusion_config import DiffusionConfig, field_problem
+from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ EngineType = Literal["ar", "generation", "diffusion"]
 Transport = Literal["auto", "inline", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
+DIFFUSERS = "diffusers"  # the model type, and vLLM's config format, of every directory in diffusers' layout
 TRANSPORTS: tuple[str, ...] = typing.get_args(Transport)
 CHUNK_KEYS = ("first", "size", "past", "future")  # see WindowSizes of the family
 MODALITIES = ("text", "image", "video", "audio")
@@ -83,15 +87,24 @@ class StageConfig:
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # field of vLLM's EngineArgs -> value
     vllm_config: "VllmConfig | None" = None  # ready-made, instead of engine_args
     executor_class: str | type | None = None  # "package.module.Class", one of vLLM's own names, or a class
-    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)  # field of SamplingParams -> value
+    # field of SamplingParams -> value; of DiffusionParams for a diffusion stage
+    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    diffusion: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of a diffusion stage: field of DiffusionConfig -> value
 
     def __post_init__(self) -> None:
-        for key, check in _STAGE_CHECKS.items():
+        for key in _STAGE_CHECKS:
             value = getattr(self, key)
             try:
-                object.__setattr__(self, key, check(value))
+                object.__setattr__(self, key, _stage_check(key, self.engine_type)(value))
             except _Invalid as exc:
                 raise ConfigError(f"stage {self.name!r}: {key}{exc.at} = {exc.value(value)!r}: {exc}") from None
+        if self.diffusion and self.engine_type != "diffusion":
+            raise ConfigError(
+                f"stage {self.name!r}: diffusion: only a stage with engine_type 'diffusion' has this section, and this "
+                f"one is {self.engine_type!r}"
+            )
         if self.vllm_config is not None and self.engine_args:
             raise ConfigError(f"stage {self.name!r}: give engine_args or a ready vllm_config, not both")
         if self.vllm_config is None and not self.model:
@@ -212,10 +225,18 @@ def added_pipelines() -> dict[str, EntryPoint]:
 def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
     """The ``model_type`` of a checkpoint's ``config.json``: of a local directory, or of a repository on the Hub.
 
+    One with a ``model_index.json`` is in diffusers' layout, whatever pipeline it is for: "diffusers".
+
     Raises:
         ConfigError: there is no such checkpoint, or it is of a type that is not supported.
     """
-    path = _find_model_file(os.fspath(model), "config.json", revision)
+    model = os.fspath(model)
+    try:
+        _find_model_file(model, MODEL_INDEX, revision)
+    except ConfigError:
+        path = _find_model_file(model, "config.json", revision)
+    else:
+        return DIFFUSERS
     try:
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as exc:
@@ -225,6 +246,22 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     if model_type not in supported_model_types():
         raise ConfigError(f"{path}: model_type = {model_type!r} is not supported: {_supported(str(model_type))}")
     return str(model_type)
+
+
+def read_model_index(model: str, *, revision: str | None = None) -> dict[str, Any]:
+    """The ``model_index.json`` of a directory in diffusers' layout, or of a repository on the Hub.
+
+    Raises:
+        ConfigError: there is none, or it names no pipeline.
+    """
+    path = _find_model_file(model, MODEL_INDEX, revision)
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index["_class_name"], str):
+            raise TypeError(f"_class_name = {index['_class_name']!r} is no name")
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        raise ConfigError(f"{path}: names no pipeline of diffusers: {exc!r}") from exc
+    return dict(index)
 
 
 def load_config(
@@ -274,6 +311,7 @@ def load_config(
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
+MODEL_INDEX = "model_index.json"
 _TOP_LEVEL_KEYS = ("model_type", "stages", "edges", "engine_args")
 
 _Path = tuple[str, ...]  # keys from the top of a document
@@ -379,7 +417,7 @@ class _Draft:
             key, value, at = "engine_args", {key: value}, lambda _, *more, plain=at: plain(*more)
             origin = lambda _, *more, plain=origin: plain(*more)  # noqa: E731  # as ``at``
         try:
-            checked = _STAGE_CHECKS[key](value)
+            checked = _stage_check(key, str(self.stages[name].get("engine_type", "ar")))(value)
         except _Invalid as exc:
             raise ConfigError(f"{at(key, *exc.path)} = {exc.value(value)!r}: {exc}") from None
         if isinstance(checked, dict):
@@ -393,7 +431,7 @@ class _Draft:
         if key in EVERY_STAGE_ARGS:
             return self.names
         ar_stages = [name for name in self.names if self.stages[name].get("engine_type", "ar") == "ar"]
-        if key in AR_STAGE_ARGS:
+        if key in AR_STAGE_ARGS and ar_stages:
             return ar_stages
         if key in PER_STAGE_ARGS and len(ar_stages) > 1:
             each = ", ".join(f"{name}.{key}" for name in ar_stages)
@@ -457,7 +495,10 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
     if directory.is_dir():
         if (directory / name).is_file():
             return directory / name
-        raise ConfigError(f"model {model!r}: the directory has no {name}; a checkpoint is needed, {_supported()}")
+        raise ConfigError(
+            f"model {model!r}: the directory has neither {name} nor {MODEL_INDEX}; a checkpoint is needed, "
+            f"{_supported()}"
+        )
     if directory.exists():
         raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {_supported()}")
     nowhere = f"model {model!r}: no such directory, and no {name} of that name on the Hugging Face Hub"
@@ -699,6 +740,26 @@ def _sampling_params(value: object) -> dict[str, Any]:
     return args
 
 
+def _diffusion_params(value: object) -> dict[str, Any]:
+    args = _mapping(value)
+    for key, item in args.items():
+        try:
+            DiffusionParams.of({key: item}).validate()
+        except InvalidRequest as exc:
+            raise _Invalid(str(exc), key) from None
+    return args
+
+
+def _diffusion(value: object) -> dict[str, Any]:
+    section = _mapping(value)
+    for key, item in section.items():
+        if key not in DiffusionConfig.__struct_fields__:
+            raise _Invalid(f"unknown key: {suggest(key, DiffusionConfig.__struct_fields__)}", key)
+        if (problem := field_problem(key, item)) is not None:
+            raise _Invalid(problem, key)
+    return section
+
+
 def _executor_class(value: object) -> object:
     if value is None or isinstance(value, type) or (isinstance(value, str) and value):
         return value
@@ -717,10 +778,19 @@ _STAGE_CHECKS: dict[str, Callable[[object], object]] = {
     "engine_args": _engine_args,
     "executor_class": _executor_class,
     "default_sampling_params": _sampling_params,
+    "diffusion": _diffusion,
 }
+
+
+def _stage_check(key: str, engine_type: str) -> Callable[[object], object]:
+    if key == "default_sampling_params" and engine_type == "diffusion":
+        return _diffusion_params
+    return _STAGE_CHECKS[key]
+
+
 _EDGE_CHECKS: dict[str, Callable[[object], object]] = {"stream": _flag, "credits": _credits}
 _YAML_STAGE_KEYS = tuple(key for key in _STAGE_CHECKS if key not in ("stage_id", "name"))
-_MAPPING_FIELDS = ("engine_args", "default_sampling_params")
+_MAPPING_FIELDS = ("engine_args", "default_sampling_params", "diffusion")
 
 
 # --- vLLM's engine arguments: names, types and ranges, read from vLLM itself ------------------------------------------

@@ -17,11 +17,13 @@ import torch
 from msgspec import to_builtins
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from vllm.outputs import RequestOutput
+from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
-from vllm_omni.config import OmniConfig
+from vllm_omni.config import DIFFUSERS, OmniConfig
+from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import Door, StageEngine, StageState
@@ -55,7 +57,9 @@ class Orchestrator:
         revision = entry.engine_args.get("revision")
         trust = bool(entry.engine_args.get("trust_remote_code", False))
         try:
-            hf_config = get_config(config.model, trust, revision=revision)
+            load_general_plugins()  # ours tells vLLM of diffusers' layout
+            config_format = DIFFUSERS if config.model_type == DIFFUSERS else "auto"
+            hf_config = get_config(config.model, trust, revision=revision, config_format=config_format)
             self.pipeline: Pipeline = load_pipeline(config.model_type, config.model, hf_config, revision)
         except ConfigError:
             raise
@@ -199,7 +203,7 @@ class Orchestrator:
     async def generate(
         self,
         prompt: Any,
-        params: Mapping[str, SamplingParams],
+        params: Mapping[str, SamplingParams | DiffusionParams],
         request_id: str,
         *,
         modalities: Sequence[str] = ("text",),
@@ -292,9 +296,11 @@ class Orchestrator:
             output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
             return output
         output = OmniRequestOutput.of(RequestOutput(request_id, None, [], None, outputs=[], finished=False))
-        if modality == "audio":
-            audio = {"audio": torch.zeros(0)} if payload is None else payload.multimodal_output
-            output.multimodal_output = {**audio, "sample_rate": self.pipeline.sample_rate}
+        sample_rate = {"sample_rate": self.pipeline.sample_rate} if self.pipeline.sample_rate else {}
+        if payload is not None and modality in self.pipeline.modalities:
+            output.multimodal_output = {**payload.multimodal_output, **(sample_rate if modality == "audio" else {})}
+        elif modality == "audio":
+            output.multimodal_output = {"audio": torch.zeros(0), **sample_rate}
         elif modality != "text":
             output.multimodal_output = {
                 modality: [] if payload is None else self.pipeline.extra_output(modality, payload)

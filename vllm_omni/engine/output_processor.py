@@ -27,7 +27,11 @@ def forward_references(payload: Payload, output: OmniRequestOutput, hub: RelayHu
 
 
 def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
-    """Audio: the user gets tensors, of its own."""
+    """Sound, images, video: the user gets tensors, of its own. With them, or without, comes how far the request is.
+
+    ``images`` [N, H, W, C] and ``frames`` [N, T, H, W, C], uint8 or float32 as asked for; ``audio``, with
+    ``sample_rate`` in Hz; ``latents``; ``preview`` [H, W, 3], uint8; ``step`` of ``num_steps``.
+    """
     media = hub.pull_blocking(payload)
     merge_multimodal(
         output.multimodal_output,
@@ -36,7 +40,14 @@ def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> No
     hub.release_payload(payload)
 
 
-HANDLERS: Mapping[str, Handler] = {"text": forward_references, "latents": forward_references, "audio": open_media}
+HANDLERS: Mapping[str, Handler] = {
+    "text": forward_references,
+    "latents": forward_references,
+    "audio": open_media,
+    "image": open_media,
+    "text+image": open_media,  # beside the text, which is upstream's
+    "video": open_media,
+}
 """By a stage's output type; another type is added here."""
 
 

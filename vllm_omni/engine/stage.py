@@ -31,6 +31,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import StageConfig
+from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
+from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
@@ -365,9 +368,13 @@ class StageEngine:
             await self.door.enter(context.request_id)
         self.check_health()
         self._loop = asyncio.get_running_loop()
-        params = self._sampling_params(request, context, wanted)
         is_first = self.config.stage_id == 0
-        prompt = await self._render(request.prompt) if is_first else request.prompt
+        if self.config.engine_type == "diffusion":
+            prompt: Any = ENGINE_PROMPT
+            params = await asyncio.to_thread(self._diffusion_params, request, context)  # it may encode images
+        else:
+            prompt = await self._render(request.prompt) if is_first else request.prompt
+            params = self._sampling_params(request, context, wanted)
         if is_first and context.lora_request is not None:
             await self._load_adapter(context.lora_request)
         request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
@@ -437,7 +444,9 @@ class StageEngine:
     def _sampling_params(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str]
     ) -> SamplingParams:
-        params = context.params[self.name].clone()
+        given = context.params[self.name]
+        assert isinstance(given, SamplingParams), "AsyncOmni.stage_params makes those that the stage's type needs"
+        params = given.clone()
         publishes = bool(self.spec.publishing_fields & wanted)
         if publishes and params.n > 1:
             raise InvalidRequest(f"stage {self.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
@@ -456,15 +465,19 @@ class StageEngine:
         params.extra_args = {**extra_args, STAGE_ARGS: args} if args else extra_args or None
         return params
 
+    def _diffusion_params(self, request: StageRequest, context: RequestContext) -> SamplingParams:
+        params = context.params[self.name]
+        assert isinstance(params, DiffusionParams), "AsyncOmni.stage_params makes those that the stage's type needs"
+        return make_sampling_params(request.prompt, params, DiffusionConfig(**self.config.diffusion))
+
     def _raise_error(self, output: OmniRequestOutput) -> None:
+        error = output.multimodal_output.get("error")
+        if error is not None and output.multimodal_output.get("invalid"):
+            raise InvalidRequest(f"stage {self.name!r}: {error}")
+        if error is not None:
+            raise StageFailed(self.name, error)
         if any(completion.finish_reason == "error" for completion in output.outputs):
             raise StageFailed(self.name, "its engine gave the request up (finish_reason 'error')")
-        error = output.multimodal_output.get("error")
-        if error is None:
-            return
-        if output.multimodal_output.get("invalid"):
-            raise InvalidRequest(f"stage {self.name!r}: {error}")
-        raise StageFailed(self.name, error)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 
@@ -488,6 +501,8 @@ class StageEngine:
                 f"stage {self.name!r}: max_num_seqs = {given!r}: with enable_lora on a CPU it must be 1: "
                 "vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
             )
+        if self.config.engine_type == "diffusion":
+            args["additional_config"] = {**args.get("additional_config", {}), DIFFUSION: dict(self.config.diffusion)}
         args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
@@ -506,8 +521,9 @@ class StageEngine:
     def _stage_defaults(self) -> dict[str, Any]:
         """What a stage of its type runs with unless the deployment says otherwise."""
         device = current_platform.device_type
+        defaults: dict[str, Any]
         if self.config.engine_type != "ar":
-            return {
+            defaults = {
                 "dtype": "float32",
                 "distributed_executor_backend": "vllm_omni.model_executor.oneshot_executor.OneShotExecutor",
                 "scheduler_cls": "vllm_omni.core.sched.diffusion.DiffusionScheduler",
@@ -517,7 +533,16 @@ class StageEngine:
                 "max_num_seqs": 8,
                 "max_model_len": 16,  # one prompt token and one output token
             }
-        defaults: dict[str, Any] = {
+            if self.config.engine_type == "diffusion":
+                defaults |= {
+                    "dtype": "float32" if device == "cpu" else "bfloat16",
+                    "distributed_executor_backend": (
+                        "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor"
+                    ),
+                    "worker_cls": "vllm_omni.worker.diffusion_worker.DiffusionWorker",  # of vLLM's own executors
+                }
+            return defaults
+        defaults = {
             "async_scheduling": False,
             "worker_cls": ar_worker_cls(device),
             "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",

@@ -23,6 +23,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
+from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 10.0  # how long a shutdown waits for the stages to let go of their requests
 
-StageParams: TypeAlias = SamplingParams | Mapping[str, Any] | None
-"""Parameters of one stage: vLLM's object, or its fields by name."""
+StageParams: TypeAlias = SamplingParams | DiffusionParams | Mapping[str, Any] | None
+"""Parameters of one stage: vLLM's object, for a diffusion stage ours; or its fields by name."""
 
 ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
 """Parameters of one request: of the first stage; of the stages by position; or by name."""
@@ -147,9 +148,14 @@ class AsyncOmni(EngineClient):
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
 
+        Of a diffusion pipeline that is one output, unless its parameters ask for progress or previews: then there is
+        one before it for each denoise step, or for each preview.
+
         Args:
-            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``.
+            prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline
+                a text, or a dictionary with ``prompt``, ``negative_prompt`` and images in ``multi_modal_data``.
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
+                A diffusion pipeline's are ``DiffusionParams``, or their fields by name.
             modalities: what to answer in: "text", "audio"; and "codec_ids" for the codes. Everything by default.
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
@@ -191,7 +197,8 @@ class AsyncOmni(EngineClient):
             },
             deadline_s=deadline_s,
         )
-        is_final_only = params[self.config.stages[0].name].output_kind is RequestOutputKind.FINAL_ONLY
+        first = params[self.config.stages[0].name]
+        is_final_only = isinstance(first, SamplingParams) and first.output_kind is RequestOutputKind.FINAL_ONLY
         return _merge(outputs) if is_final_only else outputs
 
     async def speak(
@@ -275,9 +282,11 @@ class AsyncOmni(EngineClient):
         self.orchestrator.pipeline.validate({} if speaker is None else {"speaker": speaker})
         over: dict[str, Mapping[str, Any]] = {}
         for name, params in self._by_stage(stage_params).items():
-            if isinstance(params, SamplingParams):
+            if isinstance(params, SamplingParams | DiffusionParams):
                 raise InvalidRequest(f"sampling parameters of stage {name!r}: give the fields to change, by name")
-            if params:
+            if params and self.config.stage(name).engine_type == "diffusion":
+                over[name] = _diffusion_fields(name, params)
+            elif params:
                 validated = _validate(name, params)
                 if name != self.config.stages[0].name:
                     _check_single(name, validated)
@@ -286,8 +295,8 @@ class AsyncOmni(EngineClient):
         view.defaults = RequestDefaults(None if modalities is None else tuple(modalities), speaker, over)
         return view
 
-    def stage_params(self, given: ParamsList) -> dict[str, SamplingParams]:
-        """Sampling parameters of every stage, defaults filled in.
+    def stage_params(self, given: ParamsList) -> dict[str, SamplingParams | DiffusionParams]:
+        """Parameters of every stage, defaults filled in.
 
         Raises:
             InvalidRequest: an unknown stage or parameter, with the nearest valid name.
@@ -298,9 +307,15 @@ class AsyncOmni(EngineClient):
             _check_single(name, params[name])
         return params
 
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
+        return self.config.stages[0].engine_type == "diffusion"
+
     def _by_stage(self, given: ParamsList) -> dict[str, StageParams]:
         names = self.config.stage_names
-        if isinstance(given, Mapping) and (set(given) & set(names) or not set(given) <= _SAMPLING_FIELDS):
+        is_fields = self.is_diffusion or (isinstance(given, Mapping) and set(given) <= _SAMPLING_FIELDS)
+        if isinstance(given, Mapping) and (set(given) & set(names) or not is_fields):
             for name in given:
                 if name not in names:
                     raise InvalidRequest(f"sampling parameters for unknown stage {name!r}: {suggest(str(name), names)}")
@@ -312,12 +327,19 @@ class AsyncOmni(EngineClient):
         else:
             by_name = {names[0]: given}
         for name, params in by_name.items():
-            if not isinstance(params, SamplingParams | Mapping | None):
+            if not isinstance(params, SamplingParams | DiffusionParams | Mapping | None):
                 raise InvalidRequest(f"sampling parameters of stage {name!r} = {params!r}: must be fields by name")
         return by_name
 
-    def _one_stage_params(self, stage: str, given: StageParams) -> SamplingParams:
+    def _one_stage_params(self, stage: str, given: StageParams) -> SamplingParams | DiffusionParams:
         over = self.defaults.stage_params.get(stage, {})
+        if self.config.stage(stage).engine_type == "diffusion":
+            if isinstance(given, SamplingParams):
+                raise InvalidRequest(f"parameters of stage {stage!r}: it samples no tokens; give DiffusionParams")
+            fields = _diffusion_fields(stage, given or {})
+            return DiffusionParams(**{**self.config.stage(stage).default_sampling_params, **fields, **over})
+        if isinstance(given, DiffusionParams):
+            raise InvalidRequest(f"parameters of stage {stage!r}: it samples tokens; give SamplingParams")
         if isinstance(given, SamplingParams):
             _check_seed(stage, given.seed)
             try:  # as the engine will: a field of a wrong type would end the thread by which it hears of requests
@@ -460,17 +482,18 @@ class AsyncOmni(EngineClient):
         return not self.orchestrator.door.is_open
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause, see ``pause_generation``, and have the autoregressive stages free memory: vLLM's levels.
+        """Pause, see ``pause_generation``, and have the stages free memory: vLLM's levels.
 
-        Generation stages have no cache, and keep their weights.
+        Of a diffusion stage, level 1 moves the weights into the CPU's memory, and level 2 drops them: waking up reads
+        the files again. Generation stages have no cache, and keep their weights.
         """
         await self.orchestrator.pause(mode)
         await self._ask(lambda llm: llm.pause_generation(mode=mode), self._engines("generation"))
-        await self._ask(lambda llm: llm.sleep(level, mode), self._engines("ar"))
+        await self._ask(lambda llm: llm.sleep(level, mode), self._engines("ar", "diffusion"))
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Undo ``sleep``, or a part of it; returns whether all memory is back, and requests are let in again."""
-        is_awake = all(await self._ask(lambda llm: llm.wake_up(tags), self._engines("ar")))
+        is_awake = all(await self._ask(lambda llm: llm.wake_up(tags), self._engines("ar", "diffusion")))
         if is_awake:
             await self.resume_generation()
         return is_awake
@@ -542,8 +565,8 @@ class AsyncOmni(EngineClient):
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    def _engines(self, engine_type: str) -> list[StageEngine]:
-        return [engine for engine in self.orchestrator.engines.values() if engine.config.engine_type == engine_type]
+    def _engines(self, *engine_types: str) -> list[StageEngine]:
+        return [engine for engine in self.orchestrator.engines.values() if engine.config.engine_type in engine_types]
 
     # -- what concerns the first stage: the others' models have no adapters, and other methods ------------------------
 
@@ -616,8 +639,23 @@ def _validate(stage: str, values: Mapping[str, Any]) -> SamplingParams:
     return params
 
 
-def _check_single(stage: str, params: SamplingParams) -> None:
-    if params.n > 1:
+def _diffusion_fields(stage: str, given: DiffusionParams | Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, checked; of an object, what differs from nothing said."""
+    try:
+        if isinstance(given, DiffusionParams):
+            given.validate()
+            default = DiffusionParams()
+            fields = {name: getattr(given, name) for name in given.__struct_fields__}
+            return {name: value for name, value in fields.items() if value != getattr(default, name)}
+        params = DiffusionParams.of(given)
+        params.validate()
+        return {name: getattr(params, name) for name in given}
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"stage {stage!r}: {exc}", param=exc.param) from exc
+
+
+def _check_single(stage: str, params: SamplingParams | DiffusionParams) -> None:
+    if isinstance(params, SamplingParams) and params.n > 1:
         raise InvalidRequest(f"sampling parameters of stage {stage!r}: n = {params.n}: it answers once; give n = 1")
 
 

@@ -23,7 +23,7 @@ from vllm_omni.config import StageConfig  # noqa: E402
 from vllm_omni.engine.refusal import refusal  # noqa: E402
 from vllm_omni.entrypoints.async_omni import AsyncOmni, ParamsList  # noqa: E402
 from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
-from vllm_omni.outputs import OmniRequestOutput  # noqa: E402
+from vllm_omni.outputs import OmniRequestOutput, Progress  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,10 @@ class OmniLLM:
         (output,) = omni.generate("Tell me a story.")
         print(output.outputs[0].text)
         output.save_audio("story.wav")
+
+        omni = OmniLLM("Qwen/Qwen-Image")
+        (output,) = omni.generate("A cat in the snow.", DiffusionParams(height=512, width=512, seed=1))
+        output.save("cat.png")
 
     Use it as a context manager, or call ``close``, to end the stages' processes. Arguments and errors: ``AsyncOmni``.
     """
@@ -72,11 +76,14 @@ class OmniLLM:
         """Answer prompts, all at once; the outputs come in the prompts' order.
 
         Args:
-            prompts: one prompt or a list of them, as vLLM's ``LLM`` takes them.
+            prompts: one prompt or a list of them, as vLLM's ``LLM`` takes them; for a diffusion pipeline a text or
+                ``{"prompt": str, "negative_prompt": str, "multi_modal_data": {"image": PIL.Image or a list}}``.
             sampling_params_list: parameters of the stages, for all prompts: by position (one entry a stage) or by name
-                (``{"talker": {"temperature": 0}}``); or one set, for the first stage.
-            modalities: what to answer in: "text", "audio", "codec_ids"; text and audio by default.
-            use_tqdm: show a progress bar with the number of requests that each stage has finished.
+                (``{"talker": {"temperature": 0}}``); or one set, for the first stage. For a diffusion pipeline
+                ``DiffusionParams``, or their fields by name: one for all prompts, or a list with one for each.
+            modalities: what to answer in: "text", "audio", "codec_ids"; everything that the model has by default.
+            use_tqdm: show a progress bar: with the number of requests that each stage has finished; for a diffusion
+                pipeline, over the denoise steps.
             lora_request: one for all prompts, or one for each.
             priority: one for each prompt.
             speaker: a voice of the checkpoint.
@@ -90,26 +97,30 @@ class OmniLLM:
         prompts = list(prompts) if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
         loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(prompts)
         priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
-        for name, values in (("lora_request", loras), ("priority", priorities)):
+        params = [sampling_params_list] * len(prompts)
+        engine, progress = self.engine, _Progress(self.engine.config.stage_names, len(prompts), use_tqdm)
+        if self.engine.is_diffusion:
+            if isinstance(sampling_params_list, list | tuple):
+                params = list(sampling_params_list)
+            if use_tqdm:
+                engine = engine.with_defaults(stage_params={"progress": True})
+                progress = _StepProgress(len(prompts))
+        for name, values in (("parameters", params), ("lora_request", loras), ("priority", priorities)):
             if len(values) != len(prompts):
                 raise InvalidRequest(f"{len(values)} values of {name} for {len(prompts)} prompts")
-        with _Progress(self.engine.config.stage_names, len(prompts), use_tqdm) as progress:
-            return self._run(
-                self._generate_all(
-                    [
-                        {
-                            "prompt": prompt,
-                            "sampling_params": sampling_params_list,
-                            "modalities": modalities,
-                            "speaker": speaker,
-                            "lora_request": lora,
-                            "priority": one_priority,
-                        }
-                        for prompt, lora, one_priority in zip(prompts, loras, priorities, strict=True)
-                    ],
-                    progress,
-                )
-            )
+        requests = [
+            {
+                "prompt": prompt,
+                "sampling_params": one_params,
+                "modalities": modalities,
+                "speaker": speaker,
+                "lora_request": lora,
+                "priority": one_priority,
+            }
+            for prompt, one_params, lora, one_priority in zip(prompts, params, loras, priorities, strict=True)
+        ]
+        with progress:
+            return self._run(self._generate_all(engine, requests, progress))
 
     def chat(
         self,
@@ -129,6 +140,8 @@ class OmniLLM:
 
         Other arguments and errors: ``generate``, and ``LLM.chat`` of vLLM.
         """
+        if self.engine.is_diffusion:
+            raise InvalidRequest("a diffusion pipeline holds no conversation: give generate a prompt")
         messages = [messages] if isinstance(messages, Mapping) else messages
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         params = ChatParams(
@@ -193,21 +206,13 @@ class OmniLLM:
             raise refusal(exc) from exc
         return list(prompts)
 
-    async def _generate_all(self, requests: list[dict[str, Any]], progress: _Progress) -> list[OmniRequestOutput]:
+    @staticmethod
+    async def _generate_all(
+        engine: AsyncOmni, requests: list[dict[str, Any]], progress: _Progress
+    ) -> list[OmniRequestOutput]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate_one(request, progress)) for request in requests]
+            tasks = [group.create_task(_generate_one(engine, request, progress)) for request in requests]
         return [task.result() for task in tasks]
-
-    async def _generate_one(self, request: dict[str, Any], progress: _Progress) -> OmniRequestOutput:
-        final: OmniRequestOutput | None = None
-        async for output in self.engine.generate(**request):
-            if final is None:
-                final = output
-            else:
-                final.add(output, aggregate=True)
-            progress.update(final)
-        assert final is not None, "a request ends with an output or an error"
-        return final
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -262,6 +267,18 @@ async def _end_tasks() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _generate_one(engine: AsyncOmni, request: dict[str, Any], progress: _Progress) -> OmniRequestOutput:
+    final: OmniRequestOutput | None = None
+    async for output in engine.generate(**request):
+        if final is None:
+            final = output
+        else:
+            final.add(output, aggregate=True)
+        progress.update(final)
+    assert final is not None, "a request ends with an output or an error"
+    return final
+
+
 async def _join(outputs: AsyncIterator[OmniRequestOutput]) -> OmniRequestOutput:
     final = await anext(outputs)
     async for output in outputs:
@@ -297,3 +314,28 @@ class _Progress:
         if output.finished:
             self._bar.update()
         self._bar.set_postfix(self._counts, refresh=False)
+
+
+class _StepProgress(_Progress):
+    """A bar over the denoise steps of all requests: each is one batch's, so it moves evenly."""
+
+    def __init__(self, total: int) -> None:
+        self._num_requests = total
+        self._steps: dict[str, Progress] = {}  # of those that have begun
+        self._num_finished = 0
+        self._bar = tqdm(total=0, desc="steps", dynamic_ncols=True)
+
+    def update(self, output: OmniRequestOutput) -> None:
+        if output.progress is not None:
+            self._steps[output.request_id] = output.progress
+        if output.finished:
+            self._num_finished += 1
+            done = self._steps.get(output.request_id, Progress(0, 0)).num_steps
+            self._steps[output.request_id] = Progress(done, done)
+        # Those that have not begun will have as many steps as those that have.
+        known = [progress.num_steps for progress in self._steps.values() if progress.num_steps]
+        waiting = self._num_requests - len(known)
+        self._bar.total = sum(known) + (waiting * round(sum(known) / len(known)) if known else 0)
+        self._bar.n = sum(progress.step for progress in self._steps.values())
+        self._bar.set_postfix({"requests": f"{self._num_finished}/{self._num_requests}"}, refresh=False)
+        self._bar.update(0)

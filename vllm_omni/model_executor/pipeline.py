@@ -12,12 +12,16 @@ from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import EdgeConfig, added_pipelines
+from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload
 
-PIPELINES = {"qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline"}
+PIPELINES = {
+    "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
+    "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StageSpec:
 
     name: str  # the node's name in the graph
     architecture: str  # class registered with vLLM (plugin.py)
-    output_type: str  # "text", "latents" or "audio": which handler opens the stage's payloads
+    output_type: str  # "text", "latents", "audio", "image" or "video": which handler opens the stage's payloads
     hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
@@ -60,7 +64,7 @@ class RequestContext:
     """One request as every stage sees it."""
 
     request_id: str
-    params: Mapping[str, SamplingParams]  # by stage
+    params: Mapping[str, SamplingParams | DiffusionParams]  # by stage; the latter for a diffusion stage
     options: Mapping[str, Any]  # validated by the pipeline: speaker, num_reply_tokens, ...
     lora_request: Any = None
     priority: int = 0
@@ -77,7 +81,7 @@ class Pipeline(ABC):
     stages: Sequence[StageSpec]
     modalities: Mapping[str, str]  # what a user may ask for -> output of the graph
     extra_outputs: Mapping[str, str] = {}  # likewise, but only by name: intermediate results such as codec ids
-    sample_rate: int  # of the audio output, Hz
+    sample_rate: int = 0  # of the audio output, Hz; 0: each output says it itself
     # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,18 +56,16 @@ def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) ->
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="session")
-def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
+@contextmanager
+def serve(model: Path, log: Path, *flags: str, **variables: str) -> Iterator[Server]:
+    """A server of a model, by the name "tiny"; ended at the end, with every process of its stages."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
-    flags += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}", "--stage=thinker.max_num_seqs=16"]
-    command = [Path(sys.executable).with_name("vllm"), "serve", tiny_checkpoint, "--omni", *flags]
-    env = os.environ | {"VLLM_OMNI_STAGE_RESTARTS": "1"}  # test_stage_death.py
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
+    command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
@@ -76,6 +75,15 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         process.send_signal(signal.SIGTERM)
         process.wait(END_TIMEOUT_S)
         assert not psutil.wait_procs(stages, END_TIMEOUT_S)[1], "a stage outlived its server"
+
+
+@pytest.fixture(scope="session")
+def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
+    flags += ["--stage=thinker.max_num_seqs=16"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(tiny_checkpoint, log, *flags, VLLM_OMNI_STAGE_RESTARTS="1") as server:  # test_stage_death.py
+        yield server
 
 
 def is_up(server: Server) -> bool:

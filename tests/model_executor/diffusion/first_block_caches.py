@@ -62,7 +62,9 @@ class SlowCache:
     def _predict(self, row: Row) -> Tensor:
         state = self._states.setdefault(row.key.branch, _State())
         blocks = next(
-            getattr(self.module, name) for name in ("transformer_blocks", "layers") if hasattr(self.module, name)
+            getattr(self.module, name)
+            for name in ("transformer_blocks", "blocks", "layers")
+            if hasattr(self.module, name)
         )
         seen: dict[str, Tensor] = {}
 

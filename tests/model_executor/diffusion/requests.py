@@ -10,29 +10,31 @@ from PIL import Image
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.model_executor.diffusion import outputs
 from vllm_omni.model_executor.diffusion.request import NEEDS_IMAGE, DiffusionRequest, pipeline_arguments
+from vllm_omni.model_executor.diffusion.self_test import SHORT_CUTS
 from vllm_omni.model_executor.diffusion.stepper import PipelineStepper, StepOutcome
 
 PROMPTS = ("a red fox", "a lighthouse on a cliff, seen from the sea", "rain", "two people at a table by the window")
 NEGATIVE_PROMPTS = ("blurred", "grey and out of focus", "dark", "a frame")
 NUM_STEPS = (4, 6, 3, 5)
 GUIDANCE = (1.5, 3.0, 2.0, 2.5)
-SIDES = (32, 32, 48, 32)  # pixels
+SIDES = (32, 32, 64, 32)  # pixels, where 8 or 16 are one latent
 
 
 def make_request(pipeline: Any, index: int = 0, **values: Any) -> DiffusionRequest:
     """The ``index``-th of four that differ in all that the pipeline takes; ``values`` replace its own."""
     accepted = inspect.signature(type(pipeline).__call__).parameters
-    side = SIDES[index]
+    side = SIDES[index] * (2 if getattr(pipeline, "vae_scale_factor", 8) >= 32 else 1)
     own: dict[str, Any] = {
         "height": side,
         "width": side,
-        "num_frames": 5,
+        "num_frames": 9 if "LTX" in type(pipeline).__name__ else 5,
         "num_inference_steps": NUM_STEPS[index],
         "negative_prompt": NEGATIVE_PROMPTS[index],
         "true_cfg_scale": GUIDANCE[index],
         "guidance_scale": GUIDANCE[index],
     }
     own = {name: value for name, value in own.items() if name in accepted}
+    own["extra_args"] = {name: value for name, value in SHORT_CUTS.items() if name in accepted}
     params = DiffusionParams(**{"seed": 100 + index, "output_type": "float", **own, **values})
     images = [make_image(index)] if NEEDS_IMAGE.search(type(pipeline).__name__) else []
     return DiffusionRequest(prompt=PROMPTS[index], images=images, params=params)

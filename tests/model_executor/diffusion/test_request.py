@@ -6,7 +6,7 @@ from PIL import Image
 from tests.model_executor.diffusion.requests import make_image
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest, pipeline_arguments
+from vllm_omni.model_executor.diffusion.request import DiffusionRequest, frame_rate, pipeline_arguments
 
 
 def test_a_request_survives_the_way_through_msgpack():
@@ -65,6 +65,14 @@ def test_frames_per_second_concern_only_the_file_where_the_model_does_not_know_t
 
 
 PICTURES = [Image.new("RGB", (8, 8)), Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
+
+
+def test_a_video_has_the_frame_rate_of_the_request_or_of_its_pipeline(load_tiny):
+    rates = [
+        frame_rate(load_tiny(name), DiffusionParams(fps=fps))
+        for name, fps in (("wan2.2-t2v", None), ("wan2.2-t2v", 8), ("ltx", None), ("ltx", 8))
+    ]
+    assert rates == [None, 8, 25, 8]
 
 
 def test_one_image_is_passed_as_such(load_tiny):

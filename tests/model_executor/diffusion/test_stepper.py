@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
+from tests.model_executor.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
 from tests.model_executor.diffusion.requests import difference, make_request, results, run, run_diffusers
-from tests.model_executor.diffusion.test_suspended import make_ddpm
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.diffusion.request import DiffusionRequest
 from vllm_omni.model_executor.diffusion.row_cache import RowCache
@@ -95,6 +95,18 @@ def test_a_pipeline_that_is_not_known_here_works_one_request_at_a_time(caplog):
         assert difference(results(outcomes)[name], run_diffusers(pipeline, request)) == 0.0
     assert [outcome.num_steps for outcome in outcomes["b"]] == [5] * 5
     assert [outcome.step_index for outcome in outcomes["b"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_pipeline_with_a_u_net_and_noise_in_every_step_is_merged(load_tiny):
+    flux = load_tiny("flux")
+    pipeline = make_stable_diffusion(flux.text_encoder, flux.tokenizer)
+    stepper = PipelineStepper(pipeline)
+    assert stepper.rules.keys() == {"text_encoder", "unet", "vae"}
+    requests = {f"r{index}": make_request(pipeline, index) for index in range(4)}
+    ours = results(run(stepper, requests, together=2))
+    assert max(stepper.statistics().widths) == 3
+    for name, request in requests.items():
+        assert difference(ours[name], run_diffusers(pipeline, request)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen-image", "wan2.2-t2v", "z-image", "sd3", "stable-audio"])

@@ -4,9 +4,9 @@ import weakref
 
 import pytest
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from torch import nn
 
+from tests.model_executor.diffusion.other_pipelines import make_ddpm
 from tests.model_executor.diffusion.requests import make_request
 from vllm_omni.model_executor.diffusion.request import pipeline_arguments
 from vllm_omni.model_executor.diffusion.suspended import CopiedPipeline, ModuleProxy, SuspendedCall, find_denoisers
@@ -148,23 +148,6 @@ def test_grad_mode_is_restored_whatever_order_calls_end_in(pipeline):
                 call.resume(call.pending.run())
         assert not torch.is_grad_enabled()
     assert torch.is_grad_enabled()
-
-
-def make_ddpm():
-    torch.manual_seed(0)
-    unet = UNet2DModel(
-        sample_size=8,
-        in_channels=3,
-        out_channels=3,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
-    pipeline = DDPMPipeline(unet.eval(), DDPMScheduler(num_train_timesteps=50))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def test_what_is_a_denoiser_and_what_is_not(load_tiny):

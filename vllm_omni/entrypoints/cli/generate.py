@@ -1,4 +1,7 @@
-"""``vllm-omni generate MODEL --prompt TEXT``: one prompt, its media, one answer; no server."""
+"""``vllm-omni generate MODEL --prompt TEXT``: one prompt, its media, one answer; no server.
+
+What a diffusion pipeline does with it is in ``draw.py``.
+"""
 
 import argparse
 import base64
@@ -20,6 +23,9 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
+from vllm_omni.entrypoints.cli.draw import add_arguments as add_diffusion_arguments
+from vllm_omni.entrypoints.cli.draw import draw, refuse_diffusion_options
+from vllm_omni.entrypoints.cli.output import check_writable, reason
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
@@ -27,7 +33,8 @@ from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 
 DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
-everything else (where the file is, how long each stage took, logs) to stderr."""
+everything else (where the file is, how long each stage took, logs) to stderr. Of a diffusion pipeline, image, video or
+sound go to files, and their paths to stdout."""
 
 USAGE = "vllm-omni generate MODEL --prompt TEXT [--image FILE] [--audio FILE] [--video FILE] [options]"
 
@@ -66,12 +73,17 @@ def generate(args: Sequence[str]) -> None:
 def _generate(parsed: Deployment, stdout: TextIO) -> None:
     options = parsed.args
     prompt = _read_prompt(options)
-    audio_path = _audio_path(options.output)
     # The files are the user's own, and nobody else asks this engine for any.
     config = parsed.load_config(allowed_local_media_path="/")
+    if config.stages[0].engine_type == "diffusion":
+        (modality,) = Orchestrator(config).pipeline.modalities
+        draw(config, modality, options, prompt, stdout)
+        return
+    refuse_diffusion_options(options)
+    audio_path = _audio_path(options.output)
     modalities = _check_request(config, options)
     if "audio" in modalities:
-        _check_writable(audio_path)
+        check_writable(audio_path)
     allowed = config.stages[0].engine_args["allowed_local_media_path"]
     media = [_read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
 
@@ -123,13 +135,16 @@ def _add_arguments(parser: DeploymentParser) -> None:
         help="Makes every stage's sampling repeatable (an engine's own seed is --stage NAME.seed=N).",
     )
     group.add_argument(
+        "-o",
         "--output",
         metavar="PATH",
         help=f"Of the speech: a file ({', '.join(AUDIO_SUFFIXES)}), or a directory, made if need be, for "
-        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced.",
+        f"{DEFAULT_AUDIO}. By default ./{DEFAULT_AUDIO}; what is there is replaced. Of a diffusion pipeline: a file "
+        "of an image, video or sound, answer.png for example; several get numbers.",
     )
     group.add_argument("--json", action="store_true", help="Print everything about the answer as one line of JSON.")
-    parser.own_groups = ["Prompt", "Answer", "Omni"]
+    add_diffusion_arguments(parser)
+    parser.own_groups = ["Prompt", "Answer", "Diffusion", "Omni"]
 
 
 class _AppendMedia(argparse.Action):
@@ -188,7 +203,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
         else:
             text = options.prompt
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{source}: cannot be read: {_reason(exc)}") from exc
+        raise ConfigError(f"{source}: cannot be read: {reason(exc)}") from exc
     if not text.strip():
         raise ConfigError(f"{source}: the prompt is empty")
     return str(text)
@@ -204,17 +219,6 @@ def _audio_path(output: str | None) -> Path:
         known = suggest(path.suffix.lower(), AUDIO_SUFFIXES)
         raise ConfigError(f"--output {output}: unknown suffix {path.suffix!r}: {known}; a directory ends in {os.sep!r}")
     return path
-
-
-def _check_writable(path: Path) -> None:
-    """Raise ``ConfigError`` if the file could not be written; makes nothing."""
-    if path.is_dir():
-        raise ConfigError(f"--output {path}: it is a directory")
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"--output {path}: {existing} is not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {path}: {existing} cannot be written to")
 
 
 def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[str]:
@@ -242,31 +246,19 @@ def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound
             with Path(named).open("rb"):
                 url = Path(named).resolve().as_uri()
     except Exception as exc:  # the HTTP client's errors have no class in common
-        raise ConfigError(f"{flag}: {_reason(exc)}") from exc
+        raise ConfigError(f"{flag}: {reason(exc)}") from exc
     connector = MediaConnector(allowed_local_media_path=allowed_local_media_path)
     fetch = {"image": connector.fetch_image, "audio": connector.fetch_audio, "video": connector.fetch_video}[kind]
     try:
         fetch(url)
     except Exception as exc:
-        raise ConfigError(f"{flag}: no {kind} that can be read: {_reason(refusal(exc))}") from exc
+        raise ConfigError(f"{flag}: no {kind} that can be read: {reason(refusal(exc))}") from exc
     if kind == "video" and with_sound:
         try:
             connector.fetch_audio(url)
         except Exception as exc:
-            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {_reason(refusal(exc))}") from exc
+            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {reason(refusal(exc))}") from exc
     return Media(kind, url)
-
-
-def _reason(exc: BaseException) -> str:
-    """The one line that says most: the system's words for what stopped a file or a connection, or the first line."""
-    deepest: BaseException | None = exc
-    while deepest is not None:
-        if isinstance(deepest, OSError) and deepest.strerror:
-            return deepest.strerror
-        deepest = deepest.__cause__ or deepest.__context__
-    said = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-    said = said.removeprefix("the prompt or its media cannot be read: ")
-    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", said)
 
 
 def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -319,7 +311,7 @@ def _save_audio(output: OmniRequestOutput, path: Path) -> Path:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as directory:
             output.save_audio(Path(directory) / path.name).replace(path)
     except OSError as exc:
-        raise OmniError(f"the speech cannot be written to {path}: {_reason(exc)}") from exc
+        raise OmniError(f"the speech cannot be written to {path}: {reason(exc)}") from exc
     return path.resolve()
 
 

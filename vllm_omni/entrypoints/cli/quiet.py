@@ -9,6 +9,7 @@ from typing import TextIO
 VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
     "OPENCV_LOG_LEVEL": "ERROR",

@@ -28,11 +28,13 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.errors import ConfigError, OmniError, StageFailed, StageUnavailable
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed, StageUnavailable
 
-router = APIRouter()
+router = APIRouter()  # of models that speak
+common_router = APIRouter()
 
 
 @router.post(
@@ -78,7 +80,7 @@ async def voices(raw_request: Request) -> JSONResponse:
     return JSONResponse(speech.voices())
 
 
-@router.get("/health")
+@common_router.get("/health")
 async def health(raw_request: Request) -> JSONResponse:
     """The state of each stage; 200 while every one is alive, else 503 and which one is not."""
     omni: AsyncOmni = raw_request.app.state.engine_client
@@ -114,8 +116,10 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     # Once it is up, the server has a handler of its own.
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        # Behind vLLM's handlers of other routes, a request is for text; the chat handler says what it is for.
-        omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats).with_defaults(modalities=("text",))
+        omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats)
+        if not omni.is_diffusion:
+            # Behind vLLM's handlers of other routes, a request is for text; the chat handler says what it is for.
+            omni = omni.with_defaults(modalities=("text",))
         try:
             uvloop.run(_serve(omni, args, sock))
         finally:
@@ -157,11 +161,16 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
 
 async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """vLLM's application over these stages, ready to serve."""
+    if omni.is_diffusion:
+        app = build_diffusion_app(omni, args)
+        _replace_routes(app, common_router)
+        _add_handler(app)
+        return app
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
+    _replace_routes(app, common_router)
     _replace_routes(app, router)
-    app.exception_handler(OmniError)(_on_omni_error)
-    app.middleware_stack = None  # it has been built, and knows no handler that came later: have it built anew
+    _add_handler(app)
     await init_app_state(omni, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
@@ -169,6 +178,11 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
     )
     return app
+
+
+def _add_handler(app: FastAPI) -> None:
+    app.exception_handler(OmniError)(_on_omni_error)
+    app.middleware_stack = None  # it has been built, and knows no handler that came later: have it built anew
 
 
 def _replace_routes(app: FastAPI, ours: APIRouter) -> None:
@@ -196,4 +210,5 @@ async def _on_omni_error(raw_request: Request, exc: Exception) -> JSONResponse:
 
 def _error_body(exc: Exception, status: HTTPStatus) -> dict[str, Any]:
     kind = f"{status.phrase.replace(' ', '')}{'' if status.phrase.endswith('Error') else 'Error'}"
-    return create_error_response(str(exc), err_type=kind, status_code=status).model_dump()
+    param = exc.param if isinstance(exc, InvalidRequest) else None
+    return create_error_response(str(exc), err_type=kind, status_code=status, param=param).model_dump()

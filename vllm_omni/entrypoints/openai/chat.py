@@ -228,6 +228,7 @@ class OmniServingChat(OpenAIServingChat):
 
     def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.engine_client.orchestrator.pipeline.sample_rate
+        assert sample_rate is not None, "a model that speaks has one"
         encoder = AudioEncoder(find_audio_format(request.audio_format), sample_rate, is_stream=is_stream)
         return Speech(encoder, sample_rate, self.timer)
 

@@ -95,6 +95,7 @@ class OmniServingSpeech:
         self._engine.check_available(["audio"])
         audio_format = find_audio_format(request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
+        assert sample_rate is not None, "a model that speaks has one"
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
         speech = Speech(encoder, sample_rate, timer)
         usage = _Usage()

@@ -35,6 +35,7 @@ class MergeRule:
         default_factory=dict
     )  # sequences [rows, S, ...] -> the name of their mask [rows, S]
     shared: tuple[str, ...] = ()  # tensors (or tuples of them) that must be equal
+    unused: tuple[str, ...] = ()  # what the network takes, and does nothing with
     makes_masks: bool = True  # a missing mask means all ones, and may be added
     is_encoder: bool = False  # outputs [rows, S, ...] are cut to the call's own S, and kept by the pipelines
     pad_value: int = 0
@@ -47,7 +48,11 @@ class MergeRule:
 
 _TEXT_ENCODER = MergeRule(padded={"input_ids": "attention_mask"}, makes_masks=False, is_encoder=True)
 _CLIP = MergeRule(rows=("input_ids", "attention_mask"), is_encoder=True)
-_DECODER = MergeRule(rows=("z", "latents"))
+_DECODER = MergeRule(rows=("z", "latents", "temb"), unused=("generator",))
+_FLUX = MergeRule(
+    rows=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance"),
+    shared=("img_ids", "txt_ids"),
+)
 
 RULES: dict[str, MergeRule] = {
     # denoisers
@@ -59,10 +64,9 @@ RULES: dict[str, MergeRule] = {
     "WanTransformer3DModel": MergeRule(
         rows=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image")
     ),
-    "FluxTransformer2DModel": MergeRule(
-        rows=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance"),
-        shared=("img_ids", "txt_ids"),
-    ),
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX,
+    "LongCatImageTransformer2DModel": _FLUX,
     "ZImageTransformer2DModel": MergeRule(lists=("x", "cap_feats"), rows=("t",)),
     "SD3Transformer2DModel": MergeRule(
         rows=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
@@ -70,6 +74,22 @@ RULES: dict[str, MergeRule] = {
     "HunyuanVideoTransformer3DModel": MergeRule(
         rows=("hidden_states", "timestep", "pooled_projections", "guidance"),
         padded={"encoder_hidden_states": "encoder_attention_mask"},
+    ),
+    "HunyuanImageTransformer2DModel": MergeRule(
+        rows=("hidden_states", "timestep", "timestep_r", "guidance"),
+        padded={
+            "encoder_hidden_states": "encoder_attention_mask",
+            "encoder_hidden_states_2": "encoder_attention_mask_2",
+        },
+    ),
+    "SanaTransformer2DModel": MergeRule(
+        rows=("hidden_states", "timestep", "guidance"), padded={"encoder_hidden_states": "encoder_attention_mask"}
+    ),
+    "LTXVideoTransformer3DModel": MergeRule(
+        rows=("hidden_states", "timestep"), padded={"encoder_hidden_states": "encoder_attention_mask"}
+    ),
+    "UNet2DConditionModel": MergeRule(
+        rows=("sample", "timestep", "encoder_hidden_states", "timestep_cond", "added_cond_kwargs")
     ),
     "StableAudioDiTModel": MergeRule(
         rows=(
@@ -87,12 +107,17 @@ RULES: dict[str, MergeRule] = {
     "Qwen3Model": _TEXT_ENCODER,
     "Qwen3ForCausalLM": _TEXT_ENCODER,
     "LlamaModel": _TEXT_ENCODER,
+    "Gemma2Model": _TEXT_ENCODER,
     "T5EncoderModel": _TEXT_ENCODER,
     "UMT5EncoderModel": _TEXT_ENCODER,
     "CLIPTextModel": _CLIP,
     "CLIPTextModelWithProjection": _CLIP,
     # decoders
     "AutoencoderKL": _DECODER,
+    "AutoencoderKLFlux2": _DECODER,
+    "AutoencoderKLHunyuanImage": _DECODER,
+    "AutoencoderKLLTXVideo": _DECODER,
+    "AutoencoderDC": _DECODER,
     "AutoencoderKLQwenImage": _DECODER,
     "AutoencoderKLWan": _DECODER,
     "AutoencoderKLHunyuanVideo": _DECODER,
@@ -159,7 +184,7 @@ def group_key(call: PendingCall, rule: MergeRule, fingerprints: Fingerprints) ->
     key: list[Hashable] = [id(call.module), call.method]
     for name in sorted(call.kwargs):
         value = call.kwargs[name]
-        if value is None:
+        if value is None or name in rule.unused:
             continue
         if name in rule.rows:
             key.append((name, *_row_shapes(name, value, rows)))

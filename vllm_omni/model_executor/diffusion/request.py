@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # What pipelines call the number of their outputs.
 NUM_OUTPUTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "num_designs_per_prompt")
 IMAGES = ("image", "input_images")
+FRAME_RATES = ("frame_rate", "fps")
 # ``image`` has a default in their signatures, and yet they cannot do without.
 NEEDS_IMAGE = re.compile(r"Edit|ImageToVideo|Img2Img|Inpaint")
 # Several input images are references for one output; a list means a batch elsewhere.
@@ -92,7 +93,7 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
             raise InvalidRequest(f"{name} takes no {parameter}")
         arguments[parameter] = value
     if params.fps is not None:  # where the model does not know of it, it is a property of the file alone
-        for parameter in ("frame_rate", "fps"):
+        for parameter in FRAME_RATES:
             if parameter in accepted:
                 arguments[parameter] = params.fps
     _add_images(arguments, accepted, name, request.images)
@@ -103,6 +104,15 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
             raise InvalidRequest(f"{name} takes no extra argument {parameter!r}: {suggest(parameter, known)}")
         arguments[parameter] = value
     return arguments
+
+
+def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
+    """Frames per second of the video of a request; None: neither the request nor the pipeline says."""
+    if params.fps is not None:
+        return params.fps
+    accepted = inspect.signature(type(pipeline).__call__).parameters
+    defaults = [accepted[name].default for name in FRAME_RATES if name in accepted]
+    return next((round(rate) for rate in defaults if isinstance(rate, int | float)), None)
 
 
 def _add_images(

@@ -165,8 +165,8 @@ class RowCache:
     ) -> Any:
         """``module(**kwargs)``, where rows that have hardly changed skip all blocks but the first.
 
-        The module's own forward runs; while it does, its lists of blocks are shadowed by wrappers. One host sync, and
-        none if no row may be reused. Bitwise a plain call if no row has an entry.
+        The module's own forward runs; while it does, its lists of blocks are shadowed by wrappers. It waits for
+        the device once, and not at all if no row may be reused. Bitwise a plain call if no row has an entry.
 
         Args:
             keys: of each row of the batch; None: this row is not cached.
@@ -220,7 +220,8 @@ class RowCache:
         hits: _Hits = {}
         if candidates:
             distances = torch.stack([entry.distance(residuals[row]) for row, entry in candidates.items()])
-            for (row, entry), distance in zip(candidates.items(), distances.tolist(), strict=True):  # the one host sync
+            values = distances.tolist()  # the one wait for the device
+            for (row, entry), distance in zip(candidates.items(), values, strict=True):
                 # Not-a-number, where the kept residual is zero or infinite, is no hit.
                 if distance <= self._requests[keys[row].request_id].threshold:
                     hits[row] = entry

@@ -35,6 +35,8 @@ SIDES = (32, 64, 128, 256, 512, None)  # pixels, until one is accepted
 NUM_FRAMES = 9  # 4k + 1 and 8k + 1
 # Enough that both of Wan2.2's experts have their turn with every published shift.
 NUM_STEPS = 4
+# Not to have a language model write the prompts anew, and to keep to the small size.
+SHORT_CUTS = {"enable_prompt_rewrite": False, "use_resolution_binning": False}
 NUM_COMPARED = 2  # calls of each network: those of both branches of the guidance
 
 
@@ -62,11 +64,15 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     }
     if not candidates:
         return {}
-    results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
-    try:
-        _run_in_step(make_calls(pipeline, copied), candidates, results)
-    except Exception as exc:  # of a network, too: nothing is merged, and requests will say what is wrong
-        results = dict.fromkeys(candidates, describe(exc))
+    results: dict[str, MergeRule | str] = {}
+    for side in SIDES:
+        requests = [make_request(pipeline, index, side) for index in range(len(PROMPTS))]
+        try:
+            calls = [SuspendedCall(copied, pipeline_arguments(pipeline, request)) for request in requests]
+            results = _run_in_step(calls, candidates)
+            break
+        except Exception as exc:  # the size, most likely; if not, requests will fail in the same way
+            results = dict.fromkeys(candidates, f"the test's own requests fail: {describe(exc)}")
     rules = {}
     for component, result in results.items():
         name = type(copied.modules[component]).__name__
@@ -77,29 +83,6 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
         if result is not candidates[component]:
             logger.warning("%s (%s) merges only requests with texts of one length", name, component)
     return rules
-
-
-def make_calls(pipeline: Any, copied: CopiedPipeline) -> list[SuspendedCall]:
-    """One call for each of ``PROMPTS``, at its first network, of the smallest size that is accepted.
-
-    Raises:
-        SelfTestFailed: none is.
-    """
-    reason = ""
-    for side in SIDES:
-        try:
-            # To the first denoiser call: only there has all been checked that depends on the size.
-            probe = SuspendedCall(copied, pipeline_arguments(pipeline, make_request(pipeline, 0, side)))
-            try:
-                _run_until_denoiser(probe)
-            finally:
-                probe.cancel()
-        except Exception as exc:
-            reason = describe(exc)
-            continue
-        requests = [make_request(pipeline, index, side) for index in range(len(PROMPTS))]
-        return [SuspendedCall(copied, pipeline_arguments(pipeline, request)) for request in requests]
-    raise SelfTestFailed(f"no inputs could be made for the test: {reason}")
 
 
 def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionRequest:
@@ -113,7 +96,9 @@ def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionReques
         "negative_prompt": NEGATIVE_PROMPTS[index],
         "true_cfg_scale": 2.0,
     }
-    params = DiffusionParams(seed=index, **{name: value for name, value in values.items() if name in accepted})
+    extra_args = {name: value for name, value in SHORT_CUTS.items() if name in accepted}
+    taken = {name: value for name, value in values.items() if name in accepted}
+    params = DiffusionParams(seed=index, extra_args=extra_args, **taken)
     name = type(pipeline).__name__
     needs_image = "image" in accepted and (
         NEEDS_IMAGE.search(name) or accepted["image"].default is inspect.Parameter.empty
@@ -130,39 +115,42 @@ def make_image(seed: int, side: int) -> Any:
     return Image.fromarray(torch.randint(0, 256, (side, side, 3), generator=generator, dtype=torch.uint8).numpy())
 
 
-def _run_until_denoiser(call: SuspendedCall) -> None:
-    pending = call.resume()
-    while pending is not None and not pending.is_denoiser:
-        pending = call.resume(pending.run())
-    if call.error is not None:
-        raise call.error
+def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeRule]) -> dict[str, MergeRule | str]:
+    """For each component the rule that held, or why none did.
 
-
-def _run_in_step(
-    calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeRule], results: dict[str, MergeRule | str]
-) -> None:
+    Raises:
+        Exception: what a request failed with.
+    """
+    results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
     compared = dict.fromkeys(candidates, 0)
     fingerprints = Fingerprints()
     try:
-        pending = [call.resume() for call in calls]
-        while any(pending):
-            waiting = [one for one in pending if one is not None]
-            outputs = [one.run() for one in waiting]
+        for call in calls:
+            call.resume()
+        while not all(call.has_ended for call in calls):
+            running = [call for call in calls if not call.has_ended]
+            waiting = [call.pending for call in running if call.pending is not None]
+            outputs = [pending.run() for pending in waiting]
             component = waiting[0].component
             if component in candidates and compared[component] < NUM_COMPARED and len(waiting) == len(calls):
                 compared[component] += 1
                 rule = results[component] if compared[component] > 1 else candidates[component]
                 if isinstance(rule, MergeRule):
                     results[component] = _find_rule(waiting, outputs, rule, candidates[component], fingerprints)
-            for call, output in zip([call for call in calls if not call.has_ended], outputs, strict=True):
+            for call, output in zip(running, outputs, strict=True):
                 call.resume(output)
-            for call in calls:
-                if call.error is not None:
-                    raise call.error
-            pending = [call.pending for call in calls]
+            _raise_error(calls)
+        _raise_error(calls)
     finally:
         for call in calls:
             call.cancel()
+    return results
+
+
+def _raise_error(calls: Sequence[SuspendedCall]) -> None:
+    for call in calls:
+        if call.error is not None:
+            raise call.error
 
 
 def _find_rule(

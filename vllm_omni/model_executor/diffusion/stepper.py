@@ -43,7 +43,8 @@ class StepOutcome:
     output: dict[str, Any] | None = None  # when it has ended: see ``outputs.collect``
     error: Exception | None = None  # it failed, alone; InvalidRequest where the pipeline refused its arguments
     preview: Tensor | None = None  # uint8 [H, W, 3], of the latest step that has one
-    num_bytes: int = 0  # tensors of the call that it waits for
+    num_rows: int = 0  # of the call that it waits for; 0: not known, its denoiser is not in the table
+    num_bytes: int = 0  # tensors of that call
     num_cache_bytes: int = 0  # what its row cache entries need, all branches; 0: its denoiser is not cached
 
     @property
@@ -144,6 +145,7 @@ class PipelineStepper:
         Raises:
             KeyError: a request that was not added, or has ended.
         """
+        assert len(set(request_ids)) == len(request_ids), "a request makes one step at a time"
         chosen = [self._running[request_id] for request_id in request_ids]
         with torch.no_grad():  # what pipelines set per thread, in an order that is not theirs: see suspended.py
             for running in chosen:
@@ -316,6 +318,7 @@ class PipelineStepper:
             output=output,
             error=error,
             preview=preview,
+            num_rows=0 if call.pending is None else _rows_alone(call.pending),
             num_bytes=0 if call.pending is None else num_bytes(call.pending.kwargs),
             num_cache_bytes=self._num_cache_bytes(running),
         )

@@ -229,15 +229,18 @@ class SuspendedCall:
             running.parent = current
 
     def _run(self, _: Any) -> None:
-        pipeline = self._copied(self)
+        pipeline = None
         try:
+            pipeline = self._copied(self)
             self.result = pipeline(**self.arguments)
         except Cancelled:
             pass
         except Exception as exc:
             self.error = forget_frames(exc)
         finally:
-            vars(getattr(pipeline, "scheduler", None) or self.progress).pop("step", None)  # it refers to itself
+            scheduler = getattr(pipeline, "scheduler", None)
+            if scheduler is not None:
+                vars(scheduler).pop("step", None)  # ours refers to the scheduler
 
     def _end(self) -> None:
         self.has_ended = True
@@ -247,9 +250,14 @@ class SuspendedCall:
 
 
 class CopiedPipeline:
-    """Makes the copy of a pipeline that one request runs on."""
+    """Makes the copy of a pipeline that one request runs on.
+
+    Raises:
+        MissingDependency: greenlet is not installed.
+    """
 
     def __init__(self, pipeline: Any):
+        _import_greenlet()  # or say what is missing, before a request needs it
         self._pipeline = pipeline
         self.denoisers = find_denoisers(pipeline)
         self.modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}

@@ -115,6 +115,25 @@ def test_experts_differ(tiny_pipeline: Callable[[str], Path]) -> None:
     assert files[f"transformer/{weights}"] != files[f"transformer_2/{weights}"]
 
 
+def test_each_expert_takes_a_part_of_the_steps(tiny_pipeline: Callable[[str], Path]) -> None:
+    pipeline = load(tiny_pipeline("wan2.2-t2v"))
+    used: list[str] = []
+    for component in ("transformer", "transformer_2"):
+        pipeline.components[component].register_forward_pre_hook(lambda *_, component=component: used.append(component))
+    call(pipeline, "wan2.2-t2v", steps=4)
+    assert used == ["transformer"] * 4 + ["transformer_2"] * 4  # each step with and without the prompt
+
+
+def test_rounding_is_not_multiplied(name: str, path: Path, output: Tensor) -> None:
+    """Another order of sums must not look like another result: weights a millionth off change little more than that."""
+    nudged = load(path)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in nudged.transformer.parameters():
+            parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
+    assert (call(nudged, name) - output).abs().max() < 5e-5
+
+
 def test_every_pipeline_has_a_small_call() -> None:
     assert set(CALLS) == set(PIPELINES)
 

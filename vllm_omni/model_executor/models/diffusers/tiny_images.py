@@ -19,7 +19,7 @@ WAN_VAE: dict[str, Any] = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 2, 4, 4],
 # The editing pipelines bring every input to 1024 x 1024 pixels, or as many: 7 s in a tiny checkpoint too. With 16x16
 # pixels a latent, and without residual blocks in the encoder, it is 1 s.
 EDIT_VAE: dict[str, Any] = {
-    "base_dim": 4,
+    "base_dim": 8,
     "z_dim": 16,
     "dim_mult": [1] * 5,
     "num_res_blocks": 0,

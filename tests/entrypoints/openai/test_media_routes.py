@@ -1,0 +1,236 @@
+"""Edited images, videos and sounds over HTTP: the application itself, on a real engine of each kind."""
+
+import asyncio
+import base64
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import soundfile
+import torch
+
+from tests.test_image_format import decode as decode_image
+from tests.test_image_format import make_pixels
+from tests.test_video_format import decode as decode_video
+from vllm_omni import AsyncOmni
+from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.image_format import IMAGE_FORMATS, encode_image, to_image
+from vllm_omni.model_executor.models.diffusers import tiny
+
+pytestmark = pytest.mark.slow
+
+PICTURE = encode_image(to_image(make_pixels()), IMAGE_FORMATS["png"])
+OTHER = encode_image(to_image(255 - make_pixels()), IMAGE_FORMATS["png"])
+
+
+def url_of(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+
+
+@asynccontextmanager
+async def asked(path: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a tiny pipeline's server."""
+    parsed = parse_serve_args([str(tiny.build(path, name)), "--served-model-name=tiny"])
+    omni = await asyncio.to_thread(lambda: AsyncOmni(config=parsed.load_config()))
+    try:
+        transport = httpx.ASGITransport(await build_omni_app(omni, parsed.args))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+            yield client
+    finally:
+        await omni.aclose()
+
+
+# -- /v1/images/edits --------------------------------------------------------------------------------------------------
+
+EDIT = {"prompt": "at night", "size": "64x64", "seed": "3", "num_inference_steps": "2"}  # a form has texts alone
+
+
+@pytest.fixture(scope="module")
+async def editor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    async with asked(tmp_path_factory.mktemp("edit") / "tiny", "qwen-image-edit-plus") as client:
+        yield client
+
+
+async def edit(client: httpx.AsyncClient, *pictures: bytes, name: str = "image", **more: str) -> str:
+    """The image in base 64."""
+    files = [(name, ("picture.png", picture, "image/png")) for picture in pictures]
+    response = await client.post("/v1/images/edits", data={**EDIT, **more}, files=files)
+    assert response.status_code == 200, response.text
+    (image,) = response.json()["data"]
+    return str(image["b64_json"])
+
+
+async def test_an_edit_reads_its_image(editor: httpx.AsyncClient) -> None:
+    first, second = await edit(editor, PICTURE), await edit(editor, OTHER)
+    assert decode_image(base64.b64decode(first)).shape == (64, 64, 3)
+    assert first != second
+    assert first == await edit(editor, PICTURE)
+
+
+async def test_several_images_are_read_in_order(editor: httpx.AsyncClient) -> None:
+    """Under the name with brackets that OpenAI's clients give to lists."""
+    both = await edit(editor, PICTURE, OTHER, name="image[]")
+    assert both == await edit(editor, PICTURE, OTHER)
+    assert len({both, await edit(editor, OTHER, PICTURE), await edit(editor, PICTURE)}) == 3
+
+
+async def test_an_image_may_be_a_url_in_json(editor: httpx.AsyncClient) -> None:
+    expected = await edit(editor, PICTURE)
+    for given in ({"image": url_of(PICTURE)}, {"images": [{"image_url": url_of(PICTURE)}]}, {"url": url_of(PICTURE)}):
+        response = await editor.post("/v1/images/edits", json={**EDIT, **given})
+        assert response.json()["data"][0]["b64_json"] == expected
+
+
+async def test_an_edit_is_streamed_under_its_own_name(editor: httpx.AsyncClient) -> None:
+    files = {"image": PICTURE}
+    response = await editor.post("/v1/images/edits", data={**EDIT, "stream": "true"}, files=files)
+    assert response.text.startswith("event: image_edit.completed\n")
+
+
+async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClient) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url_of(PICTURE)}}, {"type": "text", "text": "at night"}]
+    body = {"messages": [{"role": "user", "content": content}], "size": "64x64", "seed": 3, "num_inference_steps": 2}
+    answer = (await editor.post("/v1/chat/completions", json=body)).json()
+    url = answer["choices"][0]["message"]["content"][0]["image_url"]["url"]
+    assert url.partition(",")[2] == await edit(editor, PICTURE)
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "param", "said"),
+    [
+        ({}, {}, "image", "at least one image is needed"),
+        ({"image": b"no image"}, {}, "image", "no image that can be read"),
+        ({"image": PICTURE, "mask": PICTURE}, {}, "mask", "not read"),
+        ({"image": PICTURE}, {"size": "64"}, "size", "must be 'auto' or WIDTHxHEIGHT"),
+        ({"image": PICTURE}, {"n": "two"}, "n", "valid integer"),
+        ({"image": PICTURE}, {"num_inference_steps": "0"}, "num_inference_steps", "must be at least 1"),
+        ({"image": PICTURE}, {"extra_params": "{"}, "extra_params", "must be an object in JSON"),
+        ({"image": PICTURE}, {"promt": "x"}, "promt", "did you mean 'prompt'"),
+    ],
+)
+async def test_a_bad_edit_is_refused_by_its_field(
+    editor: httpx.AsyncClient, files: dict[str, bytes], more: dict[str, str], param: str, said: str
+) -> None:
+    response = await editor.post("/v1/images/edits", data={**EDIT, **more}, files=files)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+# -- /v1/videos/sync ---------------------------------------------------------------------------------------------------
+
+FILM = {"prompt": "a tram", "size": "32x32", "seed": 1, "num_inference_steps": 2, "num_frames": 5, "fps": 8}
+
+
+@pytest.fixture(scope="module")
+async def animator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    async with asked(tmp_path_factory.mktemp("video") / "tiny", "wan2.2-i2v") as client:
+        yield client
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mp4", "video/mp4"), ("webm", "video/webm"), ("gif", "image/gif")])
+async def test_a_video_is_a_file_of_its_frames(animator: httpx.AsyncClient, name: str, kind: str) -> None:
+    body = {**FILM, "image_reference": {"image_url": url_of(PICTURE)}, "output_format": name}
+    response = await animator.post("/v1/videos/sync", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == kind
+    frames, times = decode_video(response.content)
+    assert frames.shape == (5, 32, 32, 3)
+    assert times[-1] == pytest.approx(0.5, abs=0.03)  # a gif's frames last whole hundredths of a second
+
+
+async def test_a_form_gives_the_same_video(animator: httpx.AsyncClient) -> None:
+    body = {**FILM, "image_reference": {"image_url": url_of(PICTURE)}}
+    by_json = await animator.post("/v1/videos/sync", json=body)
+    form = {name: str(value) for name, value in FILM.items()}
+    by_form = await animator.post("/v1/videos/sync", data=form, files={"input_reference": PICTURE})
+    assert by_json.content == by_form.content
+    other = await animator.post("/v1/videos/sync", data=form, files={"input_reference": OTHER})
+    assert not torch.equal(decode_video(other.content)[0], decode_video(by_form.content)[0])
+
+
+async def test_seconds_are_frames_by_the_rate(animator: httpx.AsyncClient) -> None:
+    body = {name: value for name, value in FILM.items() if name != "num_frames"}
+    more = {"seconds": "1.125", "image_reference": {"image_url": url_of(PICTURE)}}
+    response = await animator.post("/v1/videos/sync", json={**body, **more})
+    assert len(decode_video(response.content)[0]) == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"seconds": 1}, "seconds", "num_frames says the same"),
+        ({"num_frames": 0}, "num_frames", "must be at least 1"),
+        ({"fps": 0}, "fps", "must be at least 1"),
+        ({"output_format": "mpeg"}, "output_format", "unknown video format"),
+        ({"image_reference": "x"}, "image_reference", "must be an object in JSON"),
+        ({"image_reference": {}}, "image_reference", "must have an image_url"),
+        ({"guidance_scale_2": -1}, "guidance_scale_2", "at least 0"),
+        ({}, None, "needs an input image"),
+    ],
+)
+async def test_a_bad_request_for_a_video_is_refused(
+    animator: httpx.AsyncClient, change: dict[str, Any], param: str | None, said: str
+) -> None:
+    response = await animator.post("/v1/videos/sync", json={**FILM, **change})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+async def test_no_chat_answers_with_a_video(animator: httpx.AsyncClient) -> None:
+    response = await animator.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert response.status_code == 400
+    assert "/v1/videos/sync" in response.json()["error"]["message"]
+
+
+# -- /v1/audio/generate ------------------------------------------------------------------------------------------------
+
+RAIN = {"input": "rain", "seed": 2, "num_inference_steps": 3, "audio_length": 0.01}
+
+
+@pytest.fixture(scope="module")
+async def composer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    async with asked(tmp_path_factory.mktemp("audio") / "tiny", "stable-audio") as client:
+        yield client
+
+
+@pytest.mark.parametrize(("name", "kind"), [("wav", "audio/wav"), ("flac", "audio/flac")])
+async def test_a_sound_is_a_file_of_both_channels(composer: httpx.AsyncClient, name: str, kind: str) -> None:
+    response = await composer.post("/v1/audio/generate", json={**RAIN, "response_format": name})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == kind
+    samples, sample_rate = soundfile.read(io.BytesIO(response.content))
+    assert (samples.shape, sample_rate) == ((441, 2), 44100)
+
+
+async def test_chat_answers_with_the_sound(composer: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "rain"}], "seed": 2, "num_inference_steps": 3}
+    more = {"extra_params": {"audio_start_in_s": 0.0, "audio_end_in_s": 0.01}}
+    answer = (await composer.post("/v1/chat/completions", json={**body, **more})).json()
+    message = answer["choices"][0]["message"]
+    file = await composer.post("/v1/audio/generate", json=RAIN)
+    assert base64.b64decode(message["audio"]["data"]) == file.content
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"audio_length": 0}, "audio_length"),
+        ({"audio_length": None, "audio_start": 1}, "audio_length"),
+        ({"response_format": "wave"}, "response_format"),
+        ({"num_inference_steps": -1}, "num_inference_steps"),
+    ],
+)
+async def test_a_bad_request_for_a_sound_is_refused(
+    composer: httpx.AsyncClient, change: dict[str, Any], param: str
+) -> None:
+    response = await composer.post("/v1/audio/generate", json={**RAIN, **change})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

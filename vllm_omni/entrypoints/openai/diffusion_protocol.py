@@ -1,0 +1,196 @@
+"""The bodies of requests to a diffusion pipeline, as JSON or as a form, and how they are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
+
+MAX_PARTIAL_IMAGES = 3  # OpenAI's
+
+
+class DiffusionFields(BaseModel):
+    """What every route takes; what is not said is the pipeline's own default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    negative_prompt: str | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    seed: int | None = None
+    cache_threshold: float | None = None
+    extra_params: dict[str, Any] = Field(
+        default={}, description="Further keyword arguments of the pipeline's call, as it names them."
+    )
+
+    def params(self) -> dict[str, Any]:
+        """Fields of ``DiffusionParams``."""
+        same = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "seed", "cache_threshold")
+        values = {name: value for name in same if (value := getattr(self, name)) is not None}
+        return values | ({"extra_args": self.extra_params} if self.extra_params else {})
+
+
+class ImageRequest(DiffusionFields):
+    """OpenAI's request for images, and what diffusion pipelines know besides."""
+
+    prompt: str
+    n: int = 1
+    size: str = Field(default="auto", description='"WIDTHxHEIGHT" in pixels, or "auto": the pipeline\'s own.')
+    response_format: Literal["b64_json"] | None = None
+    output_format: str = "png"
+    output_compression: int | None = Field(default=None, ge=0, le=100, description="Quality of a jpeg or webp.")
+    stream: bool = False
+    partial_images: int = Field(default=0, ge=0, le=MAX_PARTIAL_IMAGES, description="Previews in a stream.")
+    progress: bool = Field(default=False, description="In a stream, an event after each denoise step.")
+    # OpenAI's, without a meaning here.
+    background: Literal["auto", "opaque"] | None = None
+    quality: str | None = None
+    style: str | None = None
+    moderation: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    input_fidelity: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        values = super().params() | read_size(self.size) | {"num_outputs_per_prompt": self.n}
+        if self.stream:
+            values["progress"] = self.progress
+            if self.partial_images:
+                values["preview_every"] = preview_every(self.num_inference_steps, self.partial_images)
+        return values
+
+
+class VideoRequest(DiffusionFields):
+    """The neighbouring servers' request for a video."""
+
+    prompt: str
+    size: str = "auto"
+    seconds: float | None = Field(default=None, gt=0, description="Instead of num_frames.")
+    num_frames: int | None = None
+    fps: int | None = None
+    guidance_scale_2: float | None = None
+    output_format: str = "mp4"
+    user: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        values = super().params() | read_size(self.size)
+        for name in ("guidance_scale_2", "num_frames", "fps"):
+            if (value := getattr(self, name)) is not None:
+                values[name] = value
+        return values
+
+
+class SoundRequest(DiffusionFields):
+    """The neighbouring servers' request for a sound."""
+
+    input: str = Field(description="What it is to sound like.")
+    audio_length: float | None = Field(default=None, gt=0, description="Seconds.")
+    audio_start: float = Field(default=0.0, ge=0, description="Seconds into what it is cut from.")
+    response_format: str = "wav"
+    user: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        values = super().params()
+        if self.audio_length is not None:
+            times = {"audio_start_in_s": self.audio_start, "audio_end_in_s": self.audio_start + self.audio_length}
+            values["extra_args"] = times | values.get("extra_args", {})
+        elif self.audio_start:
+            raise InvalidRequest(f"audio_start = {self.audio_start:g}: give audio_length, too", param="audio_length")
+        return values
+
+
+class DrawingChatRequest(DiffusionFields):
+    """What a chat client may say to a model that draws; what steers the sampling of text is left unread."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    modalities: list[str] | None = None
+    n: int | None = None
+    num_outputs_per_prompt: int | None = None
+    size: str = "auto"
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: int | None = None
+    stream: bool = False
+
+    def params(self) -> dict[str, Any]:
+        values = super().params() | read_size(self.size)
+        for name in ("height", "width", "num_frames", "fps"):
+            if (value := getattr(self, name)) is not None:
+                values[name] = value
+        return values | {"num_outputs_per_prompt": self.num_outputs_per_prompt or self.n or 1}
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_FIELD_OF = {"height": "size", "width": "size", "num_outputs_per_prompt": "n", "extra_args": "extra_params"}
+"""Field of ``DiffusionParams`` -> what the routes call it, where that differs."""
+
+
+def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
+    """A body as its class. Texts are numbers where these are wanted, as a form has no others.
+
+    Raises:
+        InvalidRequest: naming the field, and for an unknown one the nearest.
+    """
+    try:
+        return body.model_validate(values)
+    except ValidationError as exc:
+        error = exc.errors(include_url=False)[0]
+        name = str(error["loc"][0])
+        if error["type"] == "extra_forbidden":
+            raise InvalidRequest(f"unknown field {name!r}: {suggest(name, body.model_fields)}", param=name) from None
+        if error["type"] == "missing":
+            raise InvalidRequest(f"{name}: is missing", param=name) from None
+        said = error["msg"][0].lower() + error["msg"][1:]
+        raise InvalidRequest(
+            f"{'.'.join(map(str, error['loc']))} = {_short(error['input'])}: {said}", param=name
+        ) from None
+
+
+def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
+    """The same error with the field as the body calls it."""
+    name = exc.param
+    if name is None or name in body.model_fields:
+        return exc
+    field = _FIELD_OF.get(name, name)
+    return InvalidRequest(f"{field}: {exc}", param=field) if field in body.model_fields else exc
+
+
+def read_size(size: str) -> dict[str, int]:
+    """``{"height": ..., "width": ...}``; nothing for "auto".
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if size == "auto":
+        return {}
+    if (match := re.fullmatch(r"(-?\d{1,9})[xX](-?\d{1,9})", size.strip())) is None:
+        raise InvalidRequest(
+            f"size = {_short(size)}: must be 'auto' or WIDTHxHEIGHT, for example 1024x768", param="size"
+        )
+    return {"width": int(match[1]), "height": int(match[2])}
+
+
+def preview_every(num_steps: int | None, num_previews: int) -> int:
+    """Steps between previews, so that so many come, evenly, before the last step."""
+    steps = num_steps if num_steps is not None and num_steps > 0 else DEFAULT_NUM_STEPS
+    return max(steps // (num_previews + 1), 1)
+
+
+DEFAULT_NUM_STEPS = 50
+"""Of most pipelines. Where one makes fewer, fewer previews come than were asked for."""
+
+
+def _short(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= 80 else f"{said[:77]}..."

@@ -1,0 +1,113 @@
+"""``POST /v1/chat/completions`` of a diffusion pipeline: the last message is the prompt, the answer is an image.
+
+The neighbouring servers' form: a content part ``image_url`` with a data URL. It needs no chat template and no
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from PIL import Image
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.utils import random_uuid
+
+from vllm_omni.audio_format import AUDIO_FORMATS, encode_audio
+from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing
+from vllm_omni.entrypoints.openai.diffusion_protocol import DrawingChatRequest, read_body
+from vllm_omni.entrypoints.openai.images import data_url
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.image_format import IMAGE_FORMATS
+from vllm_omni.names import suggest
+from vllm_omni.outputs import OmniRequestOutput
+
+
+class OmniServingDrawingChat:
+    """Answers the chat route with images or sounds."""
+
+    def __init__(self, serving: DiffusionServing) -> None:
+        self._serving = serving
+
+    async def complete(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+        """Raises:
+        InvalidRequest: naming the field.
+        StageFailed: the stage failed it.
+        """
+        modality = self._serving.modality
+        if modality == "video":
+            raise InvalidRequest(
+                f"this model answers in video, which no chat has: POST {ROUTES['video']}", param="model"
+            )
+        fields = read_body(DrawingChatRequest, values)
+        for name in fields.model_extra or ():
+            if name not in ChatCompletionRequest.model_fields:
+                raise InvalidRequest(
+                    f"unknown field {name!r}: {suggest(name, DrawingChatRequest.model_fields)}", param=name
+                )
+        for wanted in fields.modalities or ():
+            if wanted not in (modality, "text"):
+                raise InvalidRequest(f"modalities: {wanted!r}: this model answers in {modality}", param="modalities")
+        if fields.modalities == ["text"]:
+            raise InvalidRequest(f"modalities: this model answers in {modality}, and in no text", param="modalities")
+        prompt, images = await self._read_messages(fields.messages)
+        output = await self._serving.answer(prompt, fields, images, raw_request)
+        message = await asyncio.to_thread(_message, output, modality)
+        head = {
+            "id": f"chatcmpl-{random_uuid()}",
+            "created": int(time.time()),
+            "model": self._serving.model_name(fields),
+        }
+        if fields.stream:
+            return StreamingResponse(_stream(head, message, modality), media_type="text/event-stream")
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    async def _read_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Image.Image]]:
+        """Text and images of the last message of the user's; what was said before was answered before."""
+        said = [message for message in messages if message.get("role") == "user"]
+        if not said:
+            raise InvalidRequest("messages: none of them is the user's", param="messages")
+        content = said[-1].get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise InvalidRequest("messages: content must be a text or a list of parts", param="messages")
+        texts, images = [], []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            elif kind == "image_url":
+                url = part.get("image_url")
+                url = url.get("url") if isinstance(url, Mapping) else url
+                images.append(await self._serving.read_image(url, "messages"))
+            else:
+                raise InvalidRequest(f"messages: a part of type {kind!r}: valid: text, image_url", param="messages")
+        return "\n".join(texts), images
+
+
+def _message(output: OmniRequestOutput, modality: str) -> dict[str, Any]:
+    if modality == "image":
+        urls = [data_url(image, IMAGE_FORMATS["png"]) for image in output.images]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return {"role": "assistant", "content": content}
+    media = output.multimodal_output
+    data = encode_audio(media["audio"][0], media["sample_rate"], AUDIO_FORMATS["wav"])
+    audio = {"id": f"audio-{random_uuid()}", "data": base64.b64encode(data).decode(), "transcript": ""}
+    return {"role": "assistant", "content": None, "audio": audio | {"expires_at": int(time.time())}}
+
+
+async def _stream(head: Mapping[str, Any], message: Mapping[str, Any], modality: str) -> AsyncGenerator[str, None]:
+    """One piece, and the end: there is nothing to be shown before."""
+    for delta, reason in ((message, None), ({}, "stop")):
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], "modality": modality}
+        yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,170 @@
+"""``POST /v1/images/generations`` and ``/v1/images/edits``: OpenAI's routes, as one answer or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from PIL import Image
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, event, read_mapping
+from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.image_format import ImageFormat, encode_image, find_image_format
+from vllm_omni.outputs import OmniRequestOutput
+
+logger = logging.getLogger(__name__)
+
+IMAGE_FIELDS = ("image", "images", "url")
+"""Where a request to edit may have its images."""
+
+
+class OmniServingImages:
+    """Answers the routes of images.
+
+    Args:
+        sse_keep_alive_s: send a comment after so many seconds without an event; 0: never.
+    """
+
+    def __init__(self, serving: DiffusionServing, sse_keep_alive_s: float = 0.0) -> None:
+        self._serving = serving
+        self._sse_keep_alive_s = sse_keep_alive_s
+
+    async def generate(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+        """Images from a text. What is wrong is found before an answer begins, streamed or not.
+
+        Raises:
+            InvalidRequest: naming the field.
+            StageFailed: the stage failed it before it began.
+        """
+        for name in IMAGE_FIELDS:
+            if name in values:
+                raise InvalidRequest(f"{name}: images are read by POST /v1/images/edits", param=name)
+        return await self._respond(read_body(ImageRequest, values), [], raw_request, "image_generation")
+
+    async def edit(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+        """Images from a text and images; otherwise as ``generate``."""
+        values = dict(values)
+        self._serving.check("image")
+        if values.pop("mask", None) is not None:
+            raise InvalidRequest("mask: not read; say in the prompt what to change", param="mask")
+        given = [(name, one) for name in IMAGE_FIELDS for one in as_list(values.pop(name, None))]
+        if not given:
+            raise InvalidRequest("image: is missing: at least one image is needed", param="image")
+        read_mapping(values, "extra_params")
+        fields = read_body(ImageRequest, values)
+        images = [await self._serving.read_image(_source(one, name), name) for name, one in given]
+        return await self._respond(fields, images, raw_request, "image_edit")
+
+    async def _respond(
+        self, fields: ImageRequest, images: Sequence[Image.Image], raw_request: Request, kind: str
+    ) -> Response:
+        self._serving.check("image")
+        image_format = find_image_format(fields.output_format, "output_format")
+        if not fields.stream and (fields.partial_images or fields.progress):
+            name = "partial_images" if fields.partial_images else "progress"
+            raise InvalidRequest(f"{name}: of a stream alone; set stream, too", param=name)
+        if fields.stream:
+            outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
+            # The answer begins when there is something to send: what is wrong before has a status of its own.
+            first = await anext(outputs)
+            events = self._events(first, outputs, fields, image_format, kind)
+            events = with_sse_keep_alive(events, self._sse_keep_alive_s)
+            return StreamingResponse(events, media_type="text/event-stream")
+        output = await self._serving.answer(fields.prompt, fields, images, raw_request)
+        pictures = output.images
+        files = await asyncio.to_thread(_encode_all, pictures, image_format, fields.output_compression)
+        return JSONResponse(
+            {
+                "created": int(time.time()),
+                "background": "opaque",
+                "data": [{"b64_json": one} for one in files],
+                "output_format": fields.output_format,
+                "size": _size(pictures[0]),
+            }
+        )
+
+    @staticmethod
+    async def _events(
+        first: OmniRequestOutput,
+        rest: AsyncGenerator[OmniRequestOutput, None],
+        fields: ImageRequest,
+        image_format: ImageFormat,
+        kind: str,
+    ) -> AsyncGenerator[str, None]:
+        num_partial = 0
+
+        async def write(name: str, image: Image.Image, **more: Any) -> str:
+            (file,) = await asyncio.to_thread(_encode_all, [image], image_format, fields.output_compression)
+            about = {"size": _size(image), "quality": "auto", "background": "opaque"}
+            return _event(f"{kind}.{name}", b64_json=file, output_format=fields.output_format, **about, **more)
+
+        async with aclosing(rest):
+            try:
+                async for output in _chain(first, rest):
+                    if fields.progress and output.progress is not None:
+                        yield _event(f"{kind}.progress", **output.progress._asdict())
+                    preview = output.preview
+                    if preview is not None and num_partial < fields.partial_images:
+                        yield await write("partial_image", preview, partial_image_index=num_partial)
+                        num_partial += 1
+                    for image in output.images:
+                        yield await write("completed", image, usage=NO_TOKENS)
+            except Exception as exc:  # the answer has begun: it ends with the error
+                logger.exception("an image failed while its progress was streamed")
+                yield event("error", {"type": "error", **create_error_response(exc).model_dump()})
+
+
+NO_TOKENS = {
+    "input_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+    "output_tokens": 0,
+    "total_tokens": 0,
+}
+"""Clients of OpenAI's expect it; a diffusion pipeline counts none."""
+
+
+def data_url(image: Image.Image, image_format: ImageFormat) -> str:
+    """An image as a URL of itself."""
+    data = base64.b64encode(encode_image(image, image_format)).decode()
+    return f"data:{image_format.media_type};base64,{data}"
+
+
+def _source(given: Any, field: str) -> Any:
+    """The file or URL in one entry of ``IMAGE_FIELDS``; as an object it is OpenAI's ``{"image_url": URL}``."""
+    if not isinstance(given, Mapping):
+        return given
+    url = given.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str):
+        raise InvalidRequest(f"{field}: an object must have an image_url", param=field)
+    return url
+
+
+def _encode_all(images: Sequence[Image.Image], image_format: ImageFormat, quality: int | None) -> list[str]:
+    return [base64.b64encode(encode_image(image, image_format, quality)).decode() for image in images]
+
+
+def _size(image: Image.Image) -> str:
+    return f"{image.width}x{image.height}"
+
+
+def _event(name: str, **values: Any) -> str:
+    return event(name, {"type": name, "created_at": int(time.time()), **values})
+
+
+async def _chain(
+    first: OmniRequestOutput, rest: AsyncGenerator[OmniRequestOutput, None]
+) -> AsyncGenerator[OmniRequestOutput, None]:
+    yield first
+    async for output in rest:
+        yield output

@@ -1,0 +1,67 @@
+"""``POST /v1/videos/sync`` and ``/v1/audio/generate``: one video, one sound, as the bytes of a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from vllm_omni.audio_format import encode_audio, find_audio_format
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, read_mapping
+from vllm_omni.entrypoints.openai.diffusion_protocol import SoundRequest, VideoRequest, read_body
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.video_format import DEFAULT_FPS, encode_video, find_video_format
+
+
+class OmniServingFiles:
+    """Answers the routes whose answer is a file."""
+
+    def __init__(self, serving: DiffusionServing) -> None:
+        self._serving = serving
+
+    async def video(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+        """A video from a text, and from an image where the pipeline takes one.
+
+        Raises:
+            InvalidRequest: naming the field.
+            StageFailed: the stage failed it.
+        """
+        self._serving.check("video")
+        values = dict(values)
+        for name in ("extra_params", "image_reference"):
+            read_mapping(values, name)
+        # OpenAI's form has a file, the neighbouring servers' JSON a URL.
+        given = [("input_reference", one) for one in as_list(values.pop("input_reference", None))]
+        for reference in as_list(values.pop("image_reference", None)):
+            if not isinstance(reference, Mapping) or not isinstance(reference.get("image_url"), str):
+                raise InvalidRequest("image_reference: must have an image_url", param="image_reference")
+            given.append(("image_reference", reference["image_url"]))
+        fields = read_body(VideoRequest, values)
+        if fields.seconds is not None:
+            if fields.num_frames is not None:
+                raise InvalidRequest("seconds: num_frames says the same; give one of them", param="seconds")
+            fields = fields.model_copy(
+                update={"num_frames": max(round(fields.seconds * (fields.fps or DEFAULT_FPS)), 1)}
+            )
+        video_format = find_video_format(fields.output_format, "output_format")
+        images = [await self._serving.read_image(one, name) for name, one in given]
+        output = await self._serving.answer(fields.prompt, fields, images, raw_request)
+        media = output.multimodal_output
+        sound = media["audio"][0] if "audio" in media else None
+        data = await asyncio.to_thread(
+            encode_video, media["frames"][0], output.fps or DEFAULT_FPS, video_format, sound, media.get("sample_rate")
+        )
+        return Response(data, media_type=video_format.media_type)
+
+    async def sound(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+        """A sound from a text; as ``video``."""
+        self._serving.check("audio")
+        fields = read_body(SoundRequest, values)
+        audio_format = find_audio_format(fields.response_format, "response_format")
+        output = await self._serving.answer(fields.input, fields, [], raw_request)
+        media = output.multimodal_output
+        data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)
+        return Response(data, media_type=audio_format.media_type)

@@ -1,0 +1,137 @@
+"""What executors without workers share: the model runs in the engine core's own process.
+
+From: vLLM-Omni design document, section 9.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any
+
+from vllm.profiler.wrapper import WorkerProfiler, create_worker_profiler
+from vllm.tasks import SupportedTask
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_omni.model_executor.step_threads import StepThreads
+from vllm_omni.relay.hub import process_hub
+
+# What has nothing to do here: there is no such state, or no other process that holds it.
+_NOTHING_TO_DO = frozenset(
+    ["reset_mm_cache", "reset_encoder_cache", "shutdown", "synchronize_device", "update_max_model_len"]
+)
+
+
+class WorkerlessExecutor(Executor):
+    """Base of the executors that load a model and run its steps themselves.
+
+    A request that fails is answered with its error; only the loss of the process itself fails the engine.
+    """
+
+    supports_pp = False
+
+    def _init_executor(self) -> None:
+        self.hub = process_hub(self.vllm_config.additional_config)
+        self.hub.prepare()
+        self._load_model()
+        self._profiler: WorkerProfiler | None = None
+        if self.vllm_config.device_config.device_type == "cpu":
+            # Its long steps would hold up the short ones of other stages.
+            StepThreads(self.vllm_config.additional_config).take(0)
+
+    @abstractmethod
+    def _load_model(self) -> None: ...
+
+    @abstractmethod
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step, whole; also one without requests, which tells what has ended."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+            self._profiler.step()
+        output = self._execute(scheduler_output)
+        if not non_block:
+            return output
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output)
+        return future
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What a worker would answer.
+
+        Raises:
+            ValueError: nothing here does that.
+        """
+        if method == "relay_statistics":
+            return self.hub.plain_statistics()
+        if method in _NOTHING_TO_DO:
+            return None
+        raise ValueError(f"this stage has no workers to call {method!r} on")
+
+    # -- what an engine core asks of any executor ---------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """There are no workers: what can be answered in their place is, other calls are refused."""
+        if not isinstance(method, str):
+            raise ValueError(f"this stage has no workers to call {method!r} on")
+        answers = [self._call(method, *args, **(kwargs or {}))]
+        future: Future[list[Any]] = Future()
+        future.set_result(answers)
+        return future if non_block else answers
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As upstream's workers: from the next step on, to a trace file in the configured directory."""
+        config = self.vllm_config.profiler_config
+        if config.profiler is None:
+            raise ValueError("profiling is not enabled: give profiler_config")
+        name = f"{profile_prefix or 'generation'}_rank0"
+        if self._profiler is None:
+            self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
+        if is_start:
+            self._profiler.set_output_name(name)
+            self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
+        else:
+            self._profiler.stop()
+
+    def check_health(self) -> None:
+        """Healthy as long as the process answers."""
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        return [{}]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [["NHD"]]  # vLLM asserts that every worker names one, also where there is no cache to lay out
+
+    def set_kv_cache_layout(self, layout_name: str) -> None:
+        pass
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.hub.close()
+
+    @cached_property
+    def supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)

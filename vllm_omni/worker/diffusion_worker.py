@@ -1,0 +1,81 @@
+"""``DiffusionWorker``: one device of a diffusion stage, under vLLM's own executors.
+
+From: vLLM-Omni design document, section 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_omni.worker.diffusion_runner import DiffusionModelRunner
+
+
+class DiffusionWorker(Worker):
+    """On CPU and CUDA alike. Of upstream's worker, all that is about a language model is overridden: its KV cache, its
+    warm-up, and its pool of memory for sleeping, which would have to hold diffusers' allocations.
+    """
+
+    model_runner: DiffusionModelRunner
+
+    def init_device(self) -> None:
+        self.device = torch.device(current_platform.device_type, self.local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device(self.device.type)
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+        )
+        self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self.model_runner.load_model()
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["NHD"]  # vLLM asserts that every worker names one, also where there is no cache to lay out
+
+    def determine_available_memory(self) -> int:
+        return self.model_runner.steps.available_memory()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        pass
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if self.profiler is not None and scheduler_output.total_num_scheduled_tokens:
+            self.profiler.step()
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sleep(self, level: int = 1) -> None:
+        self.model_runner.steps.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.model_runner.steps.wake_up(tags)
+
+    def discard(self, tags: Sequence[str]) -> None:
+        self.model_runner.steps.discard(tags)
+
+    def relay_statistics(self) -> dict[str, dict[str, int]]:
+        """Asked for by ``StageEngine.relay_statistics``."""
+        return self.model_runner.steps.hub.plain_statistics()
+
+    def diffusion_statistics(self) -> dict[str, Any]:
+        """As ``DiffusersPipelineExecutor`` answers it."""
+        return self.model_runner.steps.statistics()
