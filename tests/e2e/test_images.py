@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.documents import ROOT, read_blocks
 from tests.entrypoints.openai.conftest import Server, run_example, serve, wait_for
 from tests.test_image_format import decode
 from vllm_omni.model_executor.models.diffusers import tiny
@@ -348,3 +351,18 @@ def test_the_example_of_a_client(server: Server, tmp_path: Path) -> None:
     written = [Path(line) for line in run_example("images_client.py", server, *more)]
     assert [path.name for path in written] == ["cat-0.png", "cat-1.png", "cat.png"]
     assert {decode(path.read_bytes()).shape for path in written} == {(48, 64, 3)}
+
+
+def test_the_requests_of_the_guide(server: Server, tmp_path: Path) -> None:
+    """As they stand but for the server's address."""
+    blocks = read_blocks(ROOT / "docs" / "diffusion.md")
+    (curl,) = [command for block in blocks for command in block.commands if command[0] == "curl"]
+    (program,) = [block.text for block in blocks if block.is_program and "OpenAI" in block.text]
+    answers = []
+    for command in (curl, [sys.executable, "-c", program]):
+        words = [word.replace("http://127.0.0.1:8000", server.url) for word in command]
+        answers.append(subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=120).stdout)
+    image = base64.b64decode(json.loads(answers[0])["data"][0]["b64_json"])
+    written = [decode((tmp_path / f"cat-{index}.png").read_bytes()) for index in range(2)]
+    assert [one.shape for one in written] == [(64, 64, 3)] * 2
+    assert is_close(written[0], decode(image))  # a batch of two has other sums

@@ -230,7 +230,7 @@ def test_serve_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], 
 
 
 def test_serve_refuses_what_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "has no config.json" in refused(capsys, "serve", str(tmp_path))
+    assert "has neither config.json nor model_index.json" in refused(capsys, "serve", str(tmp_path))
 
 
 def test_serve_help_tells_ours_beside_vllms(capsys: pytest.CaptureFixture[str]) -> None:

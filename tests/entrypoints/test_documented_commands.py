@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
+from vllm_omni.config import load_config
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
@@ -127,7 +128,28 @@ def test_commands_of_the_command_line(checkout: Path) -> None:
         else:
             run(command, checkout)
     assert (checkout / "build" / "answer.flac").stat().st_size > 44
+    assert all((checkout / "build" / f"cat-{index}.png").exists() for index in range(2))
     assert yaml.safe_load((checkout / "build" / "deploy.yaml").read_text())["model_type"] == "qwen2_5_omni"
+
+
+def test_commands_of_the_guide_to_diffusion(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its requests to a server, which are asked in ``tests/e2e/test_images.py``."""
+    make_checkpoint, generate, serve, _ = commands("diffusion.md")
+    run(make_checkpoint, checkout)
+    assert run(generate, checkout).splitlines()[-1] == str(checkout / "cat.png")
+    program, _ = [block for block in BLOCKS["diffusion.md"] if block.is_program]
+    (checkout / "cat.png").unlink()
+    (checkout / "program.py").write_text(program.text)
+    assert "(64, 64)" in run([sys.executable, "program.py"], checkout)
+    assert (checkout / "cat.png").exists()
+    monkeypatch.chdir(checkout)
+    assert "--omni" in serve
+    parse_serve_args([word for word in serve[2:] if word != "--omni"]).load_config()
+    (deployment,) = [block for block in BLOCKS["diffusion.md"] if block.language == "yaml"]
+    (checkout / "deploy.yaml").write_text(deployment.text)
+    (stage,) = load_config("tiny-image", deploy_config="deploy.yaml").stages
+    assert stage.diffusion["attention_backend"] == "flash"
+    assert stage.engine_args["max_num_seqs"] == 16
 
 
 def test_commands_of_adding_a_model(checkout: Path) -> None:
