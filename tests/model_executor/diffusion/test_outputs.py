@@ -57,3 +57,10 @@ def test_sound_without_channels_has_one(load_tiny):
 def test_a_result_without_media_is_refused(load_tiny):
     with pytest.raises(TypeError, match="QwenImagePipeline returned nothing"):
         collect(load_tiny("qwen-image"), ImagePipelineOutput(images=None), "media")
+
+
+def test_pixels_that_are_no_numbers_are_no_black_picture():
+    images = torch.from_numpy(FLOATS).permute(0, 3, 1, 2).clone()
+    images[1, 0, 0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="no numbers"):
+        collect(None, ImagePipelineOutput(images=images), "media")

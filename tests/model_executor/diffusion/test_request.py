@@ -110,6 +110,9 @@ def test_a_wrong_number_of_images_is_refused(load_tiny, name, count, message):
         ("flux", {"guidance_scale_2": 1.0}, "FluxPipeline takes no guidance_scale_2"),
         ("qwen-image", {"extra_args": {"image_size": 1}}, "takes no extra argument 'image_size'"),
         ("qwen-image", {"num_inference_steps": 0}, "num_inference_steps"),
+        ("qwen-image", {"num_inference_steps": 1}, "num_inference_steps = 1: .* at least 2"),  # 0 / 0
+        ("qwen-image", {"height": 8}, "height = 8: must be at least 16"),  # rounded down, it is 0
+        ("wan2.2-t2v", {"width": 15}, "width = 15: must be at least 16"),
     ],
 )
 def test_what_a_pipeline_does_not_take_is_refused(load_tiny, name, params, message):

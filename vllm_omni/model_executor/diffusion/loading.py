@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,8 @@ def load_pipeline(
         if dtype == "auto":
             index = DiffusionPipeline.load_config(model, revision=revision)
             dtypes |= {name: torch.float32 for name, value in index.items() if _class_name(value) in FLOAT32_DECODERS}
-        pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
+        with without_bars():
+            pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
     except (OSError, ValueError, AttributeError) as exc:
@@ -72,6 +75,22 @@ def load_pipeline(
     if attention_backend is not None:
         set_attention_backend(pipeline, attention_backend, resolved, device)
     return pipeline
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of the libraries: a log has lines, and those of several stages would overwrite one another."""
+    import diffusers
+    import transformers
+
+    shown = [one.utils.logging for one in (diffusers, transformers) if one.utils.logging.is_progress_bar_enabled()]
+    for logging_of in shown:
+        logging_of.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logging_of in shown:
+            logging_of.enable_progress_bar()
 
 
 def _class_name(value: Any) -> str:

@@ -79,6 +79,8 @@ def _to_pixels(value: Any, kind: str, output_type: OutputType) -> Tensor:
     if isinstance(_first(value), Tensor):  # channels before height and width; numpy's and PIL's come after them
         pixels = pixels.movedim(-3, -1)
     pixels = pixels.float().clamp(0, 1)
+    if not pixels.isfinite().all():  # as a picture it would be black, and look like one
+        raise FloatingPointError("the pipeline's output has values that are no numbers")
     if output_type == "media":
         pixels = (pixels * 255).round().to(torch.uint8)  # before it leaves the device: a quarter of the bytes
     return pixels.cpu().contiguous()

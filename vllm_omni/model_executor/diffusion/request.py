@@ -92,6 +92,7 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
         if parameter not in accepted:
             raise InvalidRequest(f"{name} takes no {parameter}")
         arguments[parameter] = value
+    _check_size(pipeline, arguments)
     if params.fps is not None:  # where the model does not know of it, it is a property of the file alone
         for parameter in FRAME_RATES:
             if parameter in accepted:
@@ -104,6 +105,22 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
             raise InvalidRequest(f"{name} takes no extra argument {parameter!r}: {suggest(parameter, known)}")
         arguments[parameter] = value
     return arguments
+
+
+def _check_size(pipeline: Any, arguments: Mapping[str, Any]) -> None:
+    """What would become nothing, or no number, where the pipeline rounds down and divides."""
+    processor = getattr(pipeline, "image_processor", None) or getattr(pipeline, "video_processor", None)
+    grid = getattr(getattr(processor, "config", None), "vae_scale_factor", 1)
+    patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
+    if isinstance(patch, list | tuple):  # of a video: frames, height, width; the processor knows of images' patches
+        grid *= patch[-1]
+    for name in ("height", "width"):
+        if arguments.get(name, grid) < grid:
+            raise InvalidRequest(f"{name} = {arguments[name]}: must be at least {grid}", param=name)
+    scheduler = getattr(pipeline, "scheduler", None)
+    if arguments.get("num_inference_steps") == 1 and getattr(scheduler, "config", {}).get("shift_terminal"):
+        said = f"num_inference_steps = 1: the scheduler of {type(pipeline).__name__} needs at least 2"
+        raise InvalidRequest(said, param="num_inference_steps")
 
 
 def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:

@@ -65,6 +65,8 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
             f"{name} needs the package diffusers: install vllm-omni with the extra 'cpu' or 'cuda' ({exc})"
         ) from exc
 
+    from vllm_omni.model_executor.diffusion.loading import without_bars
+
     with torch.random.fork_rng(devices=[]):  # the libraries draw from the global generator while they construct
         pipeline = MAKERS[name]()
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +75,8 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
         if isinstance(module, torch.nn.Module):
             with torch.no_grad():
                 randomize(module, generator)
-    pipeline.save_pretrained(path)
+    with without_bars():
+        pipeline.save_pretrained(path)
     return path
 
 
