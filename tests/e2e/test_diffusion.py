@@ -49,7 +49,7 @@ async def started(path: Path, **options: Any) -> AsyncIterator[AsyncOmni]:
         await omni.aclose()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     directory = tmp_path_factory.mktemp("diffusers")
 
@@ -89,13 +89,13 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 SIZE = {"height": 64, "width": 64}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def image_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
     async with started(checkpoints("qwen-image"), stage_overrides=["diffusion.diffusion.max_pixels=65536"]) as omni:
         yield omni
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def image_reference(checkpoints: Callable[[str], Path]) -> Reference:
     pipeline = load_reference(checkpoints("qwen-image"))
 
@@ -299,14 +299,14 @@ async def test_a_request_goes_on_behind_a_sleep_where_it_was(
 CLIP = {"height": 32, "width": 32, "num_frames": 9}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def video_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
     uniproc = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     async with started(checkpoints("wan2.2-t2v"), stage_overrides=[f"diffusion.executor_class={uniproc}"]) as omni:
         yield omni
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def video_reference(checkpoints: Callable[[str], Path]) -> Reference:
     pipeline = load_reference(checkpoints("wan2.2-t2v"))
 
@@ -348,7 +348,7 @@ async def test_a_video_can_be_aborted_in_a_worker(video_omni: AsyncOmni) -> None
 # -- sound: Stable Audio, in a worker process -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def audio_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
     async with started(checkpoints("stable-audio"), stage_overrides=["diffusion.executor_class=mp"]) as omni:
         yield omni
