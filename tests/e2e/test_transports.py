@@ -16,6 +16,7 @@ from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
+
 class Deployment(NamedTuple):
     transport: str
     stage_overrides: tuple[str, ...] = ()
