@@ -17,8 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -32,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
-from vllm_omni.model_executor.encode_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -78,6 +79,8 @@ def make_config(engine: Engine, additional_config: dict[str, Any] | None = None)
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = engine.num_blocks
     config.cache_config.enable_prefix_caching = engine.prefix_caching
+    if engine.max_adapters:
+        config.lora_config = LoRAConfig(max_loras=engine.max_adapters)
     config.additional_config = additional_config or {}
     return config
 
@@ -110,6 +113,7 @@ def make_request(planned: PlannedRequest, engine: Engine) -> Request:
         None,
         arrival_time=planned.arrival_time,
         priority=planned.priority,
+        lora_request=LoRARequest(f"adapter-{planned.adapter}", planned.adapter, "nowhere") if planned.adapter else None,
         mm_features=[
             MultiModalFeatureSpec(None, "image", image.name, PlaceholderRange(image.offset, image.length))
             for image in planned.images

@@ -29,6 +29,7 @@ class PlannedRequest:
     priority: int = 0
     arrival_time: float = 0.0
     slo: dict[str, float] | None = None
+    adapter: int = 0  # none
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Engine:
     policy: str = "fcfs"
     chunked_images: bool = True
     is_async: bool = False
+    max_adapters: int = 0  # in one batch; 0: the engine has none
 
 
 @dataclass
@@ -91,6 +93,7 @@ def make_stream(
             policy=rng.choice(["fcfs", "fcfs", "priority"]),
             chunked_images=rng.random() < 0.8,
             is_async=rng.random() < 0.3,
+            max_adapters=rng.choice([0, 0, 1]),
         )
         if not engine.chunked_images:  # vLLM refuses a budget into which an image does not fit
             engine = Engine(**{**vars(engine), "max_num_batched_tokens": max(32, engine.max_num_batched_tokens)})
@@ -115,6 +118,7 @@ def make_stream(
             max_tokens=rng.randint(1, 12),
             priority=rng.randrange(3),
             arrival_time=float(number),
+            adapter=rng.randrange(3) if engine.max_adapters else 0,
         )
         step = rng.randrange(num_requests)
         stream.arrivals.setdefault(step, []).append(request)

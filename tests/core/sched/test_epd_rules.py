@@ -1,6 +1,10 @@
 """Single rules of the scheduler, each in the smallest situation that shows it."""
 
+from concurrent.futures import wait
+
 import pytest
+import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -11,7 +15,11 @@ from vllm_omni.core.sched.budget import EPD_CONFIG, SloBudgets
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.encode_step import EPDSchedulerOutput
+from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
+from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.relay import InlineRelay, Payload
+from vllm_omni.relay.codec import encode
+from vllm_omni.relay.shm import ShmRelay
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False)
 
@@ -287,6 +295,35 @@ def test_a_decode_that_has_lost_its_slo_protects_nothing() -> None:
     world.step(seconds=0.5)
     world.add("2", 127)
     assert scheduled(world.step())["2"] == 127
+
+
+# -- beside streams ---------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_row_neither_holds_up_an_encode_nor_is_scheduled() -> None:
+    world = World(num_encode_layers=2)
+    relay = ShmRelay(1 << 20)
+    writer = relay.open_stream("1", (8,), torch.float32, credits=4)
+    rows = InlineRelay().put_nowait("1", torch.zeros(3, 8))
+    payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
+    args = {"payloads": [encode(payload)], "num_own_tokens": 0}
+    world.scheduler.add_request(
+        Request("1", [10] * 4, SamplingParams(max_tokens=9, extra_args={STAGE_ARGS: args}), None, arrival_time=0.0)
+    )
+    wait([world.scheduler.gates["1"]._connecting], timeout=10)
+    world.add("2", 4)
+    assert scheduled(world.step()) == {"2": 4}
+    world.add("3", "8a", 1)
+    outputs = world.steps(3)
+    assert [scheduled(output) for output in outputs] == [{"2": 1}] * 3
+    assert [encodes(output) for output in outputs] == [["8a"], [], []]
+    writer.write_nowait(torch.zeros(1, 8))
+    output = world.step()
+    assert scheduled(output) == {"2": 1, "1": 4, "3": 9}
+    assert isinstance(output, StreamSchedulerOutput) and set(output.streams) == {"1"}
+    world.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    relay.check_integrity()
+    relay.close()
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

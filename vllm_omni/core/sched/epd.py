@@ -40,7 +40,7 @@ from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.encode_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.model_executor.epd_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 
 
 class EPDScheduler(StreamScheduler):
@@ -213,7 +213,11 @@ class EPDScheduler(StreamScheduler):
         # Upstream's hook for what is not ready: it skips the request without holding up those behind it.
         if not super()._handle_blocked_waiting_request(request):
             return False
-        if self.budgets is None or not request.mm_features:
+        if self.budgets is None:
+            return True
+        if self.lora_config and request.lora_request and not self._has_adapter_room(request.lora_request.lora_int_id):
+            return False
+        if not request.mm_features:
             return True
         # What was known of the prefix cache decides cheaply about who waits; who would be admitted is looked up anew.
         for is_fresh in (False, True):
@@ -221,6 +225,12 @@ class EPDScheduler(StreamScheduler):
             if first is not None and not self._is_at_hand(request, first):
                 return False
         return True
+
+    def _has_adapter_room(self, adapter: int) -> bool:
+        # Upstream counts the adapters of the step's requests, and asserts that those of the running ones are not more:
+        # here a running request may have waited for its image while another was admitted in its place.
+        running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
+        return adapter in running or len(running) < self.lora_config.max_loras
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 

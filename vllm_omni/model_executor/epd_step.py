@@ -6,7 +6,7 @@ From: HydraInfer, section 4.2 (stage-level batching): encodes and the language m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -23,6 +23,24 @@ class EncodeItem(NamedTuple):
     @property
     def num_embeds(self) -> int:
         return self.feature.mm_position.get_num_embeds()
+
+
+class EncodeBatch(NamedTuple):
+    """Images that go through the tower together; has what vLLM's ``_execute_mm_encoder`` reads of a step."""
+
+    items: list[EncodeItem]
+    ec_manager_metadata: Any
+    scheduled_encoder_inputs: dict[str, list[int]] = {}  # none: their encode is not timed as part of a request
+    free_encoder_mm_hashes: list[str] = []
+
+    def inputs(self) -> tuple[list[str], list[tuple[str, Any]], list[tuple[str, Any]]]:
+        """Identifiers, (modality, processed data) and (request id, position), those of a modality together."""
+        items = sorted(self.items, key=lambda item: item.feature.modality)
+        return (
+            [item.feature.identifier for item in items],
+            [(item.feature.modality, item.feature.data) for item in items],
+            [(item.request_id, item.feature.mm_position) for item in items],
+        )
 
 
 @dataclass
