@@ -135,6 +135,15 @@ class Step:
         return self.output["num_scheduled_tokens"]
 
 
+def token(request_id: str, position: int) -> int:
+    return (int(request_id) * 31 + position * 7) % 9
+
+
+def answer(planned: PlannedRequest) -> list[int]:
+    """All tokens of a request that is not aborted, whatever else its engine does."""
+    return [token(planned.request_id, len(planned.prompt) + number) for number in range(planned.max_tokens)]
+
+
 class SynthesisedRunner:
     """The runner's half of an engine without its model. A token is a function of its request and position."""
 
@@ -181,7 +190,7 @@ class SynthesisedRunner:
 
     @staticmethod
     def _token(request: Request) -> int:
-        return (int(request.request_id) * 31 + request.num_computed_tokens * 7) % 9
+        return token(request.request_id, request.num_computed_tokens)
 
 
 class LayeredRunner(SynthesisedRunner):

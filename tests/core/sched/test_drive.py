@@ -6,7 +6,15 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.core.sched.drive import SynthesisedRunner, assert_is_idle, assert_same_steps, drive, make_scheduler
+from tests.core.sched.drive import (
+    SynthesisedRunner,
+    answer,
+    assert_is_idle,
+    assert_same_steps,
+    drive,
+    make_scheduler,
+    tokens_of,
+)
 from tests.core.sched.random_requests import Engine, make_stream
 
 NUM_SEEDS = 12
@@ -77,6 +85,15 @@ def test_a_planted_fault_is_found(faulty: type[Scheduler], said: str) -> None:
 
 def test_stock_equals_itself() -> None:
     assert difference(Scheduler) == ""
+
+
+def test_stock_gives_the_answers_that_are_expected() -> None:
+    stream = make_stream(3)
+    aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+    tokens = tokens_of(drive(make_scheduler(Scheduler, stream.engine), stream))
+    kept = [request for request in stream.requests if request.request_id not in aborted]
+    assert kept
+    assert [tokens[request.request_id] for request in kept] == [answer(request) for request in kept]
 
 
 def test_the_streams_preempt_abort_evict_and_hit_prefixes() -> None:
