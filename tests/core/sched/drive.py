@@ -203,6 +203,8 @@ class LayeredRunner(SynthesisedRunner):
         self.is_async = scheduler.scheduler_config.async_scheduling
         self.under_way: list[str] = []
         self.num_layers_left = 0
+        self.num_embeds = 0
+        self.layer_s: Callable[[int], float] = lambda num_embeds: 0.0  # what a layer is reported to have taken
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         assert not output.scheduled_encoder_inputs, "an encode stands in front of a forward"
@@ -220,6 +222,7 @@ class LayeredRunner(SynthesisedRunner):
             self.under_way = [item.feature.identifier for item in output.encodes]
             assert not set(self.under_way) & self.encoder_cache, "an image that is there is encoded again"
             self.num_layers_left = self.NUM_LAYERS
+            self.num_embeds = sum(item.num_embeds for item in output.encodes)
         if not self.under_way:
             assert self.is_async, "layers are granted, and there is no batch"
             return None  # it ended in the step before, whose report the scheduler does not have yet
@@ -232,7 +235,7 @@ class LayeredRunner(SynthesisedRunner):
         if not self.num_layers_left:
             encoded, self.under_way = self.under_way, []
             self._encode(iter(encoded))
-        return EncodeReport(encoded, num_layers, self.NUM_LAYERS, 0.0)
+        return EncodeReport(encoded, num_layers, self.NUM_LAYERS, num_layers * self.layer_s(self.num_embeds))
 
 
 def fields_of(output: SchedulerOutput) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Single rules of the scheduler, each in the smallest situation that shows it."""
 
+import random
 from concurrent.futures import wait
 
 import pytest
@@ -12,9 +13,9 @@ from tests.core.sched.drive import LayeredRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
 from tests.core.sched.test_cost import TRUE
 from vllm_omni.core.sched.budget import EPD_CONFIG, SloBudgets
+from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
-from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
 from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.relay import InlineRelay, Payload
@@ -297,6 +298,35 @@ def test_a_decode_that_has_lost_its_slo_protects_nothing() -> None:
     assert scheduled(world.step())["2"] == 127
 
 
+def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
+    """A machine that takes exactly what TRUE says; the requests come as they come."""
+    engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=400, num_blocks=1000)
+    world = World(engine, tpot_ms=10.0, margin=1.0)
+    world.runner.layer_s = lambda num_embeds: TRUE.images_s(num_embeds) / LayeredRunner.NUM_LAYERS
+    rng = random.Random(0)
+    over = []
+    for number in range(600):
+        if number % 20 == 0:
+            image = [f"{rng.choice([40, 80])}{rng.choice('abcdefgh')}"] if rng.random() < 0.5 else []
+            world.add(str(number), rng.randint(1, 40), *image, 1, max_tokens=rng.randint(5, 40))
+        output = world.scheduler.schedule()
+        load = world.scheduler._under_way[-1][0]
+        runner_output = world.runner.execute(output)
+        report = runner_output.encode_report  # type: ignore[attr-defined]
+        taken_s = TRUE.language_s(load) + (report.seconds if report else 0.0)
+        world.now += taken_s
+        world.scheduler.update_from_output(output, runner_output)
+        # What an iteration must do at least may be more than the TPOT leaves: one layer, one shortest prefill.
+        if load.num_decodes and load.num_prefill_tokens > 16 and taken_s > 0.010 * 1.01:
+            over.append(number)
+    budgets = world.scheduler.budgets
+    assert isinstance(budgets, SloBudgets)
+    load = LanguageLoad().with_decode(4, 60).with_prefill(30, 10)
+    assert budgets.language_s(load) == pytest.approx(TRUE.language_s(load), rel=0.05)
+    assert budgets.layer_s(80) == pytest.approx(TRUE.images_s(80) / LayeredRunner.NUM_LAYERS, rel=0.05)
+    assert not [number for number in over if number > 100]
+
+
 # -- beside streams ---------------------------------------------------------------------------------------------------
 
 
@@ -324,11 +354,3 @@ def test_who_waits_for_a_row_neither_holds_up_an_encode_nor_is_scheduled() -> No
     world.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     relay.check_integrity()
     relay.close()
-
-
-# -- configuration ----------------------------------------------------------------------------------------------------
-
-
-def test_a_tpot_without_costs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tpot_ms needs cost"):
-        World(tpot_ms=10.0)

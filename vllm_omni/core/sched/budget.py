@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad
+from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample
 from vllm_omni.errors import ConfigError
 
 EPD_CONFIG = "epd"
@@ -37,7 +37,7 @@ class EPDConfig:
     margin: float = 0.9  # of the TPOT that an iteration is planned to take
     min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter: nothing waits for ever
     patience: int = 64  # steps for which an encode, or a request that is too late, gives way in a row
-    cost: CostModel | None = None  # of this machine, if it was measured before
+    cost: CostModel | None = None  # of this machine, if it was fitted before; None: the first iterations are measured
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -115,6 +115,10 @@ class FixedBudgets:
         pass
 
 
+FIRST_FIT, LAST_FIT = 8, 2048
+"""Samples, where a cost model is found out while the engine runs."""
+
+
 def largest(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` that fits, where whatever is below one that fits does, too; 0 if none."""
     low, high = 0, limit
@@ -134,8 +138,12 @@ class SloBudgets:
     was scheduled. What iterations really took corrects both parts of the model: the machine may be shared, and the
     model was fitted on one day.
 
+    Without a model one is fitted to the first iterations, and again each time that there are twice as many: the
+    requests with which an engine is warmed up are the batches that it is profiled with. Of what was not seen yet it
+    knows no cost, and so sets it no limit.
+
     Args:
-        cost: of the batches measured at start.
+        cost: fitted before; None: to be found out.
         margin: of the TPOT that is planned.
         max_tokens: of one iteration, from the engine's configuration.
         max_embeds: of one batch of images.
@@ -143,9 +151,9 @@ class SloBudgets:
     """
 
     def __init__(
-        self, cost: CostModel, margin: float, max_tokens: int, max_embeds: int, smoothing: float = 0.05
+        self, cost: CostModel | None, margin: float, max_tokens: int, max_embeds: int, smoothing: float = 0.05
     ) -> None:
-        self.cost = cost
+        self.cost = cost or CostModel.free()
         self.language_factor = 1.0  # measured over modelled
         self.encode_factor = 1.0
         self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
@@ -153,6 +161,10 @@ class SloBudgets:
         self._max_tokens = max_tokens
         self._max_embeds = max_embeds
         self._smoothing = smoothing
+        self._samples: list[Sample] | None = [] if cost is None else None
+        self._num_samples_to_fit = FIRST_FIT
+        self._encode_s = 0.0  # of the batch of images under way
+        self._num_layers_done = 0
 
     def language_s(self, load: LanguageLoad) -> float:
         return self.cost.language_s(load) * self.language_factor
@@ -184,11 +196,29 @@ class SloBudgets:
 
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
         self.language_factor = self._corrected(self.language_factor, self.cost.language_s(load), seconds)
+        self._learn(Sample(seconds, load))
 
     def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
         self.num_layers_of_batch = num_layers_of_batch
         modelled_s = self.cost.images_s(num_embeds) * num_layers / num_layers_of_batch
         self.encode_factor = self._corrected(self.encode_factor, modelled_s, seconds)
+        self._encode_s += seconds
+        self._num_layers_done += num_layers
+        if self._num_layers_done >= num_layers_of_batch:
+            self._learn(Sample(self._encode_s, num_embeds=num_embeds))
+            self._encode_s, self._num_layers_done = 0.0, 0
+
+    def _learn(self, sample: Sample) -> None:
+        if self._samples is None:
+            return
+        self._samples.append(sample)
+        if len(self._samples) < self._num_samples_to_fit or not any(not one.num_embeds for one in self._samples):
+            return
+        self.cost = CostModel.fit(self._samples)
+        self.language_factor = self.encode_factor = 1.0
+        self._num_samples_to_fit *= 2
+        if self._num_samples_to_fit > LAST_FIT:
+            self._samples = None  # from here on the correction does
 
     def _corrected(self, factor: float, modelled_s: float, measured_s: float) -> float:
         if modelled_s <= 0:

@@ -74,6 +74,11 @@ class CostModel:
         return self.encode_s + self.embed_s * num_embeds if num_embeds else 0.0
 
     @classmethod
+    def free(cls) -> CostModel:
+        """Of a machine of which nothing is known."""
+        return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    @classmethod
     def fit(cls, samples: Iterable[Sample]) -> CostModel:
         """The model whose relative errors are least in the square, over shares that are not negative.
 

@@ -91,15 +91,13 @@ class EPDScheduler(StreamScheduler):
         if self.epd.tpot_ms is None:
             assert self.epd.token_budget is not None and self.epd.image_budget is not None
             self.budgets = FixedBudgets(self.epd.token_budget, self.epd.image_budget, self.epd.num_encode_layers)
-        elif self.epd.cost is not None:
+        else:
             self.budgets = SloBudgets(
                 self.epd.cost,
                 self.epd.margin,
                 max_tokens=self.epd.token_budget or self.max_num_scheduled_tokens,
                 max_embeds=self.epd.image_budget or manager.cache_size,
             )
-        else:
-            raise ConfigError(f"{EPD_CONFIG}: tpot_ms needs cost, what this machine's batches were measured to take")
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
