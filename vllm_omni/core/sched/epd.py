@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue, SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs
@@ -41,6 +42,8 @@ from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.epd_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+
+TPOT_FACTOR_OF_LOST = 2.0
 
 
 class EPDScheduler(StreamScheduler):
@@ -160,12 +163,14 @@ class EPDScheduler(StreamScheduler):
         return load.num_decodes + max(num_prefill, self.epd.min_prefill_tokens)
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
-        """The shortest gap that a decode asks for which can still meet it; None: none does."""
-        slos = (self.slos.get(request.request_id) for request in decodes)
-        return min(
-            (slo.tpot_s for slo in slos if slo is not None and slo.tpot_s is not None and not slo.is_lost(now)),
-            default=None,
-        )
+        """The shortest gap that a decode asks for; None: none does."""
+        gaps = []
+        for request in decodes:
+            slo = self.slos.get(request.request_id)
+            if slo is not None and slo.tpot_s is not None:
+                # Who cannot meet its SLO any more gives way, and yet does not stand still for a whole encode.
+                gaps.append(slo.tpot_s * (TPOT_FACTOR_OF_LOST if slo.is_lost(now) else 1))
+        return min(gaps, default=None)
 
     def _load_of(self, output: SchedulerOutput, decoding: set[str]) -> LanguageLoad:
         load = LanguageLoad()
@@ -302,6 +307,8 @@ class EPDScheduler(StreamScheduler):
         assert self.budgets is not None
         encodes: list[EncodeItem] = []
         if not self._is_encoding:
+            if self.pause_state is not PauseState.UNPAUSED:
+                return output  # what begins now would end with other weights
             if load.num_prefill_tokens and self._num_encodes_put_off < self.epd.patience:
                 self._num_encodes_put_off += 1
                 return output
