@@ -167,6 +167,16 @@ def test_the_first_that_waits_takes_the_room_of_those_behind_it() -> None:
     assert encodes(world.step()) == ["8c"]
 
 
+def test_the_last_in_order_loses_its_room_first() -> None:
+    world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=32, max_num_seqs=1))
+    world.add("1", 2, "16a", 3, "24b", 1)
+    world.add("2", "8c", 1)
+    world.add("3", "8d", 1)
+    outputs = world.steps(3)
+    assert [encodes(output) for output in outputs] == [["16a", "8c", "8d"], [], ["24b"]]
+    assert set(outputs[2].free_encoder_mm_hashes) == {"16a", "8d"}
+
+
 def test_a_paused_engine_begins_no_encode() -> None:
     world = World()
     world.add("1", "8a", 1)
