@@ -545,7 +545,7 @@ class StageEngine:
         defaults = {
             "async_scheduling": False,
             "worker_cls": ar_worker_cls(device),
-            "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
+            "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
         }
         if device == "cpu" and self.config.engine_args.get("tensor_parallel_size", 1) == 1:
             # In the engine core's own process: on the CPU vLLM would otherwise add a worker and two hops a step.

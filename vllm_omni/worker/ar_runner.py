@@ -14,7 +14,13 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_omni.errors import PoolExhausted, RelayBroken
+from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
+from vllm_omni.model_executor.epd_step import (
+    EncodeBatch,
+    EncodeReport,
+    EPDModelRunnerOutput,
+    EPDSchedulerOutput,
+)
 from vllm_omni.model_executor.stage_model import (
     STAGE_ARGS,
     ConsumesPayload,
@@ -27,6 +33,7 @@ from vllm_omni.model_executor.stage_model import (
 from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import process_hub
+from vllm_omni.worker.sliced_encoder import SlicedEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,9 @@ class ARModelRunner(GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
+        self.encoder: SlicedEncoder | None = None  # made for the first batch of images that has a scheduler's order
+        self._encode_batch: EncodeBatch | None = None  # under way
+        self._encode_report: EncodeReport | None = None  # of a step that has not been sampled yet
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -144,6 +154,13 @@ class ARModelRunner(GPUModelRunner):
             self.consumer.preprocess(step, self.input_ids.gpu[:num_tokens], inputs[1][:num_tokens])
         return inputs
 
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        if isinstance(scheduler_output, EPDSchedulerOutput):
+            # Behind the forward: upstream has by now taken out of the encoder cache what it was told to.
+            self._encode_report = self._encode_beside(scheduler_output)
+        return output if output is None else self._with_report(output)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         # Upstream consumes execute_model_state, and the next step overwrites the hidden states: read them first.
         payloads = self._publish_rows() | {
@@ -155,7 +172,54 @@ class ARModelRunner(GPUModelRunner):
         if payloads:
             assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
-        return output
+        return output if output is None else self._with_report(output)
+
+    # -- images that are encoded beside the language model ------------------------------------------------------------
+
+    def _encode_beside(self, step: EPDSchedulerOutput) -> EncodeReport | None:
+        if step.encodes:
+            batch = EncodeBatch(step.encodes, step.ec_manager_metadata)
+            self._encode_batch = batch
+            self._sliced_encoder().begin(lambda: self._execute_mm_encoder(batch) and None)
+        if self._encode_batch is None:
+            return None  # it has ended, and the scheduler does not know yet
+        encoder = self._sliced_encoder()
+        done = encoder.go_on(step.num_encode_layers)
+        encoded = []
+        if done.has_ended:
+            encoded = [item.feature.identifier for item in self._encode_batch.items]
+            self._encode_batch = None
+        return EncodeReport(encoded, done.num_layers, encoder.num_layers_of_batch, done.seconds)
+
+    def _sliced_encoder(self) -> SlicedEncoder:
+        if self.encoder is None:
+            if self.lora_config and self.lora_manager.supports_tower_connector_lora():
+                raise ConfigError(
+                    "epd: adapters of an image encoder are set per step, and cannot be with sliced encodes"
+                )
+            model = self.get_model()
+            self.encoder = SlicedEncoder(model.get_submodule(name) for name in model._tower_model_names)
+        return self.encoder
+
+    def _with_report(self, output: Any) -> Any:
+        report, self._encode_report = self._encode_report, None
+        if report is None:
+            return output
+        assert isinstance(output, ModelRunnerOutput), "stages with budgets run without asynchronous runner outputs"
+        return EPDModelRunnerOutput(**vars(output), encode_report=report)  # upstream's empty one is shared
+
+    def _batch_mm_inputs_from_scheduler(self, scheduler_output: Any) -> Any:
+        # Upstream finds a step's images by their requests, which may still wait when theirs are encoded beside.
+        if isinstance(scheduler_output, EncodeBatch):
+            return scheduler_output.inputs()
+        return super()._batch_mm_inputs_from_scheduler(scheduler_output)
+
+    def reset_encoder_cache(self) -> None:
+        # New weights: what is under way is of the old ones. The scheduler has forgotten it, too.
+        if self.encoder is not None:
+            self.encoder.cancel()
+            self._encode_batch = None
+        super().reset_encoder_cache()
 
     def _publish_rows(self) -> dict[str, torch.Tensor]:
         """Publish the rows which this step finished: request id -> packed payload."""

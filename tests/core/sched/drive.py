@@ -1,0 +1,326 @@
+"""Drives a real scheduler through a recorded stream as the engine core does, in place of a model a rule for tokens.
+
+The runner's side keeps what the real one keeps of images, and fails where the real one does: when a step needs an
+embedding that is not there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+from vllm.config import LoRAConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
+from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+
+S = TypeVar("S", bound=Scheduler)
+
+MAX_MODEL_LEN = 128
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 16,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def _base_config() -> VllmConfig:
+    """Of a text model: the parts for images are put into the scheduler, so that no processor is needed."""
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(LLAMA))
+        return EngineArgs(
+            model=directory,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            async_scheduling=False,
+        ).create_engine_config()
+
+
+def make_config(engine: Engine, additional_config: dict[str, Any] | None = None) -> VllmConfig:
+    config = copy.copy(_base_config())
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.max_num_seqs = engine.max_num_seqs
+    config.scheduler_config.max_num_batched_tokens = engine.max_num_batched_tokens
+    config.scheduler_config.policy = engine.policy
+    config.scheduler_config.disable_chunked_mm_input = not engine.chunked_images
+    config.scheduler_config.async_scheduling = engine.is_async
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = engine.num_blocks
+    config.cache_config.enable_prefix_caching = engine.prefix_caching
+    if engine.max_adapters:
+        config.lora_config = LoRAConfig(max_loras=engine.max_adapters)
+    config.additional_config = additional_config or {}
+    return config
+
+
+def make_scheduler(scheduler_cls: type[S], engine: Engine, additional_config: dict[str, Any] | None = None) -> S:
+    init_none_hash(sha256)
+    config = make_config(engine, additional_config)
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    scheduler = scheduler_cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(engine.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+    )
+    # What a multimodal model's configuration would have given.
+    scheduler.encoder_cache_manager = type(scheduler.encoder_cache_manager)(engine.encoder_cache_size)
+    scheduler.max_num_encoder_input_tokens = engine.encoder_budget
+    return scheduler
+
+
+def make_request(planned: PlannedRequest, engine: Engine) -> Request:
+    return Request(
+        planned.request_id,
+        list(planned.prompt),
+        SamplingParams(
+            max_tokens=planned.max_tokens,
+            ignore_eos=True,
+            extra_args={"slo": dict(planned.slo)} if planned.slo else None,
+        ),
+        None,
+        arrival_time=planned.arrival_time,
+        priority=planned.priority,
+        lora_request=LoRARequest(f"adapter-{planned.adapter}", planned.adapter, "nowhere") if planned.adapter else None,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", image.name, PlaceholderRange(image.offset, image.length))
+            for image in planned.images
+        ],
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256) if engine.prefix_caching else None,
+    )
+
+
+@dataclasses.dataclass
+class Step:
+    """One engine step: what was decided, and what became of it."""
+
+    output: dict[str, Any]  # SchedulerOutput, field by field
+    tokens: dict[str, list[int]]  # by request
+    finished: dict[str, str]  # by request: why
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return self.output["num_scheduled_tokens"]
+
+
+def token(request_id: str, position: int) -> int:
+    return (int(request_id) * 31 + position * 7) % 9
+
+
+def answer(planned: PlannedRequest) -> list[int]:
+    """All tokens of a request that is not aborted, whatever else its engine does."""
+    return [token(planned.request_id, len(planned.prompt) + number) for number in range(planned.max_tokens)]
+
+
+class SynthesisedRunner:
+    """The runner's half of an engine without its model. A token is a function of its request and position."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.images: dict[str, list[MultiModalFeatureSpec]] = {}
+        self.encoder_cache: set[str] = set()
+        self.num_encodes = 0
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in output.finished_req_ids:
+            self.images.pop(request_id, None)
+        self.encoder_cache -= set(output.free_encoder_mm_hashes)
+        starts = dict(
+            zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)
+        )
+        for new in output.scheduled_new_reqs:
+            self.images[new.req_id] = new.mm_features
+            starts[new.req_id] = new.num_computed_tokens
+        for request_id, inputs in output.scheduled_encoder_inputs.items():
+            self._encode(self.images[request_id][one].identifier for one in inputs)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self._check_images(request_id, starts[request_id], starts[request_id] + num_tokens)
+        ids = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: index for index, one in enumerate(ids)},
+            sampled_token_ids=[[] if requests[one].is_prefill_chunk else [self._token(requests[one])] for one in ids],
+        )
+
+    def _encode(self, names: Iterator[str]) -> None:
+        for name in names:
+            self.encoder_cache.add(name)
+            self.num_encodes += 1
+
+    def _check_images(self, request_id: str, start: int, end: int) -> None:
+        for feature in self.images[request_id]:
+            position = feature.mm_position
+            if position.offset < end and start < position.offset + position.length:
+                assert feature.identifier in self.encoder_cache, (
+                    f"Encoder cache miss for {feature.identifier} of request {request_id}, tokens {start} to {end}"
+                )
+
+    @staticmethod
+    def _token(request: Request) -> int:
+        return token(request.request_id, request.num_computed_tokens)
+
+
+class LayeredRunner(SynthesisedRunner):
+    """Encodes batches of images beside the language model, layer by layer, as ``EPDSchedulerOutput`` says."""
+
+    NUM_LAYERS = 5
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.is_async = scheduler.scheduler_config.async_scheduling
+        self.under_way: list[str] = []
+        self.num_layers_left = 0
+        self.num_embeds = 0
+        self.layer_s: Callable[[int], float] = lambda num_embeds: 0.0  # what a layer is reported to have taken
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        assert not output.scheduled_encoder_inputs, "an encode stands in front of a forward"
+        assert not set(output.free_encoder_mm_hashes) & set(self.under_way)
+        report = None
+        # What this step encodes is there for the next one.
+        runner_output = super().execute(output)
+        if isinstance(output, EPDSchedulerOutput):
+            report = self._go_on(output)
+        return EPDModelRunnerOutput(**vars(runner_output), encode_report=report)
+
+    def _go_on(self, output: EPDSchedulerOutput) -> EncodeReport | None:
+        if output.encodes:
+            assert not self.under_way
+            self.under_way = [item.feature.identifier for item in output.encodes]
+            assert not set(self.under_way) & self.encoder_cache, "an image that is there is encoded again"
+            self.num_layers_left = self.NUM_LAYERS
+            self.num_embeds = sum(item.num_embeds for item in output.encodes)
+        if not self.under_way:
+            assert self.is_async, "layers are granted, and there is no batch"
+            return None  # it ended in the step before, whose report the scheduler does not have yet
+        num_layers = self.num_layers_left
+        if output.num_encode_layers is not None:
+            assert output.num_encode_layers >= 1
+            num_layers = min(num_layers, output.num_encode_layers)
+        self.num_layers_left -= num_layers
+        encoded = []
+        if not self.num_layers_left:
+            encoded, self.under_way = self.under_way, []
+            self._encode(iter(encoded))
+        return EncodeReport(encoded, num_layers, self.NUM_LAYERS, num_layers * self.layer_s(self.num_embeds))
+
+
+def fields_of(output: SchedulerOutput) -> dict[str, Any]:
+    """By name, and copied: a scheduler may go on with the containers that it sent."""
+    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(SchedulerOutput)}
+    # Whoever reads these compares what was sent, not the requests behind it.
+    values["scheduled_new_reqs"] = [copy.copy(new) for new in output.scheduled_new_reqs]
+    return {name: copy.copy(value) for name, value in values.items()}
+
+
+def drive(
+    scheduler: Scheduler,
+    stream: Stream,
+    *,
+    runner: SynthesisedRunner | None = None,
+    max_steps: int = 3000,
+    on_step: Callable[[SchedulerOutput], None] = lambda output: None,
+) -> list[Step]:
+    """Until nothing is left. Two batches are under way where the engine is asynchronous, as with vLLM's batch queue.
+
+    Raises:
+        AssertionError: requests are left after so many steps.
+    """
+    runner = runner or SynthesisedRunner(scheduler)
+    steps: list[Step] = []
+    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Step]] = deque()
+    number = 0
+    while number < stream.num_steps or scheduler.has_requests() or in_flight:
+        assert number < max_steps, f"seed {stream.seed}: after {number} steps these are left: {_left(scheduler)}"
+        for planned in stream.arrivals.get(number, ()):
+            scheduler.add_request(make_request(planned, stream.engine))
+        number += 1
+        output = scheduler.schedule()
+        on_step(output)
+        step = Step(fields_of(output), {}, {})
+        steps.append(step)
+        in_flight.append((output, runner.execute(output), step))
+        # Aborts come while a batch is computed.
+        if aborted := stream.aborts.get(number - 1):
+            scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+        while in_flight and (len(in_flight) > stream.engine.is_async or not output.total_num_scheduled_tokens):
+            _update(scheduler, *in_flight.popleft())
+    return steps
+
+
+def _update(scheduler: Scheduler, output: SchedulerOutput, runner_output: ModelRunnerOutput, step: Step) -> None:
+    for outputs in scheduler.update_from_output(output, runner_output).values():
+        for one in outputs.outputs:
+            step.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
+            if one.finish_reason is not None:
+                step.finished[one.request_id] = str(one.finish_reason)
+
+
+def _left(scheduler: Scheduler) -> dict[str, str]:
+    return {
+        name: f"{request.status.name} {request.num_computed_tokens}/{request.num_tokens}"
+        for name, request in scheduler.requests.items()
+    }
+
+
+def tokens_of(steps: list[Step]) -> dict[str, list[int]]:
+    """What each request was answered in the end."""
+    tokens: dict[str, list[int]] = {}
+    for step in steps:
+        for request_id, new in step.tokens.items():
+            tokens.setdefault(request_id, []).extend(new)
+    return tokens
+
+
+def assert_same_steps(stock: list[Step], ours: list[Step]) -> None:
+    """Field by field, so that the first difference is named."""
+    for number, (left, right) in enumerate(zip(stock, ours, strict=False)):
+        for name, value in left.output.items():
+            assert value == right.output[name], f"step {number}: {name}: {value} != {right.output[name]}"
+        assert left.tokens == right.tokens, f"step {number}: tokens"
+        assert left.finished == right.finished, f"step {number}: finished"
+    assert len(stock) == len(ours)
+
+
+def assert_is_idle(scheduler: Scheduler) -> None:
+    """Nothing of any request is left."""
+    assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
+    manager: EncoderCacheManager = scheduler.encoder_cache_manager
+    assert not manager.request_cached_ids
+    assert not any(manager.cached.values())
+    assert manager.num_freeable_slots == manager.cache_size
+    blocks = scheduler.kv_cache_manager.block_pool
+    assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1  # vLLM keeps one as padding

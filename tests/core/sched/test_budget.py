@@ -1,0 +1,172 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.sched.test_cost import TRUE
+from vllm_omni.core.sched.budget import EPDConfig, FixedBudgets, SloBudgets, SloState, largest
+from vllm_omni.core.sched.cost import LanguageLoad
+from vllm_omni.errors import ConfigError
+
+DECODES = LanguageLoad().with_decode(8, 250)
+loads = st.builds(lambda n, context: LanguageLoad().with_decode(n, context), st.integers(0, 64), st.integers(0, 2000))
+tpots = st.floats(1e-3, 0.2)
+
+
+def make_budgets(margin: float = 1.0) -> SloBudgets:
+    budgets = SloBudgets(TRUE, margin, max_tokens=2048, max_embeds=4000)
+    budgets.num_layers_of_batch = 8
+    return budgets
+
+
+@given(limit=st.integers(0, 1000), bound=st.integers(-5, 1005))
+def test_the_search_finds_the_largest_that_fits(limit: int, bound: int) -> None:
+    assert largest(lambda n: n <= bound, limit) == max([0, *(n for n in range(limit + 1) if n <= bound)])
+
+
+@given(load=loads, context=st.integers(0, 2000), tpot_s=tpots, is_encoding=st.booleans())
+def test_a_token_more_would_exceed_the_tpot(load: LanguageLoad, context: int, tpot_s: float, is_encoding: bool) -> None:
+    budgets = make_budgets()
+    num_tokens = budgets.num_tokens(load, context, tpot_s, is_encoding)
+
+    def seconds(num_tokens: int) -> float:
+        layer_s = budgets.layer_s(4000) if is_encoding else 0.0
+        return budgets.language_s(load.with_prefill(num_tokens, context)) + layer_s
+
+    assert num_tokens == 0 or seconds(num_tokens) <= tpot_s + 1e-12
+    assert num_tokens == 2048 or seconds(num_tokens + 1) > tpot_s - 1e-12
+
+
+@given(load=loads, tpot_s=tpots)
+def test_the_layers_and_the_language_batch_together_keep_the_tpot(load: LanguageLoad, tpot_s: float) -> None:
+    budgets = make_budgets()
+    num_layers = budgets.num_layers(load, 196, tpot_s)
+    assert num_layers is not None and num_layers >= 1
+    assert num_layers == 1 or budgets.language_s(load) + num_layers * budgets.layer_s(196) <= tpot_s + 1e-12
+    assert budgets.language_s(load) + (num_layers + 1) * budgets.layer_s(196) > tpot_s - 1e-12
+
+
+@given(load=loads, tpot_s=tpots)
+def test_one_layer_of_a_largest_batch_keeps_the_tpot(load: LanguageLoad, tpot_s: float) -> None:
+    budgets = make_budgets()
+    num_embeds = budgets.num_embeds(load, tpot_s)
+    assert num_embeds == 1 or budgets.language_s(load) + budgets.layer_s(num_embeds) <= tpot_s + 1e-12
+    assert num_embeds == 4000 or budgets.language_s(load) + budgets.layer_s(num_embeds + 1) > tpot_s - 1e-12
+
+
+def test_an_encode_under_way_takes_from_the_prefill() -> None:
+    budgets = make_budgets()
+    assert budgets.num_tokens(DECODES, 0, 0.2, True) < budgets.num_tokens(DECODES, 0, 0.2, False)
+
+
+def test_where_nothing_is_to_protect_nothing_is_held_back() -> None:
+    budgets = make_budgets()
+    assert budgets.num_tokens(LanguageLoad(), 0, None, True) == 2048
+    assert budgets.num_embeds(LanguageLoad(), None) == 4000
+    assert budgets.num_layers(LanguageLoad(), 196, None) is None
+
+
+def test_a_margin_leaves_a_part_of_the_tpot() -> None:
+    assert make_budgets(0.5).num_tokens(DECODES, 0, 0.04, False) == make_budgets().num_tokens(DECODES, 0, 0.02, False)
+
+
+def test_a_slower_machine_gets_smaller_budgets() -> None:
+    budgets = make_budgets()
+    before = budgets.num_tokens(DECODES, 0, 0.03, False), budgets.num_layers(DECODES, 196, 0.03)
+    for _ in range(200):
+        budgets.observe_language(DECODES, 2 * TRUE.language_s(DECODES))
+        budgets.observe_encode(196, 2, 8, 2 * TRUE.images_s(196) * 2 / 8)
+    assert budgets.language_factor == pytest.approx(2, rel=1e-3)
+    assert budgets.encode_factor == pytest.approx(2, rel=1e-3)
+    after = budgets.num_tokens(DECODES, 0, 0.03, False), budgets.num_layers(DECODES, 196, 0.03)
+    assert after[0] < before[0] and after[1] < before[1]  # type: ignore[operator]
+
+
+def test_one_iteration_that_stood_still_hardly_counts() -> None:
+    budgets = make_budgets()
+    budgets.observe_language(DECODES, 1000 * TRUE.language_s(DECODES))
+    assert budgets.language_factor <= 1.15 + 1e-9
+
+
+def test_the_first_encode_tells_how_many_layers_there_are() -> None:
+    budgets = SloBudgets(TRUE, 1.0, max_tokens=2048, max_embeds=4000)
+    assert budgets.num_layers(DECODES, 196, 0.01) == 1
+    whole_s = budgets.layer_s(196)
+    budgets.observe_encode(196, 1, 8, TRUE.images_s(196) / 8)
+    assert budgets.layer_s(196) == pytest.approx(whole_s / 8)
+
+
+def test_a_fixed_token_budget_counts_the_decodes() -> None:
+    assert FixedBudgets(100, 10).num_tokens(DECODES, 0, None, False) == 92
+    assert FixedBudgets(5, 10).num_tokens(DECODES, 0, None, False) == 0
+
+
+# -- a request's SLO --------------------------------------------------------------------------------------------------
+
+
+def make_slo(max_gaps: int = 20) -> SloState:
+    return SloState(arrived_at=100.0, ttft_s=1.0, tpot_s=0.1, max_gaps=max_gaps)
+
+
+def test_the_first_token_is_due_a_ttft_after_the_arrival_and_each_other_a_tpot_after_the_last() -> None:
+    slo = make_slo()
+    assert slo.deadline == 101.0
+    slo.add_tokens(100.5)
+    assert slo.deadline == 100.6
+
+
+def test_a_late_first_token_loses_the_slo() -> None:
+    slo = make_slo()
+    assert not slo.is_lost(101.0)
+    assert slo.is_lost(101.01)
+    slo.add_tokens(101.01)
+    assert slo.is_lost(101.02)
+
+
+def test_a_first_token_that_cannot_come_in_time_loses_the_slo_before_it_is_due() -> None:
+    assert make_slo().is_lost(100.5, seconds_left=0.6)
+
+
+def test_one_gap_in_ten_may_be_late() -> None:
+    slo = make_slo(max_gaps=20)
+    now = 100.5
+    slo.add_tokens(now)
+    for _ in range(2):
+        now += 0.2
+        slo.add_tokens(now)
+    assert not slo.is_lost(now)
+    assert slo.is_lost(now + 0.2)  # the third, as good as there
+    slo.add_tokens(now + 0.2)
+    assert slo.is_lost(now + 0.2)
+
+
+def test_without_an_slo_nothing_is_due() -> None:
+    slo = SloState(arrived_at=0.0, ttft_s=None, tpot_s=None, max_gaps=5)
+    assert slo.deadline == float("inf")
+    slo.add_tokens(1e9)
+    assert slo.deadline == float("inf") and not slo.is_lost(1e12)
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_no_budget_is_off() -> None:
+    assert not EPDConfig.parse({}).is_on
+    assert not EPDConfig.parse({"patience": 3}).is_on
+    assert EPDConfig.parse({"tpot_ms": 30}).is_on
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"token_budget": 10}, "give both token_budget and image_budget, or tpot_ms"),
+        ({"tpot_ms": 0}, r"epd.tpot_ms = 0: must be greater than 0"),
+        ({"tokens": 3}, "unknown tokens; known are cost, image_budget"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_its_key(values: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EPDConfig.parse(values)
+
+
+def test_a_measured_cost_travels_as_plain_values() -> None:
+    assert EPDConfig.parse({"tpot_ms": 30, "cost": vars(TRUE)}).cost == TRUE

@@ -1,0 +1,111 @@
+"""The scheduler against vLLM's own, with real requests and caches; the tokens follow from position and request."""
+
+import os
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.core.sched.drive import (
+    LayeredRunner,
+    answer,
+    assert_is_idle,
+    assert_same_steps,
+    drive,
+    make_scheduler,
+    tokens_of,
+)
+from tests.core.sched.random_requests import Engine, Stream, make_budgets, make_stream
+from vllm_omni.core.sched.budget import EPD_CONFIG
+from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
+
+NUM_STREAMS = int(os.environ.get("FUZZ_CASES", "20000")) // 50  # a stream is worth many of the other fuzz tests' cases
+
+
+def make_stock(stream: Stream) -> Scheduler:
+    return make_scheduler(AsyncScheduler if stream.engine.is_async else Scheduler, stream.engine)
+
+
+def make_epd(stream: Stream, **epd: object) -> EPDScheduler:
+    scheduler_cls = AsyncEPDScheduler if stream.engine.is_async else EPDScheduler
+    return make_scheduler(scheduler_cls, stream.engine, {EPD_CONFIG: epd} if epd else None)
+
+
+# -- without budgets, and with budgets that bind nothing --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+@pytest.mark.parametrize("first_seed", range(0, 40, 10))
+def test_without_budgets_every_step_is_stocks(first_seed: int, text_only: bool) -> None:
+    for seed in range(first_seed, first_seed + 10):
+        stream = make_stream(seed, text_only=text_only)
+        ours = make_epd(stream)
+        assert_same_steps(drive(make_stock(stream), stream), drive(ours, stream))
+        assert_is_idle(ours)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_text_within_budgets_above_any_batch_takes_stocks_tokens_and_steps(policy: str, is_async: bool) -> None:
+    engine = Engine(max_num_batched_tokens=128, policy=policy, is_async=is_async)
+    for seed in range(10):
+        stream = make_stream(seed, text_only=True, engine=engine)
+        stock = drive(make_stock(stream), stream)
+        scheduler = make_epd(stream, token_budget=10_000, image_budget=10_000)
+        ours = drive(scheduler, stream, runner=LayeredRunner(scheduler))
+        assert tokens_of(ours) == tokens_of(stock)
+        assert len(ours) == len(stock)
+
+
+# -- nothing waits for ever -------------------------------------------------------------------------------------------
+
+
+def check_liveness(seed: int, num_requests: int = 16) -> None:
+    """The stream ends, whoever was not aborted has all its tokens, and nothing is left."""
+    stream = make_stream(seed, num_requests=num_requests)
+    scheduler = make_epd(stream, **make_budgets(seed))
+    tokens = tokens_of(drive(scheduler, stream, runner=LayeredRunner(scheduler)))
+    aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+    for request in stream.requests:
+        if request.request_id not in aborted:
+            assert tokens[request.request_id] == answer(request)
+    for identifier in list(scheduler.encoder_cache_manager.in_flight):  # of aborted requests: the engine stood still
+        scheduler.encoder_cache_manager.finish(identifier)
+    assert_is_idle(scheduler)
+    assert not scheduler.slos and not scheduler._known_hits and not scheduler._under_way
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 50))
+def test_random_streams_end_with_all_tokens(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 50):
+        check_liveness(seed)
+
+
+@pytest.mark.parametrize("num_encode_layers", [None, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_cache_of_one_largest_image_is_enough(policy: str, num_encode_layers: int | None) -> None:
+    for seed in range(15):
+        engine = Engine(encoder_cache_size=24, num_blocks=40, max_num_seqs=4, policy=policy)
+        stream = make_stream(seed, engine=engine, max_image=24)
+        scheduler = make_epd(stream, token_budget=16, image_budget=8, num_encode_layers=num_encode_layers)
+        tokens = tokens_of(drive(scheduler, stream, runner=LayeredRunner(scheduler)))
+        aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+        for request in stream.requests:
+            assert request.request_id in aborted or tokens[request.request_id] == answer(request)
+
+
+@pytest.mark.fuzz
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_random_streams_end_with_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    if "FUZZ_SEED" in os.environ:
+        check_liveness(int(os.environ["FUZZ_SEED"]), num_requests=int(os.environ.get("FUZZ_REQUESTS", "24")))
+        return
+    first_seed = int(os.environ.get("FUZZ_FIRST_SEED", "1000"))
+    for seed in range(first_seed, first_seed + NUM_STREAMS):
+        try:
+            check_liveness(seed, num_requests=24)
+        except Exception as exc:
+            raise AssertionError(f"FUZZ_SEED={seed}: {exc!r}") from exc
+    with capsys.disabled():
+        print(f"\nrandom streams: seeds {first_seed} to {first_seed + NUM_STREAMS - 1}")

@@ -1,0 +1,384 @@
+"""Single rules of the scheduler, each in the smallest situation that shows it."""
+
+import random
+from concurrent.futures import wait
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.core.sched.drive import LayeredRunner, make_request, make_scheduler
+from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
+from tests.core.sched.test_cost import TRUE
+from vllm_omni.core.sched.budget import EPD_CONFIG, SloBudgets
+from vllm_omni.core.sched.cost import LanguageLoad
+from vllm_omni.core.sched.epd import EPDScheduler
+from vllm_omni.core.sched.image_cache import ENCODER
+from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
+from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.relay import InlineRelay, Payload
+from vllm_omni.relay.codec import encode
+from vllm_omni.relay.shm import ShmRelay
+
+ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False)
+
+
+class World:
+    """A scheduler, its runner and a clock."""
+
+    def __init__(self, engine: Engine = ENGINE, **epd: object) -> None:
+        if "tpot_ms" not in epd:
+            epd = {"token_budget": 64, "image_budget": 64, **epd}
+        self.engine = engine
+        self.scheduler = make_scheduler(EPDScheduler, engine, {EPD_CONFIG: epd})
+        self.now = 0.0
+        self.scheduler.clock = lambda: self.now  # type: ignore[method-assign]
+        self.runner = LayeredRunner(self.scheduler)
+
+    def add(self, name: str, *parts: int | str, max_tokens: int = 20, slo: dict[str, float] | None = None) -> Request:
+        """Parts are numbers of text tokens, and images by name, as long as the number that the name begins with."""
+        prompt: list[int] = []
+        images = []
+        for part in parts:
+            if isinstance(part, int):
+                prompt += [10] * part
+            else:
+                length = int(part.rstrip("abcdefgh"))
+                images.append(Image(part, len(prompt), length))
+                prompt += [IMAGE_TOKEN] * length
+        planned = PlannedRequest(name, tuple(prompt), tuple(images), max_tokens, arrival_time=self.now, slo=slo)
+        request = make_request(planned, self.engine)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, seconds: float = 0.0) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        runner_output = self.runner.execute(output)
+        self.now += seconds
+        self.scheduler.update_from_output(output, runner_output)
+        return output
+
+    def steps(self, number: int) -> list[SchedulerOutput]:
+        return [self.step() for _ in range(number)]
+
+
+def encodes(output: SchedulerOutput) -> list[str]:
+    return [item.feature.identifier for item in output.encodes] if isinstance(output, EPDSchedulerOutput) else []
+
+
+def scheduled(output: SchedulerOutput) -> dict[str, int]:
+    return output.num_scheduled_tokens
+
+
+# -- encodes ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_encode_goes_on_beside_the_decodes_and_its_request_joins_when_it_has_ended() -> None:
+    world = World(num_encode_layers=2)
+    world.add("1", 4)
+    world.step()
+    world.add("2", 3, "8a", 2)
+    outputs = world.steps(4)
+    assert [encodes(output) for output in outputs] == [["8a"], [], [], []]
+    assert [scheduled(output) for output in outputs] == [{"1": 1}, {"1": 1}, {"1": 1}, {"1": 1, "2": 13}]
+    assert [output.num_encode_layers for output in outputs[:3]] == [2, 2, 2]  # type: ignore[attr-defined]
+
+
+def test_an_encode_with_nothing_beside_it_goes_to_its_end() -> None:
+    world = World(num_encode_layers=1)
+    world.add("1", "8a", 1)
+    output = world.step()
+    assert encodes(output) == ["8a"] and output.num_encode_layers is None  # type: ignore[attr-defined]
+    assert scheduled(world.step()) == {"1": 9}
+
+
+def test_images_of_several_requests_are_one_batch_within_the_budget() -> None:
+    world = World(image_budget=20)
+    for name, image in [("1", "8a"), ("2", "8b"), ("3", "8c")]:
+        world.add(name, image, 1)
+    assert [encodes(world.step()) for _ in range(2)] == [["8a", "8b"], []]
+    world.step()
+    assert encodes(world.step()) == []
+    assert world.runner.num_encodes == 3
+
+
+def test_an_image_larger_than_the_budget_is_a_batch_of_its_own() -> None:
+    world = World(image_budget=4)
+    world.add("1", "8a", 1)
+    world.add("2", "2b", 1)
+    assert encodes(world.step()) == ["8a"]
+
+
+def test_an_image_of_two_requests_is_encoded_once() -> None:
+    world = World(num_encode_layers=1)
+    world.add("1", 2, "8a", 1)
+    world.add("2", 3, "8a", 1)
+    world.steps(8)
+    assert world.runner.num_encodes == 1
+    assert {request.request_id for request in world.scheduler.running} == {"1", "2"}
+
+
+def test_what_the_prefix_cache_has_is_not_encoded() -> None:
+    world = World(Engine(max_num_batched_tokens=64, encoder_cache_size=8))
+    world.add("1", "8a", 4, max_tokens=1)
+    world.steps(2)
+    world.add("2", "8b", 1, max_tokens=1)  # takes the room of the first image
+    world.steps(2)
+    world.add("3", "8a", 4, max_tokens=1)
+    assert scheduled(world.step()) == {"3": 4}
+    assert world.runner.num_encodes == 2
+
+
+def test_text_is_not_held_up_by_who_waits_for_an_image() -> None:
+    world = World(num_encode_layers=1)
+    world.add("1", 4)
+    world.step()
+    world.add("2", "8a", 1)
+    world.step()
+    world.add("3", 5)
+    assert scheduled(world.step()) == {"1": 1, "3": 5}
+
+
+def test_an_encode_gives_way_to_prefills_until_its_patience_ends() -> None:
+    world = World(patience=3, token_budget=4, min_prefill_tokens=4)
+    world.add("1", 100, max_tokens=1)
+    world.add("2", "8a", 1)
+    assert [encodes(output) for output in world.steps(5)] == [[], [], [], ["8a"], []]
+
+
+def test_a_running_prompt_stops_before_its_next_image_and_goes_on_behind_it() -> None:
+    world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=8))
+    world.add("1", 2, "8a", 3, "8b", 1)
+    tokens = [scheduled(world.step()) for _ in range(4)]
+    assert tokens == [{}, {"1": 13}, {}, {"1": 9}]
+
+
+def test_the_first_that_waits_takes_the_room_of_those_behind_it() -> None:
+    world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=16, max_num_seqs=1))
+    world.add("1", 2, "8a", 3, "16b", 1)
+    world.add("2", "8c", 1)
+    outputs = world.steps(4)
+    assert [encodes(output) for output in outputs] == [["8a", "8c"], [], ["16b"], []]
+    assert set(outputs[2].free_encoder_mm_hashes) == {"8a", "8c"}
+    world.scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
+    assert encodes(world.step()) == ["8c"]
+
+
+def test_the_last_in_order_loses_its_room_first() -> None:
+    world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=32, max_num_seqs=1))
+    world.add("1", 2, "16a", 3, "24b", 1)
+    world.add("2", "8c", 1)
+    world.add("3", "8d", 1)
+    outputs = world.steps(3)
+    assert [encodes(output) for output in outputs] == [["16a", "8c", "8d"], [], ["24b"]]
+    assert set(outputs[2].free_encoder_mm_hashes) == {"16a", "8d"}
+
+
+def test_a_paused_engine_begins_no_encode() -> None:
+    world = World()
+    world.add("1", "8a", 1)
+    world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert encodes(world.step()) == []
+    world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert encodes(world.step()) == ["8a"]
+
+
+# -- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_of_an_aborted_request_keeps_its_room_until_its_encode_has_ended() -> None:
+    world = World(Engine(max_num_batched_tokens=64, encoder_cache_size=8), num_encode_layers=2)
+    world.add("1", 4)
+    world.step()
+    world.add("2", "8a", 1)
+    world.step()
+    world.scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
+    manager = world.scheduler.encoder_cache_manager
+    assert manager.cached == {"8a": {ENCODER}}
+    world.add("3", "8b", 1)
+    assert [encodes(output) for output in world.steps(3)] == [[], [], ["8b"]]
+    assert set(manager.cached) == {"8b"}
+
+
+def test_an_image_that_was_encoded_for_an_aborted_request_serves_the_next() -> None:
+    world = World(num_encode_layers=2)
+    world.add("1", 4)
+    world.step()
+    world.add("2", "8a", 1)
+    world.step()
+    world.scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
+    world.add("3", "8a", 1)
+    world.steps(4)
+    assert world.runner.num_encodes == 1
+    assert {request.request_id for request in world.scheduler.running} == {"1", "3"}
+
+
+def test_a_name_that_comes_again_with_another_size_fails_its_request() -> None:
+    world = World()
+    world.add("1", "8a", 1)
+    world.steps(2)
+    request = world.add("2", "8a", 1)
+    position = request.mm_features[0].mm_position
+    object.__setattr__(position, "length", 7)
+    world.steps(2)
+    assert request.status is RequestStatus.FINISHED_ERROR
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_the_request_that_is_due_first_is_admitted_first() -> None:
+    world = World(token_budget=8, min_prefill_tokens=1)
+    world.add("1", 8, slo={"ttft_ms": 3000})
+    world.add("2", 8, slo={"ttft_ms": 1000})
+    world.add("3", 8)
+    assert [scheduled(world.step()) for _ in range(3)] == [{"2": 8}, {"1": 7, "2": 1}, {"1": 1, "2": 1, "3": 6}]
+
+
+def test_who_is_too_late_gives_way_to_who_is_not_and_not_for_ever() -> None:
+    world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, max_num_seqs=1), patience=2)
+    world.add("1", 8, max_tokens=1, slo={"ttft_ms": 1000})
+    world.now = 2.0
+    order = []
+    for number in range(2, 6):
+        world.add(str(number), 8, max_tokens=1, slo={"ttft_ms": 1000})
+        order += list(scheduled(world.step()))
+    assert order == ["2", "3", "1", "4"]
+
+
+def test_a_session_of_requests_without_deadlines_keeps_its_order() -> None:
+    world = World(token_budget=8, min_prefill_tokens=1)
+    for number in range(1, 4):
+        world.add(str(number), 8)
+    assert scheduled(world.step()) == {"1": 8}
+    assert not world.scheduler.slos
+
+
+# -- budgets from costs -----------------------------------------------------------------------------------------------
+
+
+def make_costed(**epd: object) -> World:
+    engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=400, num_blocks=1000)
+    return World(engine, tpot_ms=10.0, margin=1.0, cost=vars(TRUE), **epd)
+
+
+def seconds(world: World, output: SchedulerOutput) -> float:
+    """What the step costs by the model that the budgets were made from."""
+    return TRUE.language_s(world.scheduler._under_way[-1][0])
+
+
+def test_a_prefill_beside_decodes_is_cut_to_the_tpot_and_alone_it_is_not() -> None:
+    world = make_costed()
+    world.add("1", 100)
+    assert scheduled(world.step()) == {"1": 100}
+    world.add("2", 127)
+    output = world.scheduler.schedule()
+    assert seconds(world, output) <= 0.010
+    assert 100 < scheduled(output)["2"] < 127
+
+
+def test_the_layers_beside_a_decode_fill_its_tpot() -> None:
+    world = make_costed()
+    budgets = world.scheduler.budgets
+    assert isinstance(budgets, SloBudgets)
+    budgets.num_layers_of_batch = 20
+    world.add("1", 8)
+    world.step()
+    world.add("2", "100a", 1)
+    output = world.scheduler.schedule()
+    assert isinstance(output, EPDSchedulerOutput) and output.num_encode_layers is not None
+    layer_s = TRUE.images_s(100) / 20
+    taken_s = seconds(world, output) + output.num_encode_layers * layer_s
+    assert 0.010 - layer_s < taken_s <= 0.010
+
+
+def test_measured_iterations_correct_the_budgets() -> None:
+    world = make_costed()
+    world.add("1", 8, max_tokens=100)
+    for _ in range(60):
+        output = world.scheduler.schedule()
+        modelled_s = seconds(world, output)
+        runner_output = world.runner.execute(output)
+        world.now += 1.5 * modelled_s
+        world.scheduler.update_from_output(output, runner_output)
+    budgets = world.scheduler.budgets
+    assert isinstance(budgets, SloBudgets)
+    assert budgets.language_factor == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_decode_that_has_lost_its_slo_gives_way_up_to_twice_its_tpot() -> None:
+    world = make_costed()
+    world.add("1", 8, max_tokens=4)
+    world.step()
+    world.add("2", 127)
+    output = world.scheduler.schedule()
+    assert 0.009 < seconds(world, output) <= 0.010
+
+    world = make_costed()
+    world.add("1", 8, max_tokens=4)
+    world.step()
+    world.step(seconds=0.5)  # the budgets' correction takes this for a machine that has become a little slower
+    world.add("2", 127)
+    output = world.scheduler.schedule()
+    assert 0.010 < seconds(world, output) <= 0.020
+
+
+def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
+    """A machine that takes exactly what TRUE says; the requests come as they come."""
+    engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=400, num_blocks=1000)
+    world = World(engine, tpot_ms=10.0, margin=1.0)
+    world.runner.layer_s = lambda num_embeds: TRUE.images_s(num_embeds) / LayeredRunner.NUM_LAYERS
+    rng = random.Random(0)
+    over = []
+    for number in range(600):
+        if number % 20 == 0:
+            image = [f"{rng.choice([40, 80])}{rng.choice('abcdefgh')}"] if rng.random() < 0.5 else []
+            world.add(str(number), rng.randint(1, 40), *image, 1, max_tokens=rng.randint(5, 40))
+        output = world.scheduler.schedule()
+        load = world.scheduler._under_way[-1][0]
+        runner_output = world.runner.execute(output)
+        report = runner_output.encode_report  # type: ignore[attr-defined]
+        taken_s = TRUE.language_s(load) + (report.seconds if report else 0.0)
+        world.now += taken_s
+        world.scheduler.update_from_output(output, runner_output)
+        # What an iteration must do at least may be more than the TPOT leaves: one layer, one shortest prefill.
+        if load.num_decodes and load.num_prefill_tokens > 16 and taken_s > 0.010 * 1.01:
+            over.append(number)
+    budgets = world.scheduler.budgets
+    assert isinstance(budgets, SloBudgets)
+    load = LanguageLoad().with_decode(4, 60).with_prefill(30, 10)
+    assert budgets.language_s(load) == pytest.approx(TRUE.language_s(load), rel=0.05)
+    assert budgets.layer_s(80) == pytest.approx(TRUE.images_s(80) / LayeredRunner.NUM_LAYERS, rel=0.05)
+    assert not [number for number in over if number > 100]
+
+
+# -- beside streams ---------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_row_neither_holds_up_an_encode_nor_is_scheduled() -> None:
+    world = World(num_encode_layers=2)
+    relay = ShmRelay(1 << 20)
+    writer = relay.open_stream("1", (8,), torch.float32, credits=4)
+    rows = InlineRelay().put_nowait("1", torch.zeros(3, 8))
+    payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
+    args = {"payloads": [encode(payload)], "num_own_tokens": 0}
+    world.scheduler.add_request(
+        Request("1", [10] * 4, SamplingParams(max_tokens=9, extra_args={STAGE_ARGS: args}), None, arrival_time=0.0)
+    )
+    wait([world.scheduler.gates["1"]._connecting], timeout=10)
+    world.add("2", 4)
+    assert scheduled(world.step()) == {"2": 4}
+    world.add("3", "8a", 1)
+    outputs = world.steps(3)
+    assert [scheduled(output) for output in outputs] == [{"2": 1}] * 3
+    assert [encodes(output) for output in outputs] == [["8a"], [], []]
+    writer.write_nowait(torch.zeros(1, 8))
+    output = world.step()
+    assert scheduled(output) == {"2": 1, "1": 4, "3": 9}
+    assert isinstance(output, StreamSchedulerOutput) and set(output.streams) == {"1"}
+    world.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    relay.check_integrity()
+    relay.close()

@@ -1,0 +1,115 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_omni.worker.sliced_encoder import SlicedEncoder
+
+NUM_LAYERS = 6
+
+
+class Tower(nn.Module):
+    """Writes down what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(NUM_LAYERS))
+        self.log: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append("begin")
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            self.log.append(str(number))
+        self.log.append("end")
+        return x
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower()
+
+
+@pytest.fixture
+def encoder(tower: Tower) -> Iterator[SlicedEncoder]:
+    encoder = SlicedEncoder([tower])
+    yield encoder
+    encoder.close()
+
+
+def begin(encoder: SlicedEncoder, tower: Tower, x: torch.Tensor) -> list[torch.Tensor]:
+    results: list[torch.Tensor] = []
+    encoder.begin(lambda: results.append(tower(x)))
+    return results
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4, 5, 6, 7, None])
+def test_slices_compute_what_one_forward_computes(encoder: SlicedEncoder, tower: Tower, num_layers: int | None) -> None:
+    x = torch.randn(3, 8)
+    whole = tower(x)
+    results = begin(encoder, tower, x)
+    slices = [encoder.go_on(num_layers)]
+    while not slices[-1].has_ended:
+        slices.append(encoder.go_on(num_layers))
+    assert torch.equal(results[0], whole)
+    assert [one.num_layers for one in slices[:-1]] == [num_layers] * (len(slices) - 1)
+    assert sum(one.num_layers for one in slices) == NUM_LAYERS
+    assert not encoder.is_under_way
+
+
+def test_nothing_runs_between_two_grants(encoder: SlicedEncoder, tower: Tower) -> None:
+    begin(encoder, tower, torch.randn(1, 8))
+    assert tower.log == []
+    encoder.go_on(2)
+    assert tower.log == ["begin", "0", "1"]
+    tower(torch.randn(1, 8))  # by the caller: not sliced
+    tower.log.clear()
+    encoder.go_on(3)
+    assert tower.log == ["2", "3", "4"]
+    assert encoder.go_on(1).has_ended
+
+
+def test_the_forward_needs_no_gradients(encoder: SlicedEncoder, tower: Tower) -> None:
+    results = begin(encoder, tower, torch.randn(1, 8))
+    encoder.go_on(1)
+    encoder.go_on(None)
+    assert results[0].is_inference()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_what_the_forward_raises_comes_out_where_it_is_run(encoder: SlicedEncoder, tower: Tower) -> None:
+    begin(encoder, tower, torch.randn(1, 7))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        encoder.go_on(1)
+    assert not encoder.is_under_way
+    results = begin(encoder, tower, torch.randn(1, 8))
+    assert encoder.go_on(None).has_ended and len(results) == 1
+
+
+@pytest.mark.parametrize("num_layers", [0, 3])
+def test_a_forward_can_be_given_up(encoder: SlicedEncoder, tower: Tower, num_layers: int) -> None:
+    results = begin(encoder, tower, torch.randn(1, 8))
+    if num_layers:
+        encoder.go_on(num_layers)
+    encoder.cancel()
+    assert not encoder.is_under_way and not results and "end" not in tower.log
+    results = begin(encoder, tower, torch.randn(1, 8))
+    assert encoder.go_on(None).num_layers == NUM_LAYERS and len(results) == 1
+
+
+def test_a_batch_that_runs_the_tower_twice_has_twice_its_layers(encoder: SlicedEncoder, tower: Tower) -> None:
+    assert encoder.num_layers_of_batch == NUM_LAYERS
+    encoder.begin(lambda: [tower(torch.randn(1, 8)) for _ in range(2)] and None)
+    assert encoder.go_on(None).num_layers == encoder.num_layers_of_batch == 2 * NUM_LAYERS
+
+
+def test_closed_in_the_middle_it_leaves_no_thread_and_no_boundary(tower: Tower) -> None:
+    encoder = SlicedEncoder([tower])
+    begin(encoder, tower, torch.randn(1, 8))
+    encoder.go_on(2)
+    thread = encoder._thread
+    encoder.close()
+    assert thread is not None and not thread.is_alive()
+    assert not any(layer._forward_pre_hooks for layer in tower.layers)

@@ -1,0 +1,271 @@
+"""Budgets: how many tokens and how much of an encode one iteration may hold, and whose turn it is.
+
+From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO) and 2.3 (when a request meets its SLO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample
+from vllm_omni.errors import ConfigError
+
+EPD_CONFIG = "epd"
+"""Key of a stage's ``additional_config`` under which ``EPDConfig`` travels."""
+
+SLO_ARGS = "slo"
+"""Key of ``SamplingParams.extra_args`` for a request's own ``ttft_ms`` and ``tpot_ms``."""
+
+SHARE_OF_GAPS = 0.9
+"""A request meets its TPOT SLO when so many of its gaps between tokens do (HydraInfer, section 2.3)."""
+
+
+@dataclass(frozen=True)
+class EPDConfig:
+    """Budgets of an engine. None given: its scheduler decides as vLLM's own does.
+
+    Either both budgets are fixed, or they follow from ``tpot_ms`` and what batches cost.
+    """
+
+    token_budget: int | None = None  # tokens of the language model in one iteration
+    image_budget: int | None = None  # embeddings in one batch of images
+    num_encode_layers: int | None = None  # of the tower, beside one iteration with tokens; None: to the end
+    tpot_ms: float | None = None  # default of the requests' own
+    ttft_ms: float | None = None
+    margin: float = 0.9  # of the TPOT that an iteration is planned to take
+    min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter: nothing waits for ever
+    patience: int = 64  # steps for which an encode, or a request that is too late, gives way in a row
+    cost: CostModel | None = None  # of this machine, if it was fitted before; None: the first iterations are measured
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, int | float) and value <= 0:
+                raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value}: must be greater than 0")
+        if self.tpot_ms is None and (self.token_budget is None) != (self.image_budget is None):
+            raise ConfigError(f"{EPD_CONFIG}: give both token_budget and image_budget, or tpot_ms")
+
+    @property
+    def is_on(self) -> bool:
+        return self.tpot_ms is not None or self.token_budget is not None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> EPDConfig:
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"{EPD_CONFIG}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        cost = values.get("cost")
+        return cls(**{**values, "cost": CostModel(**cost) if cost is not None else None})
+
+
+class Budgets(Protocol):
+    """What ``EPDScheduler`` asks before and after each iteration."""
+
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
+        """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens."""
+        ...
+
+    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
+        """The most embeddings of one batch of images."""
+        ...
+
+    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
+        """How many layers a batch of so many embeddings goes on by beside ``load``; at least one."""
+        ...
+
+    def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
+        """What an encode of so many embeddings and then the language batch take with the machine to themselves."""
+        ...
+
+    def observe_language(self, load: LanguageLoad, seconds: float) -> None:
+        """What an iteration took, without its encode."""
+        ...
+
+    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+        """What so many of a batch's layers took."""
+        ...
+
+
+class FixedBudgets:
+    """The same budgets in every iteration."""
+
+    def __init__(self, token_budget: int, image_budget: int, num_encode_layers: int | None = None) -> None:
+        self._token_budget = token_budget
+        self._image_budget = image_budget
+        self._num_encode_layers = num_encode_layers
+
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
+        return max(0, self._token_budget - decodes.num_decodes)
+
+    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
+        return self._image_budget
+
+    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
+        return self._num_encode_layers
+
+    def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
+        return 0.0
+
+    def observe_language(self, load: LanguageLoad, seconds: float) -> None:
+        pass
+
+    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+        pass
+
+
+FIRST_FIT, LAST_FIT = 8, 2048
+"""Samples, where a cost model is found out while the engine runs."""
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to ``limit`` that fits, where whatever is below one that fits does, too; 0 if none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class SloBudgets:
+    """The largest budgets with which an iteration stays under the TPOT, by binary search over a cost model.
+
+    Joint: a prefill is planned with a layer of the batch of images under way, the layers with the language batch that
+    was scheduled. What iterations really took corrects both parts of the model: the machine may be shared, and the
+    model was fitted on one day.
+
+    Without a model one is fitted to the first iterations, and again each time that there are twice as many: the
+    requests with which an engine is warmed up are the batches that it is profiled with. Of what was not seen yet it
+    knows no cost, and so sets it no limit.
+
+    Args:
+        cost: fitted before; None: to be found out.
+        margin: of the TPOT that is planned.
+        max_tokens: of one iteration, from the engine's configuration.
+        max_embeds: of one batch of images.
+        smoothing: weight of the newest iteration in the correction.
+    """
+
+    def __init__(
+        self, cost: CostModel | None, margin: float, max_tokens: int, max_embeds: int, smoothing: float = 0.05
+    ) -> None:
+        self.cost = cost or CostModel.free()
+        self.language_factor = 1.0  # measured over modelled
+        self.encode_factor = 1.0
+        self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
+        self._margin = margin
+        self._max_tokens = max_tokens
+        self._max_embeds = max_embeds
+        self._smoothing = smoothing
+        self._samples: list[Sample] | None = [] if cost is None else None
+        self._num_samples_to_fit = FIRST_FIT
+        self._encode_s = 0.0  # of the batch of images under way
+        self._num_layers_done = 0
+
+    def language_s(self, load: LanguageLoad) -> float:
+        return self.cost.language_s(load) * self.language_factor
+
+    def layer_s(self, num_embeds: int) -> float:
+        """One layer of a batch of images: what an iteration with an encode takes at least."""
+        return self.cost.images_s(num_embeds) * self.encode_factor / self.num_layers_of_batch
+
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
+        if tpot_s is None:
+            return self._max_tokens
+        left_s = tpot_s * self._margin - (self.layer_s(self._max_embeds) if is_encoding else 0.0)
+        return largest(lambda n: self.language_s(decodes.with_prefill(n, context)) <= left_s, self._max_tokens)
+
+    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
+        if tpot_s is None:
+            return self._max_embeds
+        left_s = tpot_s * self._margin - self.language_s(decodes)
+        return max(1, largest(lambda n: self.layer_s(n) <= left_s, self._max_embeds))
+
+    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
+        if tpot_s is None or not self.layer_s(num_embeds):
+            return None
+        left_s = tpot_s * self._margin - self.language_s(load)
+        return max(1, int(left_s / self.layer_s(num_embeds)))
+
+    def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
+        return self.language_s(load) + self.cost.images_s(num_embeds) * self.encode_factor
+
+    def observe_language(self, load: LanguageLoad, seconds: float) -> None:
+        self.language_factor = self._corrected(self.language_factor, self.cost.language_s(load), seconds)
+        self._learn(Sample(seconds, load))
+
+    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+        self.num_layers_of_batch = num_layers_of_batch
+        modelled_s = self.cost.images_s(num_embeds) * num_layers / num_layers_of_batch
+        self.encode_factor = self._corrected(self.encode_factor, modelled_s, seconds)
+        self._encode_s += seconds
+        self._num_layers_done += num_layers
+        if self._num_layers_done >= num_layers_of_batch:
+            self._learn(Sample(self._encode_s, num_embeds=num_embeds))
+            self._encode_s, self._num_layers_done = 0.0, 0
+
+    def _learn(self, sample: Sample) -> None:
+        if self._samples is None:
+            return
+        self._samples.append(sample)
+        if len(self._samples) < self._num_samples_to_fit or not any(not one.num_embeds for one in self._samples):
+            return
+        self.cost = CostModel.fit(self._samples)
+        self.language_factor = self.encode_factor = 1.0
+        self._num_samples_to_fit *= 2
+        if self._num_samples_to_fit > LAST_FIT:
+            self._samples = None  # from here on the correction does
+
+    def _corrected(self, factor: float, modelled_s: float, measured_s: float) -> float:
+        if modelled_s <= 0:
+            return factor
+        # One iteration that the machine was taken away from says little of the next: it counts at most four times.
+        ratio = min(measured_s / modelled_s, 4 * factor)
+        return factor + self._smoothing * (ratio - factor)
+
+
+@dataclass
+class SloState:
+    """How a request stands to its SLO. Times are those of the scheduler's clock.
+
+    From: HydraInfer, section 2.3.
+    """
+
+    arrived_at: float
+    ttft_s: float | None
+    tpot_s: float | None
+    max_gaps: int  # between tokens, if the request takes all it may
+    last_token_at: float | None = None
+    is_first_late: bool = False
+    num_late_gaps: int = 0
+    num_steps_given_way: int = 0  # to requests that can still meet theirs
+
+    def add_tokens(self, now: float) -> None:
+        """Tokens came; several of one iteration have gaps of nothing between them."""
+        if self.last_token_at is None:
+            self.is_first_late = self.ttft_s is not None and now - self.arrived_at > self.ttft_s
+        elif self.tpot_s is not None and now - self.last_token_at > self.tpot_s:
+            self.num_late_gaps += 1
+        self.last_token_at = now
+
+    @property
+    def deadline(self) -> float:
+        """When the next token is due; infinite without an SLO."""
+        if self.last_token_at is None:
+            return self.arrived_at + self.ttft_s if self.ttft_s is not None else float("inf")
+        return self.last_token_at + self.tpot_s if self.tpot_s is not None else float("inf")
+
+    def is_lost(self, now: float, seconds_left: float = 0.0) -> bool:
+        """Whether no schedule can meet the SLO any more, if the next token takes at least ``seconds_left``."""
+        if self.is_first_late:
+            return True
+        num_late = self.num_late_gaps
+        if now + seconds_left > self.deadline:
+            if self.last_token_at is None:
+                return True
+            num_late += 1
+        return num_late > (1 - SHARE_OF_GAPS) * self.max_gaps + 1e-9

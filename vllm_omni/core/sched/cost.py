@@ -1,0 +1,115 @@
+"""``CostModel``: how long an iteration lasts, fitted to batches that were measured.
+
+From: HydraInfer, section 4.2 (profiling at start) and tables 1 and 2 (what the stages cost grows with).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class LanguageLoad(NamedTuple):
+    """A batch of the language model, as far as its duration goes."""
+
+    num_decodes: int = 0
+    decode_context: int = 0  # summed over the decodes: tokens that each attends to
+    num_prefill_tokens: int = 0
+    prefill_pairs: int = 0  # summed over the chunks: pairs of a token and one that it attends to
+
+    def with_prefill(self, num_tokens: int, context: int) -> LanguageLoad:
+        """With a chunk of so many tokens behind ``context`` that are computed."""
+        pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
+        return self._replace(
+            num_prefill_tokens=self.num_prefill_tokens + num_tokens, prefill_pairs=self.prefill_pairs + pairs
+        )
+
+    def with_decode(self, num_tokens: int, context: int) -> LanguageLoad:
+        return self._replace(
+            num_decodes=self.num_decodes + num_tokens, decode_context=self.decode_context + num_tokens * context
+        )
+
+
+class Sample(NamedTuple):
+    """One measured iteration: a language batch, or (with ``num_embeds``) a whole batch of images."""
+
+    seconds: float
+    load: LanguageLoad = LanguageLoad()
+    num_embeds: int = 0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of an iteration as a sum of shares, each of them never negative: a larger batch never costs less.
+
+    The pairs of a prefill are needed: without them the error on the CPU was 10% on average rather than 1%.
+    """
+
+    step_s: float  # of any language batch
+    decode_s: float  # per decoding token
+    decode_context_s: float  # per token that a decode attends to
+    prefill_token_s: float
+    prefill_pair_s: float
+    encode_s: float  # of any batch of images
+    embed_s: float  # per embedding of an image
+
+    def __post_init__(self) -> None:
+        assert min(astuple(self)) >= 0, "binary search needs a cost that never falls"
+
+    def language_s(self, load: LanguageLoad) -> float:
+        if not load.num_decodes and not load.num_prefill_tokens:
+            return 0.0
+        return (
+            self.step_s
+            + self.decode_s * load.num_decodes
+            + self.decode_context_s * load.decode_context
+            + self.prefill_token_s * load.num_prefill_tokens
+            + self.prefill_pair_s * load.prefill_pairs
+        )
+
+    def images_s(self, num_embeds: int) -> float:
+        return self.encode_s + self.embed_s * num_embeds if num_embeds else 0.0
+
+    @classmethod
+    def free(cls) -> CostModel:
+        """Of a machine of which nothing is known."""
+        return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    @classmethod
+    def fit(cls, samples: Iterable[Sample]) -> CostModel:
+        """The model whose relative errors are least in the square, over shares that are not negative.
+
+        Relative, so that the short iterations count, which are those that a token's deadline is about.
+
+        Raises:
+            ValueError: no language batch was measured.
+        """
+        language, images = [], []
+        for sample in samples:
+            if sample.num_embeds:
+                images.append(([1.0, sample.num_embeds], sample.seconds))
+            else:
+                language.append(([1.0, *map(float, sample.load)], sample.seconds))
+        if not language:
+            raise ValueError("a cost model needs at least one measured batch of the language model")
+        return cls(*_fit(language), *(_fit(images) if images else (0.0, 0.0)))
+
+
+def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:
+    """Least squares without negative coefficients: while there is one, the most negative is taken out."""
+    seconds = np.array([row[1] for row in rows])
+    features = np.array([row[0] for row in rows]) / seconds[:, None]
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1.0  # never seen: its share is 0
+    kept = list(range(features.shape[1]))
+    solution = np.zeros(features.shape[1])
+    while kept:
+        part = np.linalg.lstsq(features[:, kept] / scale[kept], np.ones(len(rows)), rcond=None)[0]
+        if part.min() >= 0:
+            solution[kept] = part / scale[kept]
+            break
+        kept.pop(int(part.argmin()))
+    return [float(one) for one in solution]

@@ -1,0 +1,137 @@
+"""``SlicedEncoder``: a forward of an encoder that stops between two layers and goes on later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Slice(NamedTuple):
+    """What one grant of layers did."""
+
+    has_ended: bool
+    num_layers: int
+    seconds: float
+
+
+class _Cancelled(BaseException):
+    """Unwinds a forward that nobody wants any more."""
+
+
+class SlicedEncoder:
+    """Runs a forward in a thread of its own, and only while the caller waits in ``go_on``.
+
+    Of the two there is one that computes at any time: vLLM's CPU kernels share scratch memory between threads, and two
+    forwards at once end in wrong numbers or a crash. The thread is there for its stack alone, which keeps the place in
+    the tower's code; no model has to be written for it. The price is that a slice cannot end inside of a layer.
+
+    Args:
+        towers: modules that encode. A boundary is before each child of each ``ModuleList`` in them.
+    """
+
+    def __init__(self, towers: Iterable[nn.Module]) -> None:
+        layers = {
+            id(layer): layer
+            for tower in towers
+            for module in tower.modules()
+            if isinstance(module, nn.ModuleList)
+            for layer in module
+        }
+        self._handles = [layer.register_forward_pre_hook(self._at_boundary) for layer in layers.values()]
+        self.num_layers_of_batch = max(1, len(layers))  # of the last batch; before one has ended: as many as there are
+        self._thread: threading.Thread | None = None
+        self._forward: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+        self._num_left: int | None = None
+        self._num_passed = 0  # layers of the forward
+        self._to_encoder = threading.Semaphore(0)
+        self._to_caller = threading.Semaphore(0)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._forward is not None
+
+    def begin(self, forward: Callable[[], None]) -> None:
+        """Take a forward; nothing of it runs before ``go_on``."""
+        assert self._forward is None, "one forward at a time"
+        self._forward = forward
+        self._num_passed = 0
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sliced-encoder", daemon=True)
+            self._thread.start()
+
+    def go_on(self, num_layers: int | None) -> Slice:
+        """Run up to so many layers, and what lies between them; None: to the end.
+
+        What is before the first layer goes with the first slice, what is behind the last layer with the last.
+
+        Raises:
+            Exception: the forward's own.
+        """
+        assert self._forward is not None, "nothing has begun"
+        assert num_layers is None or num_layers > 0
+        num_before, began_at = self._num_passed, time.perf_counter()
+        self._num_left = num_layers
+        self._to_encoder.release()
+        self._to_caller.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        has_ended = self._forward is None
+        if has_ended:
+            self.num_layers_of_batch = max(1, self._num_passed)
+        return Slice(has_ended, self._num_passed - num_before, time.perf_counter() - began_at)
+
+    def cancel(self) -> None:
+        """Give up the forward under way, if there is one."""
+        if self._forward is None:
+            return
+        self._is_cancelled = True
+        self._to_encoder.release()
+        self._to_caller.acquire()
+        self._is_cancelled = False
+
+    def close(self) -> None:
+        """Give up what is under way, end the thread and take the boundaries out of the towers."""
+        self.cancel()
+        for handle in self._handles:
+            handle.remove()
+        if self._thread is not None:
+            self._is_cancelled = True  # with no forward: the thread's end
+            self._to_encoder.release()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            self._to_encoder.acquire()
+            if self._forward is None:
+                return
+            try:
+                if not self._is_cancelled:
+                    with torch.inference_mode():  # of the thread, as the caller's is of its own
+                        self._forward()
+            except _Cancelled:
+                pass
+            except BaseException as exc:
+                self._error = exc
+            self._forward = None
+            self._to_caller.release()
+
+    def _at_boundary(self, layer: nn.Module, args: object) -> None:
+        if threading.current_thread() is not self._thread:
+            return  # a forward that nobody slices: vLLM's profiling run
+        if self._num_left == 0:
+            self._to_caller.release()
+            self._to_encoder.acquire()
+            if self._is_cancelled:
+                raise _Cancelled
+        if self._num_left is not None:
+            self._num_left -= 1
+        self._num_passed += 1
