@@ -40,7 +40,6 @@ class DiffusionLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_steps: int | None = None
     max_outputs: int | None = None
     max_frames: int | None = None
-    size_multiple: int = 1  # pixels: what height and width must be divisible by
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -144,10 +143,6 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 _refuse(name, value, "must be at least 1 pixel")
             if value > MAX_INT:
                 _refuse(name, value, f"must be at most {MAX_INT}")
-            if value % limits.size_multiple:
-                below = value - value % limits.size_multiple
-                near = f"{below} or {below + limits.size_multiple}" if below else str(limits.size_multiple)
-                _refuse(name, value, f"must be a multiple of {limits.size_multiple}, for example {near}")
         sides = [side for side in (self.height, self.width) if side is not None]
         if limits.max_pixels is not None and sides and math.prod(sides) > limits.max_pixels:
             if self.height is not None and self.width is not None:

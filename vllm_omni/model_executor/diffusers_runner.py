@@ -149,12 +149,12 @@ class DiffusersRunner:
         return PendingCall(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
 
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
-        if self.cache is None or not isinstance(scheduler_output, DenoiseSchedulerOutput):
+        if not isinstance(scheduler_output, DenoiseSchedulerOutput):
             return
         for request_id in scheduler_output.cache_update.dropped:
-            self.cache.drop(request_id)
+            self.stepper.drop_cache(request_id)
         for request_id, num_bytes in scheduler_output.cache_update.granted.items():
-            self.cache.grant(request_id, num_bytes, self._params[request_id].cache_threshold)
+            self.stepper.grant_cache(request_id, num_bytes)
 
     def _forget(self, request_id: str) -> None:
         self._params.pop(request_id, None)
