@@ -29,6 +29,8 @@ from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 16 << 10  # up to which the bytes ride in the reference
+UNTIL_RELEASED_FOR_ALL = 1 << 30
+"""``num_readers`` of what its owner ends with ``release(for_all=True)``, whoever has read it until then."""
 
 
 class RelayOptions(msgspec.Struct, frozen=True):
@@ -100,6 +102,15 @@ class RelayHub:
                         exc,
                     )
         return self._inline.put_nowait(request_id, tensor)
+
+    def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
+        """Publish one tensor, where the producer can wait: inline only if it is small.
+
+        Raises:
+            PoolExhausted: there is no room; ``is_final``: nor will there be.
+        """
+        relay = self._get_publisher() if tensor.numel() * tensor.element_size() > INLINE_BYTES else self._inline
+        return relay.put_nowait(request_id, tensor, num_readers=num_readers)
 
     def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
         """A stream of rows like this one; None if the transport has no streams, or no room for one."""
