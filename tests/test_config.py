@@ -287,7 +287,7 @@ def test_misspelt_environment_variable_is_refused_at_load(model, monkeypatch):
 
 def test_unsupported_model_type_says_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, qwen2_5_omni"):
+    with pytest.raises(ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, language, qwen2_5_omni"):
         load_config(tmp_path)
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "vllm_omni"
 ORDER = [
     ["errors", "messages", "names"],
     ["audio_format", "compat", "diffusion_params", "envs", "image_format"],
-    ["diffusion_config", "video_format"],
+    ["diffusion_config", "epd_config", "video_format"],
     ["config", "flow", "ops"],
     ["relay"],
     ["kv", "outputs"],

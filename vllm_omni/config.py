@@ -5,7 +5,7 @@
 1. the bundled YAML of the checkpoint's model type (``vllm_omni/deploy/configs/<model_type>.yaml``);
 2. the user's YAML (``deploy_config``), with the same keys;
 3. ``overrides``: a mapping of the same shape (a JSON flag, a dictionary);
-4. plain engine arguments, from flags or keywords: ``max_num_seqs=8``;
+4. plain engine arguments, from flags or keywords: ``max_num_seqs=8``, and ``epd``;
 5. ``stage_overrides``: ``"thinker.max_num_seqs=8"``, the value read as YAML.
 
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
@@ -40,6 +40,7 @@ import yaml
 from vllm_omni import envs
 from vllm_omni.diffusion_config import DiffusionConfig, field_problem
 from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.epd_config import BUDGET_KEYS, EPDDeployment, Problem, check_section
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
 
@@ -51,6 +52,7 @@ Transport = Literal["auto", "inline", "local", "shm", "tcp", "cuda_ipc", "nixl",
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
 DIFFUSERS = "diffusers"  # the model type, and vLLM's config format, of every directory in diffusers' layout
+LANGUAGE = "language"  # the model type of every checkpoint that has no pipeline here and that vLLM knows
 TRANSPORTS: tuple[str, ...] = typing.get_args(Transport)
 CHUNK_KEYS = ("first", "size", "past", "future")  # see WindowSizes of the family
 MODALITIES = ("text", "image", "video", "audio")
@@ -92,6 +94,8 @@ class StageConfig:
     diffusion: Mapping[str, Any] = field(
         default_factory=dict
     )  # of a diffusion stage: field of DiffusionConfig -> value
+    # Of the ar stage that reads the user's prompt: field of EPDDeployment, or of core.sched.budget.EPDConfig -> value
+    epd: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in _STAGE_CHECKS:
@@ -105,6 +109,13 @@ class StageConfig:
                 f"stage {self.name!r}: diffusion: only a stage with engine_type 'diffusion' has this section, and this "
                 f"one is {self.engine_type!r}"
             )
+        if self.epd and (self.engine_type != "ar" or self.stage_id != 0):
+            raise ConfigError(
+                f"stage {self.name!r}: epd: only the first stage, which reads the prompt, has this section, and only if "
+                "its engine_type is 'ar'"
+            )
+        if self.epd and self.vllm_config is not None:
+            raise ConfigError(f"stage {self.name!r}: epd: not with a ready vllm_config; give engine_args instead")
         if self.vllm_config is not None and self.engine_args:
             raise ConfigError(f"stage {self.name!r}: give engine_args or a ready vllm_config, not both")
         if self.vllm_config is None and not self.model:
@@ -116,6 +127,17 @@ class StageConfig:
                 f"stage {self.name!r}: executor_class and engine_args.distributed_executor_backend set the same thing: "
                 "give one of them"
             )
+
+
+    @property
+    def deployment(self) -> EPDDeployment:
+        """The instances that the stage is made of."""
+        return EPDDeployment.of(self.epd)
+
+    @property
+    def budgets(self) -> dict[str, Any]:
+        """Those that its schedulers keep to: fields of ``core.sched.budget.EPDConfig``."""
+        return {key: value for key, value in self.epd.items() if key in BUDGET_KEYS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +247,8 @@ def added_pipelines() -> dict[str, EntryPoint]:
 def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
     """The ``model_type`` of a checkpoint's ``config.json``: of a local directory, or of a repository on the Hub.
 
-    One with a ``model_index.json`` is in diffusers' layout, whatever pipeline it is for: "diffusers".
+    One with a ``model_index.json`` is in diffusers' layout, whatever pipeline it is for: "diffusers". One of a type
+    that has no pipeline here, and of an architecture that vLLM has, is a language model: "language".
 
     Raises:
         ConfigError: there is no such checkpoint, or it is of a type that is not supported.
@@ -238,14 +261,23 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     else:
         return DIFFUSERS
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        model_type, architectures = config.get("model_type"), config.get("architectures")
     except (ValueError, AttributeError) as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from None
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    if model_type not in supported_model_types():
-        raise ConfigError(f"{path}: model_type = {model_type!r} is not supported: {_supported(str(model_type))}")
-    return str(model_type)
+    if model_type in supported_model_types():
+        return str(model_type)
+    if isinstance(architectures, list) and any(one in _vllm_architectures() for one in architectures):
+        return LANGUAGE
+    nor = f", and vLLM has no architecture {architectures[0]!r}" if isinstance(architectures, list) else ""
+    raise ConfigError(f"{path}: model_type = {model_type!r} is not supported{nor}: {_supported(str(model_type))}")
+
+
+def _vllm_architectures() -> Iterable[str]:
+    registry = _vllm_attribute("vllm.model_executor.models.registry", "ModelRegistry")
+    return () if registry is None else registry.get_supported_archs()
 
 
 def read_model_index(model: str, *, revision: str | None = None) -> dict[str, Any]:
@@ -270,6 +302,7 @@ def load_config(
     deploy_config: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     stage_overrides: Sequence[str] = (),
+    epd: str | Mapping[str, Any] | None = None,
     **engine_args: Any,
 ) -> OmniConfig:
     """The deployment of ``model``: bundled, overlaid as the head of this module says.
@@ -280,6 +313,7 @@ def load_config(
         overrides: the same keys as a mapping; stages by name or id. The keys may be only stages, too:
             ``{"0": {"max_num_seqs": 8}}``.
         stage_overrides: ``"NAME.KEY=VALUE"``; ``NAME`` a stage's name or id.
+        epd: instances of the first stage: ``"E:1,PD:1"``, or keys of its ``epd`` section.
         **engine_args: fields of vLLM's ``EngineArgs``. Pass only what the user gave, not every default.
 
     Raises:
@@ -304,6 +338,8 @@ def load_config(
     draft.origins[("model_type",)] = origin
     for layer in layers:
         draft.overlay(layer)
+    if epd is not None:
+        draft.set_epd({"instances": epd} if isinstance(epd, str) else epd)
     for text in stage_overrides:
         draft.set_by_flag(text)
     return draft.build(model, model_type)
@@ -395,6 +431,17 @@ class _Draft:
             raise ConfigError(f"--stage {text!r}: only {', '.join(_MAPPING_FIELDS)} have keys below them")
         origin = Origin("stage", text)
         self._set(name, head, value, lambda *more: f"--stage {'.'.join((ref, *more))}", lambda *more: origin)
+
+    def set_epd(self, section: Mapping[str, Any]) -> None:
+        """The flag or keyword ``epd``: of the first stage."""
+        origin = Origin("argument", "epd")
+
+        def at(key: str, *more: str) -> str:
+            return ".".join([key, *(one for one in more if more != ("instances",))])
+
+        if self.stages[self.names[0]].get("engine_type", "ar") != "ar":
+            raise ConfigError(f"epd: the first stage, {self.names[0]!r}, is no language model: it has one kind of instance")
+        self._set(self.names[0], "epd", section, at, lambda *more: origin)
 
     def build(self, model: str, model_type: str) -> OmniConfig:
         stages = []
@@ -760,6 +807,18 @@ def _diffusion(value: object) -> dict[str, Any]:
     return section
 
 
+def _epd(value: object) -> dict[str, Any]:
+    try:
+        section = check_section(_mapping(value), TRANSPORTS)
+    except Problem as exc:
+        raise _Invalid(str(exc), *exc.path) from None
+    for kind, args in section.get("engine_args", {}).items():
+        for key, item in args.items():
+            if (problem := _engine_arg_problem(key, item)) is not None:
+                raise _Invalid(problem, "engine_args", kind, key)
+    return section
+
+
 def _executor_class(value: object) -> object:
     if value is None or isinstance(value, type) or (isinstance(value, str) and value):
         return value
@@ -779,6 +838,7 @@ _STAGE_CHECKS: dict[str, Callable[[object], object]] = {
     "executor_class": _executor_class,
     "default_sampling_params": _sampling_params,
     "diffusion": _diffusion,
+    "epd": _epd,
 }
 
 
@@ -790,7 +850,7 @@ def _stage_check(key: str, engine_type: str) -> Callable[[object], object]:
 
 _EDGE_CHECKS: dict[str, Callable[[object], object]] = {"stream": _flag, "credits": _credits}
 _YAML_STAGE_KEYS = tuple(key for key in _STAGE_CHECKS if key not in ("stage_id", "name"))
-_MAPPING_FIELDS = ("engine_args", "default_sampling_params", "diffusion")
+_MAPPING_FIELDS = ("engine_args", "default_sampling_params", "diffusion", "epd")
 
 
 # --- vLLM's engine arguments: names, types and ranges, read from vLLM itself ------------------------------------------

@@ -84,7 +84,7 @@ def add_pipeline(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 def test_an_added_model_type_is_among_the_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
-    assert set(config.supported_model_types()) == {"mine", "diffusers", "qwen2_5_omni"}
+    assert set(config.supported_model_types()) == {"mine", "diffusers", "language", "qwen2_5_omni"}
 
 
 def test_a_package_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> None:

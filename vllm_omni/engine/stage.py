@@ -487,7 +487,8 @@ class StageEngine:
         # Left to choose, vLLM takes any other file for weights where these are missing.
         args["load_format"] = "safetensors"
         args |= self._stage_defaults() | dict(self.config.engine_args)
-        for name in ("hf_overrides", "worker_cls", "scheduler_cls"):
+        own = ["worker_cls", "scheduler_cls"] + (["hf_overrides"] if self.spec.architecture else [])
+        for name in own:
             if self.config.engine_args.get(name):
                 raise ConfigError(f"stage {self.name!r}: {name}: set by the model's pipeline, and cannot be changed")
         for name, value in self.spec.engine_args.items():
@@ -503,7 +504,8 @@ class StageEngine:
             )
         if self.config.engine_type == "diffusion":
             args["additional_config"] = {**args.get("additional_config", {}), DIFFUSION: dict(self.config.diffusion)}
-        args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
+        if self.spec.architecture:
+            args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
         # Our runner extends V1's; the switch is read here and in every process of the stage.

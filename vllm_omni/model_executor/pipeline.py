@@ -20,6 +20,7 @@ from vllm_omni.relay import Payload
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
+    "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",
 }
 
@@ -29,7 +30,7 @@ class StageSpec:
     """What the code of a family says about one stage; the deployment (``StageConfig``) says the rest."""
 
     name: str  # the node's name in the graph
-    architecture: str  # class registered with vLLM (plugin.py)
+    architecture: str  # class registered with vLLM (plugin.py); "": the checkpoint's own
     output_type: str  # "text", "latents", "audio", "image" or "video": which handler opens the stage's payloads
     hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows

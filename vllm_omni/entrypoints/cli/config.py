@@ -124,7 +124,8 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
         told = "set by the model" + (f", whatever {_told(over)} says" if over else "")
         return Value(path, _plain(value), "model", told)
 
-    yield Value((*at, "engine_args", "architecture"), spec.architecture, "model", "set by the model", is_set=False)
+    architecture = spec.architecture or vllm_config.model_config.architecture
+    yield Value((*at, "engine_args", "architecture"), architecture, "model", "set by the model", is_set=False)
     for key, value in stage.engine_args.items():
         if key not in spec.engine_args:
             yield _of_deployment(deployment, (*at, "engine_args", key), value)

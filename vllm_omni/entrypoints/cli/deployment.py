@@ -88,6 +88,7 @@ class Deployment(NamedTuple):
             deploy_config=self.args.deploy_config,
             overrides=self.args.stage_overrides,
             stage_overrides=self.args.stage,
+            epd=self.args.epd,
             **(engine_args | self.engine_args),
         )
 
@@ -160,6 +161,12 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
         action="append",
         default=[],
         help="Set one key of one stage, for example thinker.max_num_seqs=8. May be repeated; wins over the rest.",
+    )
+    group.add_argument(
+        "--epd",
+        metavar="KIND:NUMBER,...",
+        help="Instances of the first stage: E encodes images, P prefills, D decodes; EP, ED, PD and EPD do several. For "
+        "example E:1,PD:1.",
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from vllm_omni.config import bundled_model_types
+from vllm_omni.config import DIFFUSERS, LANGUAGE, bundled_model_types
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.models.diffusers import tiny as diffusers_tiny
@@ -17,7 +17,7 @@ def tiny(args: Sequence[str]) -> None:
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
     )
-    model_types = [name for name in bundled_model_types() if name != "diffusers"]
+    model_types = [name for name in bundled_model_types() if name not in (DIFFUSERS, LANGUAGE)]
     names = [*model_types, *diffusers_tiny.PIPELINES]
     parser.add_argument("name", metavar="NAME", choices=names, help="a model type or a pipeline: %(choices)s")
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")

@@ -1,0 +1,1 @@
+"""Language models that vLLM serves, with images or without."""

@@ -1,0 +1,36 @@
+"""Any model that vLLM serves as a language model: one stage, from a prompt and its media to a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from vllm_omni.config import LANGUAGE
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow import Field, Graph, Role, interface
+from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
+
+
+class LanguageModel(Role):
+    generate = interface(inputs_or=[["prompt"]], outputs={"text": Field("text", streamed=True)})
+
+
+class LanguagePipeline(Pipeline):
+    """One stage that runs the checkpoint as vLLM itself does."""
+
+    modalities = {"text": "text"}
+
+    def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
+        self.graph = Graph(LANGUAGE)
+        prompt = self.graph.placeholder("prompt")
+        reply = self.graph.role(LanguageModel, LANGUAGE).generate(prompt=prompt)
+        self.graph.output(text=reply.text)
+        # Of a model that vLLM would pool, it says so itself.
+        self.stages = (StageSpec(LANGUAGE, architecture="", output_type="text", engine_args={"runner": "generate"}),)
+
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        for name in options:
+            raise InvalidRequest(f"unknown option {name!r}: a language model has none")
+        return {}
