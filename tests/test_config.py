@@ -260,7 +260,7 @@ def test_file_that_cannot_be_read_is_named(model, tmp_path):
         ("thinker.sede=3", r"--stage thinker.sede: unknown key 'sede' of stage 'thinker': did you mean 'seed'\?"),
         ("thinker.seed=x", r"--stage thinker.seed = 'x': must be a whole number"),
         ("thinker.seed=[", r"not valid YAML"),
-        ("thinker.seed.x=1", r"only engine_args, default_sampling_params, diffusion have keys below them"),
+        ("thinker.seed.x=1", r"only engine_args, default_sampling_params, diffusion, epd have keys below them"),
         ("thinker.name=x", r"unknown key 'name'"),
     ],
 )
@@ -287,7 +287,9 @@ def test_misspelt_environment_variable_is_refused_at_load(model, monkeypatch):
 
 def test_unsupported_model_type_says_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, language, qwen2_5_omni"):
+    with pytest.raises(
+        ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, language, qwen2_5_omni"
+    ):
         load_config(tmp_path)
 
 

@@ -111,7 +111,7 @@ class StageConfig:
             )
         if self.epd and (self.engine_type != "ar" or self.stage_id != 0):
             raise ConfigError(
-                f"stage {self.name!r}: epd: only the first stage, which reads the prompt, has this section, and only if "
+                f"stage {self.name!r}: epd: only the first stage has this section, which reads the prompt, and only if "
                 "its engine_type is 'ar'"
             )
         if self.epd and self.vllm_config is not None:
@@ -127,7 +127,6 @@ class StageConfig:
                 f"stage {self.name!r}: executor_class and engine_args.distributed_executor_backend set the same thing: "
                 "give one of them"
             )
-
 
     @property
     def deployment(self) -> EPDDeployment:
@@ -440,7 +439,9 @@ class _Draft:
             return ".".join([key, *(one for one in more if more != ("instances",))])
 
         if self.stages[self.names[0]].get("engine_type", "ar") != "ar":
-            raise ConfigError(f"epd: the first stage, {self.names[0]!r}, is no language model: it has one kind of instance")
+            raise ConfigError(
+                f"epd: the first stage, {self.names[0]!r}, is no language model: it has one kind of instance"
+            )
         self._set(self.names[0], "epd", section, at, lambda *more: origin)
 
     def build(self, model: str, model_type: str) -> OmniConfig:

@@ -21,6 +21,11 @@ from transformers import (
 VOCAB_SIZE = 128
 IMAGE_SIZE, PATCH_SIZE = 56, 14
 NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
+CHAT_TEMPLATE = (
+    "<s>{% for message in messages %}{% for part in message['content'] %}"
+    "{{ ' <image>' if part['type'] == 'image' else ' ' + part['text'] }}"
+    "{% endfor %}{% endfor %}"
+)
 NUM_TOWER_LAYERS = 6  # of which the last is not computed: LLaVA takes what the one before it gives
 
 
@@ -43,6 +48,7 @@ def build(directory: Path) -> Path:
         patch_size=PATCH_SIZE,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(

@@ -165,8 +165,8 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
     group.add_argument(
         "--epd",
         metavar="KIND:NUMBER,...",
-        help="Instances of the first stage: E encodes images, P prefills, D decodes; EP, ED, PD and EPD do several. For "
-        "example E:1,PD:1.",
+        help="Instances of the first stage, for example E:1,PD:1: E encodes images, P prefills, D decodes; EP, ED, PD "
+        "and EPD do several.",
     )
 
 
