@@ -311,7 +311,9 @@ def test_directory_without_config_json(tmp_path):
 @pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"])
 def test_missing_checkpoint(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"no such directory, .*supported model types: diffusers, qwen2_5_omni"):
+    with pytest.raises(
+        ConfigError, match=r"no such directory, .*supported model types: diffusers, language, qwen2_5_omni"
+    ):
         load_config(name)
 
 

@@ -104,5 +104,7 @@ def test_a_package_without_a_deployment_is_told_where_it_belongs(
 
 
 def test_a_model_type_without_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no pipeline for model type 'other'; known: diffusers, qwen2_5_omni"):
+    with pytest.raises(
+        ConfigError, match="no pipeline for model type 'other'; known: diffusers, language, qwen2_5_omni"
+    ):
         load_pipeline("other", "", None)
