@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +19,43 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VOCAB_SIZE = 128
-IMAGE_SIZE, PATCH_SIZE = 56, 14
-NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
 CHAT_TEMPLATE = (
     "<s>{% for message in messages %}{% for part in message['content'] %}"
     "{{ ' <image>' if part['type'] == 'image' else ' ' + part['text'] }}"
     "{% endfor %}{% endfor %}"
 )
-NUM_TOWER_LAYERS = 6  # of which the last is not computed: LLaVA takes what the one before it gives
 
 
-def build(directory: Path) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a checkpoint; the defaults are of the tests."""
+
+    vocab_size: int = 128
+    image_size: int = 56
+    patch_size: int = 14
+    tower_hidden_size: int = 32
+    num_tower_layers: int = 6  # of which the last is not computed: LLaVA takes what the one before it gives
+    num_tower_heads: int = 2
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    max_position_embeddings: int = 512
+
+    @property
+    def num_image_tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+TINY = Shape()
+IMAGE_SIZE = TINY.image_size
+NUM_IMAGE_TOKENS = TINY.num_image_tokens
+NUM_TOWER_LAYERS = TINY.num_tower_layers
+
+
+def build(directory: Path, shape: Shape = TINY) -> Path:
     """Write the checkpoint; words are w0, w1, ... and an image's place is ``<image>``."""
     words = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
-    words += [f"w{number}" for number in range(VOCAB_SIZE - len(words))]
+    words += [f"w{number}" for number in range(shape.vocab_size - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -40,34 +63,35 @@ def build(directory: Path) -> Path:
     )
     fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
     image_processor = CLIPImageProcessor(
-        size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+        size={"shortest_edge": shape.image_size},
+        crop_size={"height": shape.image_size, "width": shape.image_size},
     )
     LlavaProcessor(
         image_processor=image_processor,
         tokenizer=fast,
-        patch_size=PATCH_SIZE,
+        patch_size=shape.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=NUM_TOWER_LAYERS,
-            num_attention_heads=2,
-            image_size=IMAGE_SIZE,
-            patch_size=PATCH_SIZE,
-            projection_dim=32,
+            hidden_size=shape.tower_hidden_size,
+            intermediate_size=2 * shape.tower_hidden_size,
+            num_hidden_layers=shape.num_tower_layers,
+            num_attention_heads=shape.num_tower_heads,
+            image_size=shape.image_size,
+            patch_size=shape.patch_size,
+            projection_dim=shape.tower_hidden_size,
         ),
         text_config=LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=512,
+            hidden_size=shape.hidden_size,
+            intermediate_size=2 * shape.hidden_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_heads,
+            vocab_size=shape.vocab_size,
+            max_position_embeddings=shape.max_position_embeddings,
             bos_token_id=1,
             eos_token_id=2,
             pad_token_id=3,
