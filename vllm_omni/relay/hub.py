@@ -28,7 +28,7 @@ from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 16 << 10  # up to which the bytes ride in the reference
+INLINE_BYTES = 16 << 10
 UNTIL_RELEASED_FOR_ALL = 1 << 30
 """``num_readers`` of what its owner ends with ``release(for_all=True)``, whoever has read it until then."""
 
@@ -42,6 +42,7 @@ class RelayOptions(msgspec.Struct, frozen=True):
     stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
     credits: int = CREDITS  # of a stream, rows
     host: str = "127.0.0.1"  # where a transport between hosts listens
+    inline_bytes: int = INLINE_BYTES  # up to which the bytes ride in the reference
 
 
 OPTIONS = "relay"
@@ -89,7 +90,7 @@ class RelayHub:
 
     def put(self, request_id: str, tensor: torch.Tensor) -> TensorRef:
         """Publish one tensor: inline if it is small or there is no room."""
-        if tensor.numel() * tensor.element_size() > INLINE_BYTES:
+        if tensor.numel() * tensor.element_size() > self.options.inline_bytes:
             try:
                 return self._get_publisher().put_nowait(request_id, tensor, num_readers=self.options.num_readers)
             except PoolExhausted as exc:
@@ -109,7 +110,8 @@ class RelayHub:
         Raises:
             PoolExhausted: there is no room; ``is_final``: nor will there be.
         """
-        relay = self._get_publisher() if tensor.numel() * tensor.element_size() > INLINE_BYTES else self._inline
+        is_small = tensor.numel() * tensor.element_size() <= self.options.inline_bytes
+        relay = self._inline if is_small else self._get_publisher()
         return relay.put_nowait(request_id, tensor, num_readers=num_readers)
 
     def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:

@@ -6,15 +6,18 @@ One class serves CPU and GPU: it is mixed over whichever V1 runner the platform 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
+from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.model_executor.epd_step import (
     EncodeBatch,
     EncodeReport,
@@ -58,6 +61,7 @@ class ARModelRunner(GPUModelRunner):
         self.encoder: SlicedEncoder | None = None  # made for the first batch of images that has a scheduler's order
         self._encode_batch: EncodeBatch | None = None  # under way
         self._encode_report: EncodeReport | None = None  # of a step that has not been sampled yet
+        self._ec_output: ECConnectorOutput | None = None  # likewise
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -155,11 +159,27 @@ class ARModelRunner(GPUModelRunner):
         return inputs
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        output = super().execute_model(scheduler_output, *args, **kwargs)
-        if isinstance(scheduler_output, EPDSchedulerOutput):
-            # Behind the forward: upstream has by now taken out of the encoder cache what it was told to.
-            self._encode_report = self._encode_beside(scheduler_output)
+        # Around the whole step, with tokens or without: upstream's own place is in front of a forward, and what is
+        # encoded beside it would be reported a step too late.
+        with self._ec_connector(scheduler_output) as ec_output:
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+            if isinstance(scheduler_output, EPDSchedulerOutput):
+                # Behind the forward: upstream has by now taken out of the encoder cache what it was told to.
+                self._encode_report = self._encode_beside(scheduler_output)
+        self._ec_output = ec_output
         return output if output is None else self._with_report(output)
+
+    def _ec_connector(self, step: SchedulerOutput) -> AbstractContextManager[ECConnectorOutput | None]:
+        if not has_ec_transfer() or not isinstance(get_ec_transfer(), RelayECConnector):
+            return nullcontext()
+        return super().maybe_get_ec_connector_output(step, encoder_cache=self.encoder_cache)
+
+    def maybe_get_ec_connector_output(
+        self, scheduler_output: SchedulerOutput, encoder_cache: dict[str, torch.Tensor], **kwargs: Any
+    ) -> AbstractContextManager[ECConnectorOutput | None]:
+        if has_ec_transfer() and isinstance(get_ec_transfer(), RelayECConnector):
+            return nullcontext()
+        return super().maybe_get_ec_connector_output(scheduler_output, encoder_cache, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         # Upstream consumes execute_model_state, and the next step overwrites the hidden states: read them first.
@@ -203,10 +223,15 @@ class ARModelRunner(GPUModelRunner):
 
     def _with_report(self, output: Any) -> Any:
         report, self._encode_report = self._encode_report, None
-        if report is None:
+        ec_output, self._ec_output = self._ec_output, None
+        has_ec_output = ec_output is not None and not ec_output.is_empty()
+        if report is None and not has_ec_output:
             return output
         assert isinstance(output, ModelRunnerOutput), "stages with budgets run without asynchronous runner outputs"
-        return EPDModelRunnerOutput(**vars(output), encode_report=report)  # upstream's empty one is shared
+        values = dict(vars(output))  # upstream's empty one is shared
+        if has_ec_output:
+            values["ec_connector_output"] = ec_output
+        return EPDModelRunnerOutput(**values, encode_report=report)
 
     def _batch_mm_inputs_from_scheduler(self, scheduler_output: Any) -> Any:
         # Upstream finds a step's images by their requests, which may still wait when theirs are encoded beside.
@@ -219,6 +244,8 @@ class ARModelRunner(GPUModelRunner):
         if self.encoder is not None:
             self.encoder.cancel()
             self._encode_batch = None
+        if has_ec_transfer() and isinstance(connector := get_ec_transfer(), RelayECConnector):
+            connector.forget_wanted()
         super().reset_encoder_cache()
 
     def _publish_rows(self) -> dict[str, torch.Tensor]:

@@ -9,13 +9,15 @@ From: HydraInfer, section 4.2, Algorithm 1, with its slips mended:
 * ``n_e < tau_e`` is asked before a request's images are added, and so is exceeded by all but one of them. Here an image
   that does not fit waits, unless it is the batch's only one.
 
-Lines 29 to 31 (migration) are where vLLM has them: a request whose caches travel is held by its connector.
+Lines 29 to 31 (migration) are where vLLM has them: a request whose caches travel is held by its connector. Embeddings
+of images that are elsewhere (``kv/ec_connector.py``) are pulled as others are encoded: in order, when there is room.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,9 +26,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue, SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.budget import (
     EPD_CONFIG,
@@ -38,10 +40,14 @@ from vllm_omni.core.sched.budget import (
     SloState,
 )
 from vllm_omni.core.sched.cost import LanguageLoad
+from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.errors import ConfigError
+from vllm_omni.errors import ConfigError, InvalidRequest
+from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
 from vllm_omni.model_executor.epd_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 TPOT_FACTOR_OF_LOST = 2.0
 
@@ -59,7 +65,11 @@ class EPDScheduler(StreamScheduler):
     it, its own later images included, and never of one before it. So an image that is ready stays until its request has
     used it, or a request before it needs the room; and the first request always gets on.
 
-    Without budgets (``EPDConfig.is_on``) every decision is vLLM's own.
+    Without budgets (``EPDConfig.is_on``) every decision is vLLM's own, unless images come from elsewhere or go there
+    (``RelayECConnector``): then there are budgets that bind nothing.
+
+    Encode tasks stand in the same order, by their arrival, and outside of vLLM's queues: nothing of them is scheduled
+    but their images. They need room for an image only while it is encoded and put into the relay.
     """
 
     encoder_cache_manager: Any  # an ImageCache, with budgets
@@ -75,23 +85,35 @@ class EPDScheduler(StreamScheduler):
         self.budgets: Budgets | None = None
         self._num_encodes_put_off = 0  # in a row
         self._num_embeds_in_flight = 0
+        self.relay_ec = self.ec_connector if isinstance(self.ec_connector, RelayECConnector) else None
+        put_timeout_s = self.relay_ec.put_timeout_s if self.relay_ec is not None else 0.0
+        self.encode_tasks = EncodeTasks(lambda: self.clock(), put_timeout_s)
+        self._sources: dict[str, dict[str, bytes]] = {}  # by request: payloads of images that are elsewhere
+        self._pulls: dict[str, str] = {}  # identifiers under way -> request whose payload it is
+        self._encoding: dict[str, str] = {}  # identifiers under way -> request that it was begun for
+        self._failures: dict[str, Failure] = {}  # by request: to be told
+        self._num_ranks = self.vllm_config.parallel_config.tensor_parallel_size  # that pull, each for itself
+        self._num_ranks_pulled: Counter[str] = Counter()  # of pulls under way
         self._known_hits: dict[str, int] = {}  # of waiting requests with images: tokens that the prefix cache has
         self._under_way: deque[tuple[LanguageLoad, float]] = deque()  # iterations: their load, and when they began
         self._last_update_at = 0.0
-        if self.epd.is_on:
+        if self.epd.is_on or self.relay_ec is not None:
             self._turn_on()
 
     def _turn_on(self) -> None:
         manager = self.encoder_cache_manager
-        if self.is_encoder_decoder or self.is_mm_encoder_only or type(manager) is not EncoderCacheManager:
+        is_foreign_encoder = self.is_mm_encoder_only and self.relay_ec is None
+        if self.is_encoder_decoder or is_foreign_encoder or type(manager) is not EncoderCacheManager:
             raise ConfigError(
-                f"{EPD_CONFIG}: budgets are for decoder-only models that encode their own images, with vLLM's own "
-                "encoder cache manager; take them out of the stage's additional_config"
+                f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder cache "
+                "manager, and an instance that only encodes needs RelayECConnector for budgets"
             )
         self.encoder_cache_manager = ImageCache(manager.cache_size)
         if self.ec_connector is not None:
             self.encoder_cache_manager.is_elsewhere = self.ec_connector.has_cache_item
-        if self.epd.tpot_ms is None:
+        if not self.epd.is_on:
+            self.budgets = FixedBudgets(self.max_num_scheduled_tokens, self.max_num_encoder_input_tokens)
+        elif self.epd.tpot_ms is None:
             assert self.epd.token_budget is not None and self.epd.image_budget is not None
             self.budgets = FixedBudgets(self.epd.token_budget, self.epd.image_budget, self.epd.num_encode_layers)
         else:
@@ -105,6 +127,20 @@ class EPDScheduler(StreamScheduler):
     # -- requests come and go -----------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if request.ec_transfer_params is not None and request.request_id not in self.requests:
+            try:
+                if self._take_params(request):
+                    return
+            except InvalidRequest as exc:
+                self._keep_apart(request)
+                self._failures[request.request_id] = Failure(str(exc), is_invalid=True)
+                return
+        elif self.is_mm_encoder_only and self.relay_ec is not None:
+            self._keep_apart(request)
+            self._failures[request.request_id] = Failure(
+                "this instance only encodes; give ec_transfer_params = {'encode_only': True}", is_invalid=True
+            )
+            return
         super().add_request(request)
         if self.budgets is None or request.request_id in self.slos:  # the next input of a session
             return
@@ -121,7 +157,45 @@ class EPDScheduler(StreamScheduler):
             max_gaps=max(0, request.max_tokens - 1),
         )
 
+    def _take_params(self, request: Request) -> bool:
+        """Whether it is an encode task, and nothing of vLLM's queues. Raises ``InvalidRequest``."""
+        params = parse_params(request)
+        if self.relay_ec is None:
+            if params.encode_only:
+                raise InvalidRequest("ec_transfer_params: encode_only needs an instance with RelayECConnector")
+            return False  # vLLM warns of it
+        if params.encode_only:
+            if not self.relay_ec.is_producer:
+                raise InvalidRequest("ec_transfer_params: encode_only, and this instance is a consumer (ec_role)")
+            self._keep_apart(request)
+            self.encode_tasks.add(request)
+            return True
+        if self.is_mm_encoder_only:
+            raise InvalidRequest("ec_transfer_params: this instance only encodes; give encode_only")
+        if params.images and self.relay_ec.is_consumer:
+            self._sources[request.request_id] = params.images
+        return False
+
+    def _keep_apart(self, request: Request) -> None:
+        """Of the engine's requests, and in no queue."""
+        self.requests[request.request_id] = request
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        num_running, num_waiting = super().get_request_counts()
+        return num_running, num_waiting + len(self.encode_tasks) + len(self._failures)
+
+    def reset_encoder_cache(self) -> None:
+        super().reset_encoder_cache()
+        self._pulls.clear()
+        self._encoding.clear()
+        self.encode_tasks.forget_asked(None)
+
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.encode_tasks.remove(request.request_id)
+        self._sources.pop(request.request_id, None)
+        self._failures.pop(request.request_id, None)
         self.slos.pop(request.request_id, None)
         self._known_hits.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
@@ -184,19 +258,97 @@ class EPDScheduler(StreamScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if self.budgets is None:
-            return super().update_from_output(scheduler_output, model_runner_output)
+            apart = self._update_apart(model_runner_output)
+            return _with_outputs(super().update_from_output(scheduler_output, model_runner_output), apart)
         now = self.clock()
         report = model_runner_output.encode_report if isinstance(model_runner_output, EPDModelRunnerOutput) else None
         self._observe(report, now)
         if report is not None:
             for identifier in report.encoded:
                 self.encoder_cache_manager.finish(identifier)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+                begun_for = self._encoding.pop(identifier, "")
+                if self.relay_ec is not None and begun_for in self.requests:
+                    self.relay_ec.count_encode(begun_for)
+        # Before upstream's: it tells the front end of what has ended.
+        apart = self._update_apart(model_runner_output)
+        outputs = _with_outputs(super().update_from_output(scheduler_output, model_runner_output), apart)
         for of_client in outputs.values():
             for one in of_client.outputs:
                 if one.new_token_ids and (slo := self.slos.get(one.request_id)) is not None:
                     slo.add_tokens(now)
         return outputs
+
+    def _update_apart(self, model_runner_output: ModelRunnerOutput) -> list[tuple[int, EngineCoreOutput]]:
+        """What is told of requests that no step has scheduled."""
+        if self.relay_ec is None and not self._failures:
+            return []
+        ended: list[Request] = []
+        connector_output = model_runner_output.ec_connector_output
+        report = connector_output.ec_connector_worker_meta if connector_output is not None else None
+        if isinstance(report, RelayECReport):
+            ended = self._take_report(report)
+        outputs = []
+        for request in ended:
+            request.status = RequestStatus.FINISHED_STOPPED
+            outputs.append((request.client_index, self._ending(request, self._free_request(request)[1])))
+        failures = self._failures
+        for request_id, failure in list(failures.items()):
+            for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
+                logger.error("request %s: %s", request_id, failure.message)
+                params = {"error": failure.message, "invalid": failure.is_invalid}
+                outputs.append((request.client_index, self._ending(request, params)))
+        assert not failures, "whoever ends is forgotten"
+        return outputs
+
+    @staticmethod
+    def _ending(request: Request, ec_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            ec_transfer_params=ec_transfer_params,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+
+    def _take_report(self, report: RelayECReport) -> list[Request]:
+        """What came of puts and pulls; the encode tasks that have ended."""
+        assert self.relay_ec is not None
+        manager: ImageCache = self.encoder_cache_manager
+        for identifier in report.pulled.keys() - report.lost.keys():
+            self._num_ranks_pulled[identifier] += report.pulled[identifier]
+            if identifier not in self._pulls:  # forgotten meanwhile
+                manager.drop(identifier)
+            elif self._num_ranks_pulled[identifier] < self._num_ranks:
+                continue
+            else:
+                del self._pulls[identifier]
+                manager.finish(identifier)
+            del self._num_ranks_pulled[identifier]
+        for identifier in report.lost:
+            self._num_ranks_pulled.pop(identifier, None)
+            asked_by = self._pulls.pop(identifier, None)
+            if asked_by is not None:
+                self._sources.get(asked_by, {}).pop(identifier, None)  # from here on it is encoded here
+                manager.lose(identifier)
+                self.encode_tasks.forget_asked(identifier)
+        ended = []
+        for put, payload in report.put.items():
+            if put.request_id not in self.encode_tasks:  # aborted meanwhile
+                self.relay_ec.release(payload)
+                continue
+            self.relay_ec.add_image(*put, payload)
+            task = self.encode_tasks.has_put(put)
+            request = self.requests[put.request_id]
+            for index, feature in enumerate(request.mm_features):
+                if feature.identifier == put.identifier:
+                    manager.free_encoder_input(request, index)
+            if task is not None:
+                ended.append(task.request)
+        for put, refusal in report.refused.items():
+            if failure := self.encode_tasks.refuse(put, refusal):
+                self._failures[put.request_id] = failure
+        return ended
 
     def _observe(self, report: EncodeReport | None, now: float) -> None:
         assert self.budgets is not None
@@ -271,12 +423,14 @@ class EPDScheduler(StreamScheduler):
 
     @property
     def _is_encoding(self) -> bool:
-        return bool(self.encoder_cache_manager.in_flight)
+        return len(self.encoder_cache_manager.in_flight) > len(self._pulls)
 
     def _num_computed(self, request: Request, is_fresh: bool = False) -> int:
-        """Tokens of the request that need no embeddings any more: computed, or in the prefix cache."""
+        """Tokens of the request that need no embeddings any more: computed, in the prefix cache, or to be pulled."""
         if request.num_computed_tokens or not request.mm_features:
             return request.num_computed_tokens
+        if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
+            return request.num_prompt_tokens - 1
         if is_fresh or request.request_id not in self._known_hits:
             self._known_hits[request.request_id] = self.kv_cache_manager.get_computed_blocks(request)[1]
         return self._known_hits[request.request_id]
@@ -291,12 +445,39 @@ class EPDScheduler(StreamScheduler):
                 if first < last:
                     yield index
 
+    def _needed(self, request: Request) -> list[int]:
+        """Indices of the images that the request waits for, or will."""
+        task = self.encode_tasks.get(request.request_id)
+        if task is not None:
+            return list(task.missing.values())
+        needed = list(self._images_needed(request, self._num_computed(request)))
+        if not all(self._is_at_hand(request, index) for index in needed):
+            needed = list(self._images_needed(request, self._num_computed(request, is_fresh=True)))
+        return needed
+
     def _is_at_hand(self, request: Request, index: int) -> bool:
         manager = self.encoder_cache_manager
         return manager.is_ready(request, index) or manager.is_elsewhere(request.mm_features[index].identifier)
 
     def _in_order(self) -> Iterator[Request]:
         """Requests with images that nothing but an image holds up."""
+        tasks = deque(self.encode_tasks.in_order(self._place))
+        if self.encode_tasks.are_held:  # whoever is not, goes first
+            yield from self._in_queues()
+            yield from tasks
+            return
+        for request in self._in_queues():
+            while (
+                tasks and request.status is not RequestStatus.RUNNING and self._place(tasks[0]) < self._place(request)
+            ):
+                yield tasks.popleft()
+            yield request
+        yield from tasks
+
+    def _place(self, request: Request) -> tuple[float, float]:
+        return request.priority if self.policy is SchedulingPolicy.PRIORITY else 0, request.arrival_time
+
+    def _in_queues(self) -> Iterator[Request]:
         for request in (*self.running, *self.kv_holding_waiting, *self.waiting):
             if request.mm_features and not self._is_blocked_waiting_status(request.status):
                 if (self.gates or self.credits) and self._is_held(request):
@@ -305,36 +486,46 @@ class EPDScheduler(StreamScheduler):
 
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, tpot_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
-        encodes: list[EncodeItem] = []
-        if not self._is_encoding:
-            if self.pause_state is not PauseState.UNPAUSED:
-                return output  # what begins now would end with other weights
-            if load.num_prefill_tokens and self._num_encodes_put_off < self.epd.patience:
+        if self.pause_state is not PauseState.UNPAUSED and not self._is_encoding:
+            return output  # what begins now would end with other weights
+        max_embeds = None
+        if not self._is_encoding and self.pause_state is PauseState.UNPAUSED:
+            if load.num_prefill_tokens and self.epd.is_on and self._num_encodes_put_off < self.epd.patience:
                 self._num_encodes_put_off += 1
-                return output
-            encodes = self._begin_encodes(output, self.budgets.num_embeds(load, tpot_s))
-            if not encodes:
-                return output
+            else:
+                max_embeds = self.budgets.num_embeds(load, tpot_s)
+        encodes: list[EncodeItem] = []
+        if max_embeds is not None or self._sources or len(self.encode_tasks):
+            encodes = self._begin(output, max_embeds)
+        if encodes:
             self._num_encodes_put_off = 0
             self._num_embeds_in_flight = sum(item.num_embeds for item in encodes)
+            self._encoding = {item.feature.identifier: item.request_id for item in encodes}
+        values = dict(vars(output))
+        if self.relay_ec is not None and self.relay_ec.has_news:
+            values["ec_connector_metadata"] = self.relay_ec.build_connector_meta(output)
+        elif not self._is_encoding:
+            return output
         num_layers = None
-        if output.total_num_scheduled_tokens:
+        if output.total_num_scheduled_tokens and self._is_encoding:
             num_layers = self.budgets.num_layers(load, self._num_embeds_in_flight, tpot_s)
-        # What _begin_encodes evicted must have left the runner before the new images come.
-        freed = output.free_encoder_mm_hashes + self.encoder_cache_manager.get_freed_mm_hashes()
-        values = {**vars(output), "free_encoder_mm_hashes": freed}
+        # What was evicted here must have left the runner before the new images come.
+        values["free_encoder_mm_hashes"] = (
+            output.free_encoder_mm_hashes + self.encoder_cache_manager.get_freed_mm_hashes()
+        )
         return EPDSchedulerOutput(**values, encodes=encodes, num_encode_layers=num_layers)
 
-    def _begin_encodes(self, output: SchedulerOutput, max_embeds: int) -> list[EncodeItem]:
-        """Take room for a batch of images of up to so many embeddings, of one image at least."""
+    def _begin(self, output: SchedulerOutput, max_embeds: int | None) -> list[EncodeItem]:
+        """Take room for images to pull, and for a batch to encode of up to so many embeddings, of one image at least.
+
+        ``max_embeds`` None: nothing is encoded now.
+        """
         manager: ImageCache = self.encoder_cache_manager
         order = list(self._in_order())
         batch: list[EncodeItem] = []
         num_embeds = 0
         for place, request in enumerate(order):
-            needed = list(self._images_needed(request, self._num_computed(request)))
-            if not all(self._is_at_hand(request, index) for index in needed):
-                needed = list(self._images_needed(request, self._num_computed(request, is_fresh=True)))
+            needed = self._needed(request)
             for index in needed:
                 feature = request.mm_features[index]
                 known = manager.get_cached_num_encoder_embeds(request, index)
@@ -345,21 +536,44 @@ class EPDScheduler(StreamScheduler):
                     break
                 if known is not None:  # ready, or of this batch
                     manager.refer(request, index)
+                    self._put(request, feature.identifier)
                     continue
                 if manager.is_elsewhere(feature.identifier):
                     continue
-                if batch and num_embeds + size > max_embeds:
-                    return batch
+                payload = self._sources.get(request.request_id, {}).get(feature.identifier)
+                if payload is None:
+                    if max_embeds is None:
+                        break
+                    if batch and num_embeds + size > max_embeds:
+                        if not self._sources:
+                            return batch
+                        max_embeds = None  # what can be pulled is not held up
+                        break
                 is_waited_for = index == needed[0]
                 if not manager.can_begin(request, index):
                     if not is_waited_for:
                         break
                     if batch or not self._make_cache_room(output, order, place, needed):
                         return batch
-                if manager.begin(request, index):
+                if not manager.begin(request, index):
+                    self._put(request, feature.identifier)
+                elif payload is not None:
+                    assert self.relay_ec is not None
+                    self._pulls[feature.identifier] = request.request_id
+                    self.relay_ec.begin_pull(feature.identifier, payload, size)
+                else:
                     batch.append(EncodeItem(request.request_id, feature))
                     num_embeds += size
+                    self._put(request, feature.identifier)
         return batch
+
+    def _put(self, request: Request, identifier: str) -> None:
+        """Order an image that is in the cache, or will be, to be put into the relay, if the request is for that."""
+        task = self.encode_tasks.get(request.request_id)
+        if task is not None and identifier not in task.asked:
+            assert self.relay_ec is not None
+            task.asked.add(identifier)
+            self.relay_ec.begin_put(request.request_id, identifier)
 
     def _make_cache_room(self, output: SchedulerOutput, order: list[Request], place: int, needed: list[int]) -> bool:
         """For the first of the images needed, at the cost of what is behind its request: who loses encodes again."""
@@ -377,6 +591,14 @@ class EPDScheduler(StreamScheduler):
         for later in reversed(needed[1:]):
             manager.free_encoder_input(request, later)
         return manager.can_begin(request, needed[0])
+
+
+def _with_outputs(
+    outputs: dict[int, EngineCoreOutputs], more: list[tuple[int, EngineCoreOutput]]
+) -> dict[int, EngineCoreOutputs]:
+    for client_index, one in more:
+        outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(one)
+    return outputs
 
 
 class AsyncEPDScheduler(EPDScheduler, AsyncScheduler):

@@ -1,4 +1,4 @@
-"""``ImageCache``: the scheduler's book on encoder outputs, when encodes last longer than the step that begins them."""
+"""``ImageCache``: the scheduler's book on encoder outputs, when they come later than the step that begins them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 ENCODER = "\0encoder"
-"""Stands among the requests that refer to an image while it is encoded, so that vLLM's own rules keep its room."""
+"""Stands among the requests that refer to an image while it is in flight, so that vLLM's own rules keep its room."""
 
 
 class ImageCache(EncoderCacheManager):
-    """vLLM's, where an image takes its room when its encode begins and is found when it has ended.
+    """vLLM's, where an image takes its room when its encode (or its pull) begins and is found when it has ended.
 
     vLLM's scheduler asks this cache before each chunk of a prompt, and cuts the chunk before an image that is neither
     found nor may be encoded with the step. Here none may: that alone holds a request until its next image is there.
@@ -20,13 +20,15 @@ class ImageCache(EncoderCacheManager):
 
     def __init__(self, cache_size: int) -> None:
         super().__init__(cache_size)
-        self.in_flight: set[str] = set()
+        self.in_flight: set[str] = set()  # being encoded, or pulled from another engine
+        self._dropped: list[str] = []
         # Whether an EC connector brings the image: then vLLM allocates its room, and loads it with the step.
         self.is_elsewhere: Callable[[str], bool] = lambda identifier: False
 
     def reset(self) -> None:
         super().reset()
         self.in_flight.clear()
+        self._dropped.clear()
 
     def check_and_update_cache(self, request: Request, input_id: int) -> bool:
         return self.is_ready(request, input_id) and super().check_and_update_cache(request, input_id)
@@ -63,7 +65,7 @@ class ImageCache(EncoderCacheManager):
         super().check_and_update_cache(request, input_id)
 
     def finish(self, identifier: str) -> None:
-        """The encode has ended. It may have been forgotten meanwhile (``reset``)."""
+        """The image is there. It may have been forgotten meanwhile (``reset``)."""
         if identifier not in self.in_flight:
             return
         self.in_flight.remove(identifier)
@@ -73,3 +75,22 @@ class ImageCache(EncoderCacheManager):
             num_embeds = self.num_embeds_by_hash[identifier]
             self.freeable[identifier] = num_embeds
             self.num_freeable_slots += num_embeds
+
+    def lose(self, identifier: str) -> None:
+        """What was to come will not: its room is free again, and nobody refers to it."""
+        if identifier not in self.in_flight:
+            return
+        self.in_flight.remove(identifier)
+        del self.cached[identifier]
+        num_embeds = self.num_embeds_by_hash.pop(identifier)
+        self.num_free_slots += num_embeds
+        self.num_freeable_slots += num_embeds
+        self.drop(identifier)  # a rank may have it all the same
+
+    def drop(self, identifier: str) -> None:
+        """The runner is to forget what is not booked here."""
+        self._dropped.append(identifier)
+
+    def get_freed_mm_hashes(self) -> list[str]:
+        dropped, self._dropped = self._dropped, []
+        return super().get_freed_mm_hashes() + [one for one in dropped if one not in self.cached]

@@ -1,0 +1,1 @@
+"""Caches that move between engines."""

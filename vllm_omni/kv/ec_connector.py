@@ -1,0 +1,316 @@
+"""``RelayECConnector``: the embeddings of images, from one engine's image cache into another's, over the relay.
+
+An *encode task* is a request with ``extra_args["ec_transfer_params"] = {"encode_only": True}``. It ends with
+``RequestOutput.ec_transfer_params = {"images": {identifier: payload}, "num_encoded": n}``. A consumer's request carries
+``{"images": {identifier: payload}}``, and ends with ``{"num_encoded": n}``: how many images it had to encode itself.
+
+``EPDScheduler`` books a pull as it books an encode: the image takes its room, is in flight, and then is ready or lost.
+So vLLM's own way (``has_cache_item``, room and load in one step) is not gone: a step never waits for another process,
+and an image that is lost is encoded as one that was never elsewhere.
+
+Leases are the front end's: a put ends when it is released for all. Whoever pulls releases its own reading.
+
+From: HydraInfer, section 4.3 (pull-based migration of the image cache).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken, RelayError
+from vllm_omni.relay import Payload
+from vllm_omni.relay.codec import decode, encode
+from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, process_hub
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+EMBEDS = "embeds"
+"""Path of the tensor in an image's payload: [num_embeds, width], the model's dtype."""
+
+COUNTER = re.compile(r"renderer\d+-mm-\d+-")
+"""What vLLM names an image when it hashes no content: another engine gives the same name to another image."""
+
+NUM_PULL_THREADS = 4
+PULL_TIMEOUT_S = 10.0
+PUT_TIMEOUT_S = 30.0
+
+
+# -- what a request says ----------------------------------------------------------------------------------------------
+
+
+class ECParams(NamedTuple):
+    """A request's ``ec_transfer_params``, checked."""
+
+    encode_only: bool = False
+    images: dict[str, bytes] = {}  # identifier -> payload; the images whose embeddings are elsewhere
+
+
+def parse_params(request: Request) -> ECParams:
+    """Raises ``InvalidRequest``: it says what is wrong."""
+    given = request.ec_transfer_params
+    if given is None:
+        return ECParams()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"ec_transfer_params: a {type(given).__name__}; must be a mapping")
+    if unknown := sorted(set(given) - {"encode_only", "images"}):
+        raise InvalidRequest(f"ec_transfer_params: unknown {', '.join(unknown)}; known are encode_only, images")
+    images = given.get("images") or {}
+    identifiers = {feature.identifier for feature in request.mm_features}
+    if not isinstance(images, Mapping) or not all(
+        isinstance(name, str) and isinstance(payload, bytes) for name, payload in images.items()
+    ):
+        raise InvalidRequest("ec_transfer_params.images: must map identifiers to packed payloads (bytes)")
+    encode_only = bool(given.get("encode_only"))
+    if encode_only and not identifiers:
+        raise InvalidRequest("ec_transfer_params: encode_only, and the request has nothing to encode")
+    for name in sorted(identifiers if encode_only else images):
+        if COUNTER.match(name):
+            raise InvalidRequest(
+                f"ec_transfer_params: {name!r} is a counter and names another image in another engine; "
+                "give multi_modal_uuids made from the content"
+            )
+    if unknown := sorted(set(images) - identifiers):
+        raise InvalidRequest(
+            f"ec_transfer_params.images: the request has no {unknown[0]!r}; it has {sorted(identifiers)}"
+        )
+    return ECParams(encode_only, dict(images))
+
+
+# -- between scheduler and workers ------------------------------------------------------------------------------------
+
+
+class Put(NamedTuple):
+    """An image that a request wants in the relay: each has a lease of its own."""
+
+    request_id: str
+    identifier: str
+
+
+class Pull(NamedTuple):
+    """An image that is to come into the encoder cache."""
+
+    identifier: str
+    payload: bytes
+    num_embeds: int
+
+
+class PutRefusal(NamedTuple):
+    message: str
+    is_final: bool  # there will not be room, however much is released
+
+
+@dataclass
+class RelayECMetadata(ECConnectorMetadata):
+    """What begins with a step."""
+
+    puts: list[Put] = field(default_factory=list)  # now, or when their encode has ended
+    pulls: list[Pull] = field(default_factory=list)
+
+
+@dataclass
+class RelayECReport(ECConnectorWorkerMetadata):
+    """What has ended with a step."""
+
+    put: dict[Put, bytes] = field(default_factory=dict)
+    refused: dict[Put, PutRefusal] = field(default_factory=dict)
+    pulled: Counter[str] = field(default_factory=Counter)  # identifier -> on how many ranks
+    lost: dict[str, str] = field(default_factory=dict)  # identifier -> why
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.refused or self.pulled or self.lost)
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> RelayECReport:
+        assert isinstance(other, RelayECReport)
+        return RelayECReport(
+            self.put | other.put, self.refused | other.refused, self.pulled + other.pulled, self.lost | other.lost
+        )
+
+
+# -- the connector ----------------------------------------------------------------------------------------------------
+
+
+class RelayECConnector(ECConnectorBase):
+    """Scheduler's and worker's half; which one says its role.
+
+    Options (``ec_connector_extra_config``): ``pull_timeout_s``, ``put_timeout_s``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        assert vllm_config.ec_transfer_config is not None
+        option = vllm_config.ec_transfer_config.get_from_extra_config
+        self.pull_timeout_s = float(option("pull_timeout_s", PULL_TIMEOUT_S))
+        self.put_timeout_s = float(option("put_timeout_s", PUT_TIMEOUT_S))
+        if vllm_config.scheduler_config.scheduler_cls is None:
+            raise ConfigError("RelayECConnector: needs scheduler_cls = 'vllm_omni.core.sched.epd.EPDScheduler'")
+        self.hub = process_hub(vllm_config.additional_config)
+        # The scheduler's half.
+        self._next = RelayECMetadata()
+        self._images: dict[str, dict[str, bytes]] = {}  # of encode tasks: what is put
+        self._num_encoded: Counter[str] = Counter()  # by request
+        # The worker's half.
+        self._wanted: dict[str, list[str]] = {}  # identifier -> requests that it is put for when it is encoded
+        self._encoder_cache: dict[str, torch.Tensor] = {}  # the runner's
+        self._pulling: dict[str, Future[torch.Tensor]] = {}
+        self._report = RelayECReport()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def shutdown(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- scheduler ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to begin with the next metadata."""
+        return bool(self._next.puts or self._next.pulls)
+
+    def begin_put(self, request_id: str, identifier: str) -> None:
+        """Put an image that is in the encoder cache, or will be when its encode has ended."""
+        self._next.puts.append(Put(request_id, identifier))
+
+    def begin_pull(self, identifier: str, payload: bytes, num_embeds: int) -> None:
+        self._next.pulls.append(Pull(identifier, payload, num_embeds))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RelayECMetadata:
+        metadata, self._next = self._next, RelayECMetadata()
+        return metadata
+
+    def add_image(self, request_id: str, identifier: str, payload: bytes) -> None:
+        """An image of an encode task is in the relay."""
+        images = self._images.setdefault(request_id, {})
+        if identifier in images:
+            self.release(payload)
+        else:
+            images[identifier] = payload
+
+    def count_encode(self, request_id: str) -> None:
+        self._num_encoded[request_id] += 1
+
+    def release(self, payload: bytes) -> None:
+        """Nobody will read it."""
+        self.hub.release_payload(decode(payload), for_all=True)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        images = self._images.pop(request.request_id, {})
+        result: dict[str, Any] = {"num_encoded": self._num_encoded.pop(request.request_id, 0)}
+        if images and request.status is RequestStatus.FINISHED_STOPPED:
+            result["images"] = images
+        else:
+            for payload in images.values():
+                self.release(payload)
+        return False, result
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False  # see above: nothing is loaded with the step that needs it
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        pass
+
+    # -- worker -------------------------------------------------------------------------------------------------------
+
+    def start_save_caches(self, *, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """Put what is in the encoder cache; remember what is not encoded yet."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RelayECMetadata)
+        for request_id, identifier in metadata.puts:
+            if identifier in encoder_cache:
+                self._put(request_id, identifier, encoder_cache[identifier])
+            else:
+                self._wanted.setdefault(identifier, []).append(request_id)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        for request_id in self._wanted.pop(mm_hash, ()):
+            self._put(request_id, mm_hash, encoder_cache[mm_hash])
+
+    def forget_wanted(self) -> None:
+        """What was being encoded will not be."""
+        self._wanted.clear()
+
+    def _put(self, request_id: str, identifier: str, embeds: torch.Tensor) -> None:
+        if get_tensor_model_parallel_rank() != 0:  # all ranks have the same
+            return
+        put = Put(request_id, identifier)
+        try:
+            ref = self.hub.put_nowait(request_id, embeds.contiguous(), num_readers=UNTIL_RELEASED_FOR_ALL)
+        except PoolExhausted as exc:
+            self._report.refused[put] = PutRefusal(str(exc), exc.is_final)
+            return
+        self._report.put[put] = encode(Payload({EMBEDS: ref}))
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """Begin the step's pulls; ``get_finished``, at the step's end, takes in what has come."""
+        self._encoder_cache = encoder_cache
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RelayECMetadata)
+        device = torch.device(self._vllm_config.device_config.device_type)
+        if device.type != "cpu":  # of this thread: those that pull know of no other than the first
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        for pull in metadata.pulls:
+            if pull.identifier not in self._pulling:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(NUM_PULL_THREADS, thread_name_prefix="ec-pull")
+                self._pulling[pull.identifier] = self._threads.submit(self._fetch, pull, device)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        for identifier, pulling in list(self._pulling.items()):
+            if not pulling.done():
+                continue
+            del self._pulling[identifier]
+            try:
+                self._encoder_cache[identifier] = pulling.result()
+            except RelayError as exc:
+                logger.warning("the embeddings of image %s are lost: %s", identifier, exc)
+                self._report.lost[identifier] = str(exc)
+                self._wanted.pop(identifier, None)
+            else:
+                self._report.pulled[identifier] += 1
+                self.save_caches(self._encoder_cache, identifier)
+        return None, None
+
+    def build_connector_worker_meta(self) -> RelayECReport | None:
+        report, self._report = self._report, RelayECReport()
+        return report or None
+
+    def _fetch(self, pull: Pull, device: torch.device) -> torch.Tensor:
+        """A copy of its own: what is pulled may be a view of the producer's memory, and lives no longer than it."""
+        payload = decode(pull.payload)
+        ref = payload.tensors.get(EMBEDS)
+        if ref is None:
+            raise RelayBroken(f"a payload without {EMBEDS!r}")
+        model_config = self._vllm_config.model_config
+        embeds = self.hub.get_blocking(ref, self.pull_timeout_s)
+        try:
+            # Some towers give several layers' embeddings side by side.
+            width = model_config.get_inputs_embeds_size()
+            if embeds.dim() != 2 or embeds.shape[0] != pull.num_embeds or embeds.shape[1] % width:
+                raise RelayBroken(
+                    f"embeddings {list(embeds.shape)}; needed are [{pull.num_embeds}, a multiple of {width}]"
+                )
+            copy = embeds.to(device=device, dtype=model_config.dtype, copy=True)
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+            return copy
+        finally:
+            self.hub.release(ref)
