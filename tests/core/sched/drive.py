@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,10 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import ECTransferConfig, LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -28,12 +29,15 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
+from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.relay import InlineRelay, Payload
+from vllm_omni.relay.codec import encode
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -81,6 +85,13 @@ def make_config(engine: Engine, additional_config: dict[str, Any] | None = None)
     config.cache_config.enable_prefix_caching = engine.prefix_caching
     if engine.max_adapters:
         config.lora_config = LoRAConfig(max_loras=engine.max_adapters)
+    if engine.ec_role is not None:
+        config.scheduler_config.scheduler_cls = "vllm_omni.core.sched.epd.EPDScheduler"
+        config.ec_transfer_config = ECTransferConfig(
+            ec_connector="RelayECConnector",
+            ec_connector_module_path="vllm_omni.kv.ec_connector",
+            ec_role=engine.ec_role,  # type: ignore[arg-type]
+        )
     config.additional_config = additional_config or {}
     return config
 
@@ -101,21 +112,31 @@ def make_scheduler(scheduler_cls: type[S], engine: Engine, additional_config: di
     return scheduler
 
 
+PAYLOAD = encode(Payload({EMBEDS: InlineRelay().put_nowait("", torch.zeros(1, 8))}))
+
+
 def make_request(planned: PlannedRequest, engine: Engine) -> Request:
+    extra_args: dict[str, Any] = {"slo": dict(planned.slo)} if planned.slo else {}
+    if planned.encode_only:
+        extra_args["ec_transfer_params"] = {"encode_only": True}
+    elif planned.elsewhere:
+        extra_args["ec_transfer_params"] = {"images": dict.fromkeys(planned.elsewhere, PAYLOAD)}
     return Request(
         planned.request_id,
         list(planned.prompt),
         SamplingParams(
             max_tokens=planned.max_tokens,
             ignore_eos=True,
-            extra_args={"slo": dict(planned.slo)} if planned.slo else None,
+            extra_args=extra_args or None,
         ),
         None,
         arrival_time=planned.arrival_time,
         priority=planned.priority,
         lora_request=LoRARequest(f"adapter-{planned.adapter}", planned.adapter, "nowhere") if planned.adapter else None,
         mm_features=[
-            MultiModalFeatureSpec(None, "image", image.name, PlaceholderRange(image.offset, image.length))
+            MultiModalFeatureSpec(
+                MultiModalKwargsItem(), "image", image.name, PlaceholderRange(image.offset, image.length)
+            )
             for image in planned.images
         ],
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256) if engine.prefix_caching else None,
@@ -129,6 +150,7 @@ class Step:
     output: dict[str, Any]  # SchedulerOutput, field by field
     tokens: dict[str, list[int]]  # by request
     finished: dict[str, str]  # by request: why
+    ec_params: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by request that has ended
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
@@ -224,7 +246,7 @@ class LayeredRunner(SynthesisedRunner):
             self.num_layers_left = self.NUM_LAYERS
             self.num_embeds = sum(item.num_embeds for item in output.encodes)
         if not self.under_way:
-            assert self.is_async, "layers are granted, and there is no batch"
+            assert self.is_async or output.num_encode_layers is None, "layers are granted, and there is no batch"
             return None  # it ended in the step before, whose report the scheduler does not have yet
         num_layers = self.num_layers_left
         if output.num_encode_layers is not None:
@@ -236,6 +258,86 @@ class LayeredRunner(SynthesisedRunner):
             encoded, self.under_way = self.under_way, []
             self._encode(iter(encoded))
         return EncodeReport(encoded, num_layers, self.NUM_LAYERS, num_layers * self.layer_s(self.num_embeds))
+
+
+class RelayedRunner(LayeredRunner):
+    """Pulls and puts images, too: through a relay that has little room, is slow, and loses some.
+
+    Args:
+        num_seats: puts that the relay has room for.
+        keep_steps: how long each stays there.
+        max_steps: that a pull takes.
+        loss: share of the pulls that fail.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        seed: int = 0,
+        *,
+        num_seats: int = 100,
+        keep_steps: int = 0,
+        max_steps: int = 0,
+        loss: float = 0.0,
+    ) -> None:
+        super().__init__(scheduler)
+        self.rng = random.Random(seed)
+        self.num_seats, self.keep_steps, self.max_steps, self.loss = num_seats, keep_steps, max_steps, loss
+        self.seats: list[int] = []  # steps left
+        self.wanted: dict[str, list[Put]] = {}
+        self.pulling: dict[str, int] = {}  # steps left
+        self.num_pulls = 0
+        self.report = RelayECReport()
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = output.ec_connector_metadata
+        assert isinstance(metadata, RelayECMetadata)
+        assert not set(output.free_encoder_mm_hashes) & set(self.pulling)
+        self.seats = [left - 1 for left in self.seats if left]
+        self.report = RelayECReport()
+        for put in metadata.puts:
+            if put.identifier in self.encoder_cache:
+                self._put(put)
+            else:
+                self.wanted.setdefault(put.identifier, []).append(put)
+        for pull in metadata.pulls:
+            assert pull.identifier not in self.pulling
+            self.pulling[pull.identifier] = self.rng.randint(0, self.max_steps)
+        runner_output = super().execute(output)
+        for name, left in list(self.pulling.items()):
+            self.pulling[name] = left - 1
+            if not left:
+                del self.pulling[name]
+                self._end_pull(name)
+        runner_output.ec_connector_output = ECConnectorOutput(ec_connector_worker_meta=self.report or None)
+        return runner_output
+
+    def _end_pull(self, name: str) -> None:
+        assert name not in self.encoder_cache, "an image that is there is pulled"
+        if self.rng.random() < self.loss:
+            self.report.lost[name] = "the dice"
+            self.wanted.pop(name, None)
+            return
+        self.num_pulls += 1
+        self.report.pulled[name] += 1
+        self.encoder_cache.add(name)
+        self._put_wanted(name)
+
+    def _encode(self, names: Iterator[str]) -> None:
+        for name in names:
+            super()._encode(iter([name]))
+            self._put_wanted(name)
+
+    def _put_wanted(self, name: str) -> None:
+        for put in self.wanted.pop(name, ()):
+            self._put(put)
+
+    def _put(self, put: Put) -> None:
+        if len(self.seats) < self.num_seats:
+            self.seats.append(self.keep_steps)
+            self.report.put[put] = PAYLOAD
+        else:
+            self.report.refused[put] = PutRefusal("full", is_final=not self.num_seats)
 
 
 def fields_of(output: SchedulerOutput) -> dict[str, Any]:
@@ -287,6 +389,7 @@ def _update(scheduler: Scheduler, output: SchedulerOutput, runner_output: ModelR
             step.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
             if one.finish_reason is not None:
                 step.finished[one.request_id] = str(one.finish_reason)
+                step.ec_params[one.request_id] = one.ec_transfer_params or {}
 
 
 def _left(scheduler: Scheduler) -> dict[str, str]:

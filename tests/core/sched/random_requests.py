@@ -7,7 +7,7 @@ requests of its own.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BLOCK_SIZE = 4
 IMAGE_TOKEN = 9
@@ -30,6 +30,8 @@ class PlannedRequest:
     arrival_time: float = 0.0
     slo: dict[str, float] | None = None
     adapter: int = 0  # none
+    encode_only: bool = False
+    elsewhere: tuple[str, ...] = ()  # names of images that another engine has encoded
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Engine:
     chunked_images: bool = True
     is_async: bool = False
     max_adapters: int = 0  # in one batch; 0: the engine has none
+    ec_role: str | None = None  # of a RelayECConnector
 
 
 @dataclass
@@ -125,6 +128,22 @@ def make_stream(
         if rng.random() < 0.15:
             stream.aborts.setdefault(step + rng.randrange(15), []).append(request.request_id)
     return stream
+
+
+def with_migration(stream: Stream) -> Stream:
+    """The same, where some requests are encode tasks, and some of the images of others are elsewhere."""
+    rng = random.Random(f"migration of {stream.seed}")
+    changed = Stream(stream.seed, replace(stream.engine, ec_role="ec_both"), aborts=stream.aborts)
+    for step, requests in stream.arrivals.items():
+        changed.arrivals[step] = []
+        for request in requests:
+            if request.images and rng.random() < 0.4:
+                request = replace(request, encode_only=True)
+            elif rng.random() < 0.6:
+                names = {image.name for image in request.images if rng.random() < 0.7}
+                request = replace(request, elsewhere=tuple(sorted(names)))
+            changed.arrivals[step].append(request)
+    return changed
 
 
 def make_budgets(seed: int) -> dict[str, int | None]:

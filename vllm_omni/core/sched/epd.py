@@ -493,7 +493,8 @@ class EPDScheduler(StreamScheduler):
             if load.num_prefill_tokens and self.epd.is_on and self._num_encodes_put_off < self.epd.patience:
                 self._num_encodes_put_off += 1
             else:
-                max_embeds = self.budgets.num_embeds(load, tpot_s)
+                stock_budget = self.max_num_encoder_input_tokens
+                max_embeds = self.budgets.num_embeds(load, tpot_s) if self.epd.is_on else stock_budget
         encodes: list[EncodeItem] = []
         if max_embeds is not None or self._sources or len(self.encode_tasks):
             encodes = self._begin(output, max_embeds)
