@@ -194,6 +194,10 @@ class Relay(ABC):
     def abort(self, request_id: str) -> None:
         """Take back everything that was put for a request; what is being read goes when it has been."""
 
+    def renew(self, ref: TensorRef) -> bool:
+        """Let the time of a lease of this relay begin anew; False: it is over, and its memory may be another's."""
+        return True
+
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -156,6 +156,11 @@ class CudaIpcRelay(SlabRelay):
             ref = self._control.put_nowait(lease.request_id, data, num_readers=lease.num_readers)
         self._tickets[lease.number] = ref
 
+    def renew(self, ref: TensorRef) -> bool:
+        with self._lock:
+            ticket = self._tickets.get(ref.lease)
+            return super().renew(ref) and (ticket is None or self._control.renew(ticket))
+
     def _held(self, lease: Lease) -> Lease | None:
         """The ticket's lease; None once it is over."""
         return self._control._leases.get(self._tickets[lease.number].lease)

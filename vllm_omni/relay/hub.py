@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
+from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken, RelayError
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics, TensorRef, io_thread
 from vllm_omni.relay.codec import Payload, extract, restore
 from vllm_omni.relay.inline import InlineRelay
@@ -113,6 +113,29 @@ class RelayHub:
         is_small = tensor.numel() * tensor.element_size() <= self.options.inline_bytes
         relay = self._inline if is_small else self._get_publisher()
         return relay.put_nowait(request_id, tensor, num_readers=num_readers)
+
+    def lease(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, TensorRef]:
+        """A buffer that is written before anybody is told of its reference, and stays until it is released for all.
+
+        Who writes later than at once asks ``renew`` first.
+
+        Raises:
+            PoolExhausted: there is no room; ``is_final``: nor will there be. ``abort`` takes back what was leased.
+            ConfigError: bytes that ride in their reference cannot be written later.
+        """
+        relay = self._get_publisher()
+        if relay is self._inline:
+            raise ConfigError('the "inline" relay has no buffers; name another transport, for example "shm" or "tcp"')
+        buffer = relay.empty(request_id, shape, dtype)
+        return buffer, relay.put_nowait(request_id, buffer, num_readers=UNTIL_RELEASED_FOR_ALL)
+
+    def renew(self, ref: TensorRef) -> bool:
+        """See ``Relay.renew``."""
+        return self._get_publisher().renew(ref)
+
+    def abort(self, request_id: str) -> None:
+        """See ``Relay.abort``."""
+        self._get_publisher().abort(request_id)
 
     def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
         """A stream of rows like this one; None if the transport has no streams, or no room for one."""

@@ -57,6 +57,10 @@ class LocalRelay(Relay):
             self._num_bytes += tensor.numel() * tensor.element_size()
         return TensorRef(self.backend, tuple(tensor.shape), dtype, self._token, lease)
 
+    def renew(self, ref: TensorRef) -> bool:
+        with self._lock:
+            return ref.lease in self._held
+
     def get_nowait(self, ref: TensorRef) -> torch.Tensor:
         layout = check_ref(ref, self.backend)
         self._check_open()

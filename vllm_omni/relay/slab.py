@@ -117,6 +117,14 @@ class SlabRelay(Relay):
                 self._free_at(offset)
             self._tell_room()
 
+    def renew(self, ref: TensorRef) -> bool:
+        with self._lock:
+            lease = self._leases.get(ref.lease)
+            if lease is None or lease.is_revoked:
+                return not ref.lease
+            lease.expires_at = self._clock() + self._lease_s
+            return True
+
     def _place(self, request_id: str, tensor: torch.Tensor, layout: Layout) -> tuple[Block, int]:
         """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
         offset = tensor.data_ptr() - self._base

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,9 +19,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import RelayError
+from vllm_omni.kv.kv_connector import RelayKVConnector
 from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.relay import StreamReader, TensorRef, unpack
 from vllm_omni.relay.codec import decode
@@ -115,6 +116,24 @@ class StreamScheduler(Scheduler):
             gate.close()
         self.credits.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        connector = self.connector
+        if finished_status is RequestStatus.FINISHED_ABORTED and isinstance(connector, RelayKVConnector):
+            # Upstream knows nothing any more of a request that had just ended, and nobody may have read its output.
+            ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
+            connector.abort_announced(ids - {request.request_id for request in finished})
+        return finished
+
+    def num_external_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request's prompt that need not be computed here: their pages will be pulled."""
+        connector = self.connector
+        if isinstance(connector, RelayKVConnector) and not request.num_computed_tokens:
+            return connector.num_announced_tokens(request)
+        return 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.gates and not self.credits:

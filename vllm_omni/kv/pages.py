@@ -1,0 +1,222 @@
+"""Paged caches of all layers behind one door: pages of a request go out into a buffer of the relay, and back in.
+
+vLLM gives every layer's cache as a logical [B, H, N, C]: blocks, heads of this rank, tokens of a block, and what one
+head keeps of one token; the strides say how it lies in memory. What [N, C] means is the attention backend's (the CPU's
+packs keys so that a token is no row), so that nothing is ever cut inside the page of a head: a page travels whole, the
+last one of a prompt as well, which is filled in part.
+
+Pages lie in a buffer as bytes [L, pages, H, ...], in this logical order: two caches that differ in their strides, or
+in how heads are spread over tensor-parallel ranks, can read each other's.
+
+From: HydraInfer, section 4.3 (paged caches of images, keys and values, and their migration).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vllm_omni.ops.block_copy import gather_pages, scatter_pages
+
+BUFFER_BYTES = 16 << 20  # of one buffer at most, unless a single page of all layers has more
+
+
+class GroupFormat(msgspec.Struct, frozen=True, array_like=True):
+    """Layers whose pages look alike."""
+
+    num_layers: int
+    num_heads: int  # of this rank
+    head_page: tuple[int, ...]  # shape of one head's page, the last in bytes
+    total_heads: int | None = None  # of the whole model; None: not known, and ranks cannot be matched by heads
+    first_head: int = 0  # of the model's, that this rank has
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of all these layers."""
+        return self.num_layers * self.num_heads * prod(self.head_page)
+
+    @property
+    def pages_per_buffer(self) -> int:
+        return max(1, BUFFER_BYTES // self.page_bytes)
+
+    def buffer_shapes(self, num_pages: int) -> list[tuple[int, ...]]:
+        """Of the buffers that so many pages take, all but the last full."""
+        per_buffer = self.pages_per_buffer
+        return [
+            (self.num_layers, min(per_buffer, num_pages - first), self.num_heads, *self.head_page)
+            for first in range(0, num_pages, per_buffer)
+        ]
+
+    def overlaps(self, first_page: int, num_pages: int) -> Iterator[tuple[int, slice, slice]]:
+        """Which buffers hold so many pages: the buffer's index, the pages in it, and which of the many those are."""
+        page, end = first_page, first_page + num_pages
+        while page < end:
+            buffer, offset = divmod(page, self.pages_per_buffer)
+            num = min(self.pages_per_buffer - offset, end - page)
+            yield buffer, slice(offset, offset + num), slice(page - first_page, page - first_page + num)
+            page += num
+
+
+class CacheFormat(msgspec.Struct, frozen=True, array_like=True):
+    """What the caches of one rank look like."""
+
+    content: str  # whatever else must be equal for pages to be understood: backend, dtype, names of the layers
+    block_size: int  # tokens
+    groups: tuple[GroupFormat, ...]
+
+
+class HeadRun(NamedTuple):
+    """Heads that one rank takes from another, as the two count them."""
+
+    source_rank: int
+    source_first: int
+    target_first: int
+    num_heads: int
+
+
+def match_heads(target: GroupFormat, sources: Sequence[GroupFormat], rank: int) -> list[HeadRun]:
+    """Which heads a target rank takes from which source ranks, so that it has each of its own once.
+
+    Args:
+        rank: the target's own, to spread replicated heads over those that have them.
+
+    Raises:
+        ValueError: the ranks' heads are not known and their numbers differ, or nobody has some of them.
+    """
+    if target.total_heads is None or any(one.total_heads != target.total_heads for one in sources):
+        totals = {one.total_heads for one in (target, *sources)}
+        if len(totals) == 1 and rank < len(sources) and sources[rank].num_heads == target.num_heads:
+            return [HeadRun(rank, 0, 0, target.num_heads)]
+        raise ValueError(f"heads cannot be matched: the ranks count {sorted(map(str, totals))} heads in all")
+    runs = []
+    missing = list(range(target.first_head, target.first_head + target.num_heads))
+    for source_rank in sorted(range(len(sources)), key=lambda one: one != rank % len(sources)):
+        source = sources[source_rank]
+        theirs = range(source.first_head, source.first_head + source.num_heads)
+        shared = [head for head in missing if head in theirs]  # a run: both are
+        if shared:
+            first = shared[0]
+            runs.append(HeadRun(source_rank, first - source.first_head, first - target.first_head, len(shared)))
+            missing = [head for head in missing if head not in theirs]
+    if missing:
+        raise ValueError(f"no source rank has the heads {missing}")
+    return runs
+
+
+class _Group:
+    def __init__(self, layers: Sequence[Tensor], total_heads: int | None, first_head: int):
+        self.layers = layers  # each [B, H, *head_page], uint8
+        first = layers[0]
+        self.format = GroupFormat(len(layers), first.shape[1], tuple(first.shape[2:]), total_heads, first_head)
+
+
+class PagedCaches:
+    """All layers' caches of one rank.
+
+    Args:
+        caches: by the layer's name, [B * k, H, N, C] with any strides: where an attention kernel has smaller blocks
+            than the scheduler, ``k`` of them make a block. Layers that share a cache are one.
+        num_blocks: B.
+        block_size: tokens of a block.
+        content: see ``CacheFormat``.
+        total_heads: heads of the whole model by layer; a layer that is not in it has as many as it has here, and
+            every rank the same ones.
+        tp_rank, tp_size: of this rank.
+
+    Raises:
+        ValueError: no layers, or one that is not like this.
+    """
+
+    def __init__(
+        self,
+        caches: Mapping[str, Tensor],
+        num_blocks: int,
+        *,
+        block_size: int,
+        content: str = "",
+        total_heads: Mapping[str, int] | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ):
+        if not caches:
+            raise ValueError("a model without caches has no pages that could travel")
+        by_shape: dict[tuple[int | None, ...], list[str]] = {}
+        pages: dict[str, Tensor] = {}
+        seen: dict[tuple[int, ...], str] = {}
+        self._owner: dict[str, str] = {}
+        for name, cache in caches.items():
+            layer = _as_pages(name, cache, num_blocks)
+            self._owner[name] = seen.setdefault((layer.data_ptr(), *layer.shape, *layer.stride()), name)
+            if self._owner[name] == name:
+                pages[name] = layer
+                total = None if total_heads is None else total_heads.get(name, layer.shape[1])
+                by_shape.setdefault((total, *layer.shape[1:]), []).append(name)
+        self.num_blocks = num_blocks
+        self.device = next(iter(pages.values())).device
+        self._groups: list[_Group] = []
+        self._place: dict[str, tuple[int, int]] = {}  # of a layer: its group and its index there
+        for (total, num_heads, *_), names in by_shape.items():
+            assert num_heads is not None
+            first_head = 0 if total is None or total == num_heads else tp_rank * total // tp_size
+            self._place |= {name: (len(self._groups), index) for index, name in enumerate(names)}
+            self._groups.append(_Group([pages[name] for name in names], total, first_head))
+        self.format = CacheFormat(content, block_size, tuple(group.format for group in self._groups))
+
+    @property
+    def layer_names(self) -> list[str]:
+        """One name for each cache."""
+        return list(self._place)
+
+    def owner(self, name: str) -> str:
+        """The name in ``layer_names`` under which a layer's cache goes."""
+        return self._owner[name]
+
+    def gather(self, name: str, blocks: Tensor, first_page: int, buffers: Sequence[Sequence[Tensor]]) -> None:
+        """Copy a layer's blocks out.
+
+        Args:
+            blocks: [num], int64, on the CPU; what becomes page ``first_page`` of the request and the pages behind it.
+            buffers: by group, those of ``GroupFormat.buffer_shapes`` for the whole request; written in place.
+        """
+        group, layer = self._place[name]
+        rows = self._groups[group].layers[layer]
+        for buffer, pages, of_blocks in self._groups[group].format.overlaps(first_page, len(blocks)):
+            part = buffers[group][buffer][layer, pages]
+            if part.device == rows.device and rows[:1].is_contiguous():
+                gather_pages(rows, blocks[of_blocks], part)
+            else:
+                part.copy_(rows.index_select(0, blocks[of_blocks].to(rows.device)))
+
+    def scatter(self, group: int, buffer: Tensor, blocks: Tensor, run: HeadRun) -> None:
+        """Copy pages of all layers of a group in.
+
+        Args:
+            buffer: [L, num, heads of the source rank, ...], uint8.
+            blocks: [num], int64, on the CPU: where they go.
+            run: which of the source's heads go to which of these.
+        """
+        source_heads = slice(run.source_first, run.source_first + run.num_heads)
+        target_heads = slice(run.target_first, run.target_first + run.num_heads)
+        for layer, pages in zip(self._groups[group].layers, buffer[:, :, source_heads], strict=True):
+            rows = layer[:, target_heads]
+            if pages.device == rows.device and rows[:1].is_contiguous():
+                scatter_pages(pages.contiguous(), blocks, rows)
+            else:
+                rows.index_copy_(0, blocks.to(rows.device), pages.to(rows.device))
+
+
+def _as_pages(name: str, cache: Tensor, num_blocks: int) -> Tensor:
+    """[B, H, ..., bytes] of a layer: a view."""
+    if cache.dim() != 4 or not num_blocks or cache.shape[0] % num_blocks or cache.stride(-1) != 1:
+        raise ValueError(
+            f"layer {name}: a cache of {cache.dtype} {list(cache.shape)}, strides {cache.stride()}, has no pages of "
+            f"{num_blocks} blocks: must be [blocks, heads, tokens, content]"
+        )
+    if cache.shape[0] != num_blocks:
+        cache = cache.unflatten(0, (num_blocks, -1)).transpose(1, 2)
+    return cache.view(torch.uint8)
