@@ -429,8 +429,8 @@ class EPDScheduler(StreamScheduler):
         """Tokens of the request that need no embeddings any more: computed, in the prefix cache, or to be pulled."""
         if request.num_computed_tokens or not request.mm_features:
             return request.num_computed_tokens
-        if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
-            return request.num_prompt_tokens - 1
+        if num_external := self.num_external_tokens(request):
+            return num_external - 1  # the last one is computed again
         if is_fresh or request.request_id not in self._known_hits:
             self._known_hits[request.request_id] = self.kv_cache_manager.get_computed_blocks(request)[1]
         return self._known_hits[request.request_id]

@@ -117,9 +117,7 @@ class StreamScheduler(Scheduler):
         self.credits.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         connector = self.connector
         if finished_status is RequestStatus.FINISHED_ABORTED and isinstance(connector, RelayKVConnector):
@@ -130,10 +128,13 @@ class StreamScheduler(Scheduler):
 
     def num_external_tokens(self, request: Request) -> int:
         """Tokens of a waiting request's prompt that need not be computed here: their pages will be pulled."""
-        connector = self.connector
-        if isinstance(connector, RelayKVConnector) and not request.num_computed_tokens:
-            return connector.num_announced_tokens(request)
-        return 0
+        if self.connector is None or request.num_computed_tokens:
+            return 0
+        if isinstance(self.connector, RelayKVConnector):
+            return self.connector.num_announced_tokens(request)
+        # vLLM's own connectors take the mark away when they have begun.
+        is_external = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        return request.num_prompt_tokens if is_external else 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.gates and not self.credits:
