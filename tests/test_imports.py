@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm_omni"
 # A package imports from the rows above its own, and from itself.
 ORDER = [
     ["errors", "messages", "names"],
-    ["audio_format", "compat", "diffusion_params", "envs", "image_format"],
+    ["audio_format", "compat", "diffusion_params", "envs", "image_format", "slo", "timeline"],
     ["diffusion_config", "epd_config", "video_format"],
     ["config", "flow", "ops"],
     ["relay"],

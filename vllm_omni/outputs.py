@@ -16,6 +16,7 @@ from vllm_omni.errors import OmniError
 from vllm_omni.image_format import IMAGE_FORMATS, IMAGE_SUFFIXES, encode_image, to_image
 from vllm_omni.names import suggest
 from vllm_omni.relay import Payload
+from vllm_omni.slo import SloReport
 from vllm_omni.video_format import DEFAULT_FPS, VIDEO_FORMATS, VIDEO_SUFFIXES, encode_video
 
 
@@ -39,11 +40,18 @@ class OmniRequestOutput(RequestOutput):
         payloads: references for the next stage; empty in what the user gets.
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
+        latency_parts: in the last output, by autoregressive stage that has ended: its seconds by part (``Part`` of
+            ``engine/latency.py``: ``encode_queueing``, ``encode_execution``, ``ep_migration``, ``prefill_queueing``,
+            ``prefill_execution``, ``pd_migration``, ``decode_queueing``, ``decode_execution``). They sum to the time
+            from the request's arrival there to its last token; a part that it did not have is 0.
+        slo_reports: likewise how it did, by stage whose parameters or deployment have an SLO.
     """
 
     multimodal_output: dict[str, Any]
     payloads: list[Payload]
     stage_durations: dict[str, float]
+    latency_parts: dict[str, dict[str, float]]
+    slo_reports: dict[str, SloReport]
 
     @classmethod
     def of(cls, output: RequestOutput) -> OmniRequestOutput:
@@ -51,6 +59,7 @@ class OmniRequestOutput(RequestOutput):
         omni = cls.__new__(cls)
         omni.__dict__.update(output.__dict__)
         omni.multimodal_output, omni.payloads, omni.stage_durations = {}, [], {}
+        omni.latency_parts, omni.slo_reports = {}, {}
         return omni
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
@@ -60,6 +69,8 @@ class OmniRequestOutput(RequestOutput):
             merge_multimodal(self.multimodal_output, next_output.multimodal_output)
             self.payloads += next_output.payloads
             self.stage_durations |= next_output.stage_durations
+            self.latency_parts |= next_output.latency_parts
+            self.slo_reports |= next_output.slo_reports
 
     # -- what a diffusion pipeline made: one of N outputs each ---------------------------------------------------------
 

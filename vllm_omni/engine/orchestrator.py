@@ -24,11 +24,12 @@ from vllm.transformers_utils.config import get_config
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig
 from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import Door, StageEngine, StageState
 from vllm_omni.engine.supervisor import Supervisor, in_thread
-from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
 from vllm_omni.model_executor.step_threads import NUM_STAGES
@@ -36,6 +37,7 @@ from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
+from vllm_omni.slo import Slo, slo_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Orchestrator:
         self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}
         self.door = Door()
+        self.latency_metrics = LatencyMetrics()
         self._specs = specs
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
@@ -127,7 +130,10 @@ class Orchestrator:
         self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), supervisors, run_directory)
         self.runtime = GraphRuntime(self.plan, self.engines)
         if self._log_stats:
-            METRICS.add_graph(str(run_directory.path), partial(_collect, self.runtime, self.engines.values()))
+            METRICS.add_graph(
+                str(run_directory.path),
+                partial(_collect, self.runtime, self.engines.values(), self.latency_metrics),
+            )
 
     def _relay_options(self, engine: StageEngine) -> RelayOptions:
         """How a stage publishes: to the stages that read its rows, or to the user."""
@@ -223,6 +229,7 @@ class Orchestrator:
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
         outputs = self.outputs_of(modalities)
+        slos = self._slos_of(params)
         self.check_health(self.stages_of(outputs.values()))
         context = RequestContext(
             request_id,
@@ -237,6 +244,7 @@ class Orchestrator:
         call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
         modality_of = {output: modality for modality, output in outputs.items()}
         unfinished = set(outputs)
+        latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
         started = time.monotonic()
         try:
             async for frame in call:
@@ -248,12 +256,29 @@ class Orchestrator:
                 output.stage_durations = dict(context.stage_durations)
                 if output.finished:
                     output.stage_durations["total"] = time.monotonic() - started
+                    output.latency_parts, output.slo_reports = latency.end()
                 yield output
+        except OmniError as exc:
+            latency.fail(exc)
+            raise
         finally:
             await call.aclose()
             for payload in context.payloads:
                 self.hub.release_payload(payload, for_all=True)
             self.door.leave(request_id)
+
+    def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
+        """By stage, of those that have one.
+
+        Raises:
+            InvalidRequest: a request's own is malformed.
+        """
+        slos = {}
+        for engine in self.engines.values():
+            of_stage = params.get(engine.config.name)
+            if isinstance(of_stage, SamplingParams) and (slo := slo_of(of_stage.extra_args, engine.default_slo)):
+                slos[engine.config.name] = slo
+        return slos
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until every stage has let go of it; an unknown id is ignored."""
@@ -319,8 +344,11 @@ def _await_starts(starts: Mapping[str, Future[None]]) -> None:
             raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
 
 
-def _collect(runtime: GraphRuntime, engines: Iterable[StageEngine]) -> Iterator[Metric]:
-    """What the graph holds at the moment, and whether its stages are up."""
+def _collect(
+    runtime: GraphRuntime, engines: Iterable[StageEngine], latency_metrics: LatencyMetrics
+) -> Iterator[Metric]:
+    """What the graph holds at the moment, whether its stages are up, and where requests' time went."""
+    yield from latency_metrics.collect()
     statistics = runtime.statistics()
     for name, meaning, value in (
         ("num_open_calls", "Requests that the graph is running.", statistics.num_open_calls),

@@ -5,6 +5,7 @@ From: vLLM-Omni design document, sections 12 and 13.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
 from vllm_omni.relay import Payload, unpack
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.slo import SLO_ARGS
+from vllm_omni.timeline import TIMELINE, TaskNotes, Timeline
 
 Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 """Puts one payload of the engine into the output that goes to the stage's caller."""
@@ -57,6 +60,7 @@ class OmniRequestState(RequestState):
     handler: Handler
     hub: RelayHub
     new_payloads: list[Payload]
+    is_watched: bool  # whether it is to be known when its tokens came
 
     def _new_request_output(self, *args: Any, **kwargs: Any) -> RequestOutput | PoolingRequestOutput[Any]:
         output = super()._new_request_output(*args, **kwargs)
@@ -82,6 +86,9 @@ class MultimodalOutputProcessor(OutputProcessor):
         hub: opens what is for the user.
         published: filled with the payloads of each request, by its external id; whoever takes them out releases them. A
             reader that leaves early has not seen all of its outputs.
+        notes: likewise filled with what is known of each request's times.
+        has_slo: every request has one, also that does not say so.
+        clock: the engine's (``TimedScheduler``).
     """
 
     def __init__(
@@ -90,6 +97,10 @@ class MultimodalOutputProcessor(OutputProcessor):
         output_type: str,
         hub: RelayHub,
         published: dict[str, list[Payload]] | None = None,
+        notes: dict[str, TaskNotes] | None = None,
+        *,
+        has_slo: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(
             upstream.tokenizer,
@@ -101,6 +112,9 @@ class MultimodalOutputProcessor(OutputProcessor):
         self.handler = HANDLERS[output_type]
         self.hub = hub
         self.published = {} if published is None else published
+        self.notes = {} if notes is None else notes
+        self._has_slo = has_slo
+        self._clock = clock
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, prompt, *args, **kwargs)
@@ -110,14 +124,22 @@ class MultimodalOutputProcessor(OutputProcessor):
             state.__class__ = OmniRequestState
             assert isinstance(state, OmniRequestState)
             state.handler, state.hub, state.new_payloads = self.handler, self.hub, []
+            params = request.sampling_params
+            state.is_watched = self._has_slo or bool(params is not None and (params.extra_args or {}).get(SLO_ARGS))
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
+        now = self._clock()
         for output in engine_core_outputs:
+            state = self.request_states.get(output.request_id)
+            if output.kv_transfer_params is not None:
+                self._take_timeline(output, state)
+            if isinstance(state, OmniRequestState) and state.is_watched and output.new_token_ids:
+                times = self.notes.setdefault(state.external_req_id, TaskNotes()).token_times
+                times.append((state.request_index, len(output.new_token_ids), now))
             if output.pooling_output is None:
                 continue
-            state = self.request_states.get(output.request_id)
             assert isinstance(output.pooling_output, torch.Tensor)
             payload = unpack(output.pooling_output)
             if isinstance(state, OmniRequestState):
@@ -127,3 +149,16 @@ class MultimodalOutputProcessor(OutputProcessor):
                 self.hub.release_payload(payload, for_all=True)
             output.pooling_output = None
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+    def _take_timeline(self, output: EngineCoreOutput, state: RequestState | None) -> None:
+        """Out of what the engine says of its caches, which goes to the user."""
+        assert output.kv_transfer_params is not None
+        packed = output.kv_transfer_params.pop(TIMELINE, None)
+        output.kv_transfer_params = output.kv_transfer_params or None
+        if packed is None or state is None:
+            return
+        timeline = Timeline.unpack(packed)
+        timelines = self.notes.setdefault(state.external_req_id, TaskNotes()).timelines
+        known = timelines.setdefault(state.request_id, timeline)
+        if known is not timeline:
+            known.marks += timeline.marks

@@ -34,6 +34,7 @@ from vllm_omni.config import StageConfig
 from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
+from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
@@ -45,6 +46,7 @@ from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.worker.platforms import ar_worker_cls
 
 logger = logging.getLogger(__name__)
@@ -135,10 +137,14 @@ class StageLLM(AsyncLLM):
         self.output_type = output_type
         self.hub = hub
         self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
+        self.notes: dict[str, TaskNotes] = {}  # likewise
+        self.has_slo = bool(default_slo(vllm_config))
         self.output_processor: OutputProcessor = self._extend(self.output_processor)
 
     def _extend(self, upstream: OutputProcessor) -> MultimodalOutputProcessor:
-        return MultimodalOutputProcessor(upstream, self.output_type, self.hub, self.published)
+        return MultimodalOutputProcessor(
+            upstream, self.output_type, self.hub, self.published, self.notes, has_slo=self.has_slo
+        )
 
     def replace_engine_core(self, engine_core: EngineCoreClient) -> None:
         """Go on with another engine core; what others hold of this object (renderer, input processor) stays.
@@ -170,6 +176,7 @@ class StageEngine:
         self.name = config.name
         self.log_stats = log_stats
         self.vllm_config = config.vllm_config or self._create_vllm_config()
+        self.default_slo = default_slo(self.vllm_config)
         self.status = StageStatus()
         self.door: Door | None = None  # of the first stage
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests, once there was one
@@ -187,6 +194,7 @@ class StageEngine:
         """
         self._lease = lease
         lease.update(self.vllm_config.additional_config)
+        lease[TIMELINES] = self.config.engine_type == "ar"
         self.vllm_config.additional_config = lease
         # A start writes what the engine found out into its configuration, and would add to it another time.
         self._fresh_config = copy.deepcopy(self.vllm_config)
@@ -387,10 +395,14 @@ class StageEngine:
             trace_headers=context.trace_headers,
             **(context.engine_kwargs if is_first else {}),
         )
+        sent_at, is_noted = time.time(), False
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
+                    if output.finished:
+                        self._note_task(request_id, params, context, sent_at)
+                        is_noted = True
                     yield output
         except VLLMClientError as exc:
             raise refusal(exc, self.name) from exc
@@ -402,7 +414,14 @@ class StageEngine:
             await self._await_abort()
             raise
         finally:
+            if not is_noted:
+                self._note_task(request_id, params, context, sent_at)
             context.payloads += self.llm.published.pop(request_id, ())
+
+    def _note_task(self, request_id: str, params: SamplingParams, context: RequestContext, sent_at: float) -> None:
+        notes = self.llm.notes.pop(request_id, TaskNotes())
+        if self.config.engine_type == "ar":
+            context.note_task(self.config.name, task_of(params.extra_args), sent_at, time.time(), notes)
 
     async def _load_adapter(self, lora_request: LoRARequest) -> None:
         """Before the engine does it within a step, where an adapter that it cannot load would end it."""

@@ -70,3 +70,5 @@ class EncodeReport:
 @dataclass
 class EPDModelRunnerOutput(ModelRunnerOutput):
     encode_report: EncodeReport | None = None
+    # When the step's encodes in front of its forward began and ended, by ``time.time``; None: it had none.
+    encode_times: tuple[float, float] | None = None

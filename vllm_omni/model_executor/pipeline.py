@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload
+from vllm_omni.timeline import StageTimes, Task, TaskNotes
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
@@ -73,6 +75,13 @@ class RequestContext:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # more for ``AsyncLLM.generate`` of the first stage
     stage_durations: dict[str, float] = field(default_factory=dict)  # seconds, filled in as the stages end
     payloads: list[Payload] = field(default_factory=list)  # that the stages have published, to be released at the end
+    arrived_at: float = field(default_factory=time.time)
+    stage_times: dict[str, StageTimes] = field(default_factory=dict)  # of autoregressive stages, task by task
+
+    def note_task(self, stage: str, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
+        """A task of a stage has ended, well or not. Times are those of ``time.time``."""
+        times = self.stage_times.setdefault(stage, StageTimes(sent_at, ended_at))
+        times.add(task, sent_at, ended_at, notes)
 
 
 class Pipeline(ABC):

@@ -6,6 +6,7 @@ One class serves CPU and GPU: it is mixed over whichever V1 runner the platform 
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ class ARModelRunner(GPUModelRunner):
         self._encode_batch: EncodeBatch | None = None  # under way
         self._encode_report: EncodeReport | None = None  # of a step that has not been sampled yet
         self._ec_output: ECConnectorOutput | None = None  # likewise
+        self._encode_times: tuple[float, float] | None = None  # likewise
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -223,15 +225,27 @@ class ARModelRunner(GPUModelRunner):
 
     def _with_report(self, output: Any) -> Any:
         report, self._encode_report = self._encode_report, None
+        times, self._encode_times = self._encode_times, None
         ec_output, self._ec_output = self._ec_output, None
         has_ec_output = ec_output is not None and not ec_output.is_empty()
-        if report is None and not has_ec_output:
+        if report is None and times is None and not has_ec_output:
             return output
+        if report is None and not has_ec_output and not isinstance(output, ModelRunnerOutput):
+            return output  # of an asynchronous runner: there the times are not known
         assert isinstance(output, ModelRunnerOutput), "stages with budgets run without asynchronous runner outputs"
         values = dict(vars(output))  # upstream's empty one is shared
         if has_ec_output:
             values["ec_connector_output"] = ec_output
-        return EPDModelRunnerOutput(**values, encode_report=report)
+        return EPDModelRunnerOutput(**values, encode_report=report, encode_times=times)
+
+    def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
+        if not scheduler_output.scheduled_encoder_inputs:  # none, or a batch beside the language model
+            return super()._execute_mm_encoder(scheduler_output)
+        began_at = time.time()
+        outputs = super()._execute_mm_encoder(scheduler_output)
+        if self.device.type == "cpu":  # elsewhere it has only been launched
+            self._encode_times = began_at, time.time()
+        return outputs
 
     def _batch_mm_inputs_from_scheduler(self, scheduler_output: Any) -> Any:
         # Upstream finds a step's images by their requests, which may still wait when theirs are encoded beside.

@@ -11,15 +11,10 @@ from typing import Any, Protocol
 
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample
 from vllm_omni.errors import ConfigError
+from vllm_omni.slo import SHARE_OF_GAPS
 
 EPD_CONFIG = "epd"
 """Key of a stage's ``additional_config`` under which ``EPDConfig`` travels."""
-
-SLO_ARGS = "slo"
-"""Key of ``SamplingParams.extra_args`` for a request's own ``ttft_ms`` and ``tpot_ms``."""
-
-SHARE_OF_GAPS = 0.9
-"""A request meets its TPOT SLO when so many of its gaps between tokens do (HydraInfer, section 2.3)."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ of images that are elsewhere (``kv/ec_connector.py``) are pulled as others are e
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -32,7 +31,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.budget import (
     EPD_CONFIG,
-    SLO_ARGS,
     Budgets,
     EPDConfig,
     FixedBudgets,
@@ -42,17 +40,19 @@ from vllm_omni.core.sched.budget import (
 from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
 from vllm_omni.core.sched.image_cache import ImageCache
-from vllm_omni.core.sched.stream import StreamScheduler
+from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
 from vllm_omni.model_executor.epd_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.slo import Slo, slo_of
+from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
 TPOT_FACTOR_OF_LOST = 2.0
 
 
-class EPDScheduler(StreamScheduler):
+class EPDScheduler(TimedScheduler):
     """Algorithm 1 around vLLM's scheduler, which still allocates, preempts and caches.
 
     vLLM's ``schedule`` takes the running requests in their order and then the waiting ones, within a token budget, and
@@ -76,7 +76,6 @@ class EPDScheduler(StreamScheduler):
     waiting: RequestQueue
     kv_holding_waiting: RequestQueue
     max_num_scheduled_tokens: int
-    clock: Callable[[], float] = staticmethod(time.time)  # the clock of vLLM's ``Request.arrival_time``
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,15 +144,17 @@ class EPDScheduler(StreamScheduler):
         if self.budgets is None or request.request_id in self.slos:  # the next input of a session
             return
         params = request.sampling_params
-        own = ((params.extra_args or {}).get(SLO_ARGS) if params is not None else None) or {}
-        ttft_ms = own.get("ttft_ms", self.epd.ttft_ms)
-        tpot_ms = own.get("tpot_ms", self.epd.tpot_ms)
-        if ttft_ms is None and tpot_ms is None:
+        slo = default = Slo(self.epd.ttft_ms, self.epd.tpot_ms)
+        try:
+            slo = slo_of(params.extra_args if params is not None else None, default)
+        except InvalidRequest as exc:  # the front end refuses it; an exception here would end the engine
+            logger.warning("request %s: served as one without an SLO of its own: %s", request.request_id, exc)
+        if not slo:
             return
         self.slos[request.request_id] = SloState(
             arrived_at=request.arrival_time,
-            ttft_s=ttft_ms / 1000 if ttft_ms is not None else None,
-            tpot_s=tpot_ms / 1000 if tpot_ms is not None else None,
+            ttft_s=slo.ttft_ms / 1000 if slo.ttft_ms is not None else None,
+            tpot_s=slo.tpot_ms / 1000 if slo.tpot_ms is not None else None,
             max_gaps=max(0, request.max_tokens - 1),
         )
 
@@ -179,6 +180,7 @@ class EPDScheduler(StreamScheduler):
     def _keep_apart(self, request: Request) -> None:
         """Of the engine's requests, and in no queue."""
         self.requests[request.request_id] = request
+        self.note_queued(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -266,6 +268,7 @@ class EPDScheduler(StreamScheduler):
         if report is not None:
             for identifier in report.encoded:
                 self.encoder_cache_manager.finish(identifier)
+                self.note_ready(identifier)
                 begun_for = self._encoding.pop(identifier, "")
                 if self.relay_ec is not None and begun_for in self.requests:
                     self.relay_ec.count_encode(begun_for)
@@ -290,22 +293,25 @@ class EPDScheduler(StreamScheduler):
         outputs = []
         for request in ended:
             request.status = RequestStatus.FINISHED_STOPPED
-            outputs.append((request.client_index, self._ending(request, self._free_request(request)[1])))
+            outputs.append((request.client_index, self._ending(request, *self._free_request(request))))
         failures = self._failures
         for request_id, failure in list(failures.items()):
             for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
                 logger.error("request %s: %s", request_id, failure.message)
                 params = {"error": failure.message, "invalid": failure.is_invalid}
-                outputs.append((request.client_index, self._ending(request, params)))
+                outputs.append((request.client_index, self._ending(request, None, params)))
         assert not failures, "whoever ends is forgotten"
         return outputs
 
     @staticmethod
-    def _ending(request: Request, ec_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:
+    def _ending(
+        request: Request, kv_transfer_params: dict[str, Any] | None, ec_transfer_params: dict[str, Any] | None
+    ) -> EngineCoreOutput:
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[],
             finish_reason=request.get_finished_reason(),
+            kv_transfer_params=kv_transfer_params,
             ec_transfer_params=ec_transfer_params,
             events=request.take_events(),
             trace_headers=request.trace_headers,
@@ -324,11 +330,13 @@ class EPDScheduler(StreamScheduler):
             else:
                 del self._pulls[identifier]
                 manager.finish(identifier)
+                self.note_ready(identifier)
             del self._num_ranks_pulled[identifier]
         for identifier in report.lost:
             self._num_ranks_pulled.pop(identifier, None)
             asked_by = self._pulls.pop(identifier, None)
             if asked_by is not None:
+                self.note_ready(identifier)
                 self._sources.get(asked_by, {}).pop(identifier, None)  # from here on it is encoded here
                 manager.lose(identifier)
                 self.encode_tasks.forget_asked(identifier)
@@ -502,6 +510,8 @@ class EPDScheduler(StreamScheduler):
             self._num_encodes_put_off = 0
             self._num_embeds_in_flight = sum(item.num_embeds for item in encodes)
             self._encoding = {item.feature.identifier: item.request_id for item in encodes}
+            for identifier in self._encoding:
+                self.note_begun(identifier, Mark.ENCODE_BEGAN)
         values = dict(vars(output))
         if self.relay_ec is not None and self.relay_ec.has_news:
             values["ec_connector_metadata"] = self.relay_ec.build_connector_meta(output)
@@ -561,6 +571,7 @@ class EPDScheduler(StreamScheduler):
                 elif payload is not None:
                     assert self.relay_ec is not None
                     self._pulls[feature.identifier] = request.request_id
+                    self.note_begun(feature.identifier, Mark.PULL_BEGAN)
                     self.relay_ec.begin_pull(feature.identifier, payload, size)
                 else:
                     batch.append(EncodeItem(request.request_id, feature))

@@ -1,0 +1,118 @@
+"""Where requests' time goes and whether they meet their SLOs, in each answer and on ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import Metric
+from vllm.config import VllmConfig
+
+from vllm_omni.core.sched.budget import EPD_CONFIG
+from vllm_omni.engine.latency import break_down
+from vllm_omni.engine.metrics import STAGE_LABEL
+from vllm_omni.errors import CallAborted, InvalidRequest
+from vllm_omni.model_executor.pipeline import RequestContext
+from vllm_omni.slo import Slo, SloReport, SloWatch
+
+PART_LABEL = "part"
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120)
+
+
+class LatencyMetrics:
+    """Of one server; a registry of its own, as vLLM's engines take what is theirs out of the process's."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.parts = Histogram(
+            "vllm_omni:latency_part_seconds",
+            "Seconds of a request by part; the parts of a request sum to its latency in the stage.",
+            [STAGE_LABEL, PART_LABEL],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+        def counter(name: str, what: str) -> Counter:
+            return Counter(f"vllm_omni:slo_{name}", what, [STAGE_LABEL], registry=self._registry)
+
+        self.requests = counter(
+            "requests", "Requests with an SLO that have ended; those aborted by their owner are none."
+        )
+        self.met = counter("met", "Those that met it: the TTFT, and at least 90% of the gaps between tokens.")
+        self.met_strictly = counter(
+            "met_strictly", "Those that met the TTFT, and the TPOT at the gaps' 99th percentile."
+        )
+        self.missed_ttft = counter("missed_ttft", "Those whose first token was late, or did not come.")
+        self.missed_tpot = counter("missed_tpot", "Those with more than 10% of their gaps late.")
+        self.failed = counter("failed", "Those that ended with an error.")
+
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
+    def observe(self, stage: str, parts: Mapping[str, float]) -> None:
+        for part, seconds in parts.items():
+            self.parts.labels(stage, part).observe(seconds)
+
+    def count(self, stage: str, report: SloReport, *, has_failed: bool = False) -> None:
+        self.requests.labels(stage).inc()
+        for counter, counts in (
+            (self.met, report.is_met and not has_failed),
+            (self.met_strictly, report.is_met_strictly and not has_failed),
+            (self.missed_ttft, not report.is_ttft_met),
+            (self.missed_tpot, not report.is_tpot_met),
+            (self.failed, has_failed),
+        ):
+            counter.labels(stage).inc(int(counts))  # a metric that did not happen is there, and 0
+
+
+class RequestLatency:
+    """One request, whose stages note in its context what they did and when.
+
+    Args:
+        first_stage: where it arrived; the others begin with what they are sent.
+        slos: by stage.
+    """
+
+    def __init__(
+        self, context: RequestContext, first_stage: str, slos: Mapping[str, Slo], metrics: LatencyMetrics
+    ) -> None:
+        self._context = context
+        self._first_stage = first_stage
+        self._slos = slos
+        self._metrics = metrics
+
+    def end(self) -> tuple[dict[str, dict[str, float]], dict[str, SloReport]]:
+        """It was answered: where its time went, and how it stands to its SLOs, both by stage."""
+        parts = {}
+        for stage, times in self._context.stage_times.items():
+            parts[stage] = break_down(self._arrived_at(stage), times.ended_at, times.timelines)
+            self._metrics.observe(stage, parts[stage])
+        reports = {stage: self._report(stage) for stage in self._slos if stage in self._context.stage_times}
+        for stage, report in reports.items():
+            self._metrics.count(stage, report)
+        return parts, reports
+
+    def fail(self, exc: BaseException) -> None:
+        """It ended with an error, and so has not met its SLOs; unless it was its own."""
+        if isinstance(exc, CallAborted | InvalidRequest):
+            return
+        for stage in self._slos:
+            self._metrics.count(stage, self._report(stage), has_failed=True)
+
+    def _arrived_at(self, stage: str) -> float:
+        if stage == self._first_stage or stage not in self._context.stage_times:
+            return self._context.arrived_at
+        return self._context.stage_times[stage].began_at
+
+    def _report(self, stage: str) -> SloReport:
+        watch = SloWatch(self._slos[stage], self._arrived_at(stage))
+        times = self._context.stage_times.get(stage)
+        for index, num_tokens, at in times.token_times if times is not None else ():
+            watch.add_tokens(num_tokens, at, index)
+        return watch.report()
+
+
+def default_slo(vllm_config: VllmConfig) -> Slo:
+    """What the deployment promises to requests of an engine that do not say."""
+    epd = vllm_config.additional_config.get(EPD_CONFIG) or {}
+    return Slo(epd.get("ttft_ms"), epd.get("tpot_ms"))
