@@ -345,11 +345,11 @@ def test_a_full_cache_pulls_nothing() -> None:
     assert all(len(pulls(output)) <= 1 for output in outputs)
 
 
-def test_a_request_whose_pages_come_from_elsewhere_waits_for_no_image() -> None:
+def test_without_a_kv_connector_a_request_waits_for_its_image_whatever_it_brings() -> None:
     world = World()
     request = world.add("1", "8a", 4)
     request.kv_transfer_params = {"do_remote_prefill": True}
-    assert not encodes(world.step())
+    assert encodes(world.step())
 
 
 def test_two_ranks_have_pulled_before_an_image_is_ready() -> None:
