@@ -158,7 +158,8 @@ class Step:
 
 
 def token(request_id: str, position: int) -> int:
-    return (int(request_id) * 31 + position * 7) % 9
+    number = int(request_id) if request_id.isdecimal() else 0  # of a profile
+    return (number * 31 + position * 7) % 9
 
 
 def answer(planned: PlannedRequest) -> list[int]:

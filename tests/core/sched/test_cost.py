@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample
+from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample, SampleLog, medians
 
 # About what a tiny LLaVA-1.5 takes on two cores of a CPU.
 TRUE = CostModel(
@@ -55,9 +55,29 @@ def test_what_was_never_measured_costs_nothing() -> None:
     assert fitted.prefill_token_s == fitted.prefill_pair_s == fitted.images_s(196) == 0
 
 
-def test_no_batch_of_the_language_model_is_an_error() -> None:
+def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one measured batch"):
-        CostModel.fit([Sample(0.05, num_embeds=196)])
+        CostModel.fit([])
+
+
+def test_images_alone_give_their_own_costs() -> None:
+    fitted = CostModel.fit([Sample(TRUE.images_s(n), num_embeds=n) for n in (196, 392)])
+    assert fitted.images_s(784) == pytest.approx(TRUE.images_s(784))
+    assert fitted.language_s(LanguageLoad(1, 10)) == 0
+
+
+def test_an_iteration_that_stood_still_is_not_among_the_medians() -> None:
+    load = LanguageLoad(4, 1000)
+    alike = [Sample(3e-3, load), Sample(900e-3, load), Sample(3.1e-3, load)]
+    assert medians([*alike, Sample(50e-3, num_embeds=196)]) == [Sample(3.1e-3, load), Sample(50e-3, num_embeds=196)]
+
+
+def test_slices_of_an_encode_are_one_sample() -> None:
+    log = SampleLog()
+    for num_layers in (3, 3, 2):
+        log.add_encode(196, num_layers, 8, num_layers * 1e-3)
+    assert log.samples == [Sample(pytest.approx(8e-3), num_embeds=196)]
+    assert log.num_layers_of_batch == 8
 
 
 def test_an_empty_batch_costs_nothing() -> None:

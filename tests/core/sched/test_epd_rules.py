@@ -329,7 +329,7 @@ def test_a_decode_that_has_lost_its_slo_gives_way_up_to_twice_its_tpot() -> None
 def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
     """A machine that takes exactly what TRUE says; the requests come as they come."""
     engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=400, num_blocks=1000)
-    world = World(engine, tpot_ms=10.0, margin=1.0)
+    world = World(engine, tpot_ms=10.0, margin=1.0, profile_s=0)
     world.runner.layer_s = lambda num_embeds: TRUE.images_s(num_embeds) / LayeredRunner.NUM_LAYERS
     rng = random.Random(0)
     over = []

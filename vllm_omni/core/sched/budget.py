@@ -5,11 +5,12 @@ From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO) and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample
+from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, medians
 from vllm_omni.errors import ConfigError
 from vllm_omni.slo import SHARE_OF_GAPS
 
@@ -32,11 +33,14 @@ class EPDConfig:
     margin: float = 0.9  # of the TPOT that an iteration is planned to take
     min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter: nothing waits for ever
     patience: int = 64  # steps for which an encode, or a request that is too late, gives way in a row
-    cost: CostModel | None = None  # of this machine, if it was fitted before; None: the first iterations are measured
+    cost: CostModel | None = None  # of this machine, if it was fitted before; None: batches are measured at the start
+    profile_s: float = 5.0  # at most, for that; 0: the first iterations are measured instead
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
+            if one.name == "profile_s" and value == 0:
+                continue
             if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value}: must be greater than 0")
         if self.tpot_ms is None and (self.token_budget is None) != (self.image_budget is None):
@@ -58,8 +62,11 @@ class EPDConfig:
 class Budgets(Protocol):
     """What ``EPDScheduler`` asks before and after each iteration."""
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
-        """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens."""
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
+        """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens.
+
+        ``num_encoding``: embeddings of the batch of images under way.
+        """
         ...
 
     def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
@@ -91,7 +98,7 @@ class FixedBudgets:
         self._image_budget = image_budget
         self._num_encode_layers = num_encode_layers
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
         return max(0, self._token_budget - decodes.num_decodes)
 
     def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
@@ -109,6 +116,10 @@ class FixedBudgets:
     def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
         pass
 
+
+QUANTILE, STEP = 0.9, 0.05
+"""Of ten iterations one may take longer than was planned; by how much an iteration corrects what is planned, in ``ln``.
+"""
 
 FIRST_FIT, LAST_FIT = 8, 2048
 """Samples, where a cost model is found out while the engine runs."""
@@ -142,24 +153,22 @@ class SloBudgets:
         margin: of the TPOT that is planned.
         max_tokens: of one iteration, from the engine's configuration.
         max_embeds: of one batch of images.
-        smoothing: weight of the newest iteration in the correction.
     """
 
-    def __init__(
-        self, cost: CostModel | None, margin: float, max_tokens: int, max_embeds: int, smoothing: float = 0.05
-    ) -> None:
+    def __init__(self, cost: CostModel | None, margin: float, max_tokens: int, max_embeds: int) -> None:
         self.cost = cost or CostModel.free()
-        self.language_factor = 1.0  # measured over modelled
+        self.language_factor = 1.0  # the QUANTILE of measured over modelled
         self.encode_factor = 1.0
         self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
         self._margin = margin
         self._max_tokens = max_tokens
         self._max_embeds = max_embeds
-        self._smoothing = smoothing
-        self._samples: list[Sample] | None = [] if cost is None else None
+        self._log: SampleLog | None = SampleLog() if cost is None else None
         self._num_samples_to_fit = FIRST_FIT
-        self._encode_s = 0.0  # of the batch of images under way
-        self._num_layers_done = 0
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.cost != CostModel.free()
 
     def language_s(self, load: LanguageLoad) -> float:
         return self.cost.language_s(load) * self.language_factor
@@ -168,10 +177,10 @@ class SloBudgets:
         """One layer of a batch of images: what an iteration with an encode takes at least."""
         return self.cost.images_s(num_embeds) * self.encode_factor / self.num_layers_of_batch
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, is_encoding: bool) -> int:
+    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
         if tpot_s is None:
             return self._max_tokens
-        left_s = tpot_s * self._margin - (self.layer_s(self._max_embeds) if is_encoding else 0.0)
+        left_s = tpot_s * self._margin - self.layer_s(num_encoding)
         return largest(lambda n: self.language_s(decodes.with_prefill(n, context)) <= left_s, self._max_tokens)
 
     def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
@@ -191,36 +200,39 @@ class SloBudgets:
 
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
         self.language_factor = self._corrected(self.language_factor, self.cost.language_s(load), seconds)
-        self._learn(Sample(seconds, load))
+        if self._log is not None:
+            self._log.add_language(load, seconds)
+            self._learn()
 
     def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
         self.num_layers_of_batch = num_layers_of_batch
         modelled_s = self.cost.images_s(num_embeds) * num_layers / num_layers_of_batch
         self.encode_factor = self._corrected(self.encode_factor, modelled_s, seconds)
-        self._encode_s += seconds
-        self._num_layers_done += num_layers
-        if self._num_layers_done >= num_layers_of_batch:
-            self._learn(Sample(self._encode_s, num_embeds=num_embeds))
-            self._encode_s, self._num_layers_done = 0.0, 0
+        if self._log is not None:
+            self._log.add_encode(num_embeds, num_layers, num_layers_of_batch, seconds)
+            self._learn()
 
-    def _learn(self, sample: Sample) -> None:
-        if self._samples is None:
+    def _learn(self) -> None:
+        assert self._log is not None
+        if len(self._log.samples) < self._num_samples_to_fit:
             return
-        self._samples.append(sample)
-        if len(self._samples) < self._num_samples_to_fit or not any(not one.num_embeds for one in self._samples):
-            return
-        self.cost = CostModel.fit(self._samples)
+        self.cost = CostModel.fit(medians(self._log.samples))
         self.language_factor = self.encode_factor = 1.0
         self._num_samples_to_fit *= 2
         if self._num_samples_to_fit > LAST_FIT:
-            self._samples = None  # from here on the correction does
+            self._log = None  # from here on the correction does
 
     def _corrected(self, factor: float, modelled_s: float, measured_s: float) -> float:
+        """A step towards the quantile that is planned with: up where it was exceeded, and down where it was not.
+
+        Of the same length however much it was exceeded, so that an iteration from which the machine was taken away
+        counts no more than any other; and long enough that a machine twice as slow is noticed within
+        ``ln 2 / (STEP * QUANTILE)`` iterations.
+        """
         if modelled_s <= 0:
             return factor
-        # One iteration that the machine was taken away from says little of the next: it counts at most four times.
-        ratio = min(measured_s / modelled_s, 4 * factor)
-        return factor + self._smoothing * (ratio - factor)
+        step = QUANTILE if measured_s > modelled_s * factor else QUANTILE - 1
+        return factor * math.exp(STEP * step)
 
 
 @dataclass

@@ -41,6 +41,37 @@ class Sample(NamedTuple):
     num_embeds: int = 0
 
 
+class SampleLog:
+    """Samples of what an engine does; slices of an encode become one of the whole batch."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
+        self._encode_s = 0.0  # of the batch of images under way
+        self._num_layers_done = 0
+
+    def add_language(self, load: LanguageLoad, seconds: float) -> None:
+        self.samples.append(Sample(seconds, load))
+
+    def add_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+        self.num_layers_of_batch = num_layers_of_batch
+        self._encode_s += seconds
+        self._num_layers_done += num_layers
+        if self._num_layers_done >= num_layers_of_batch:
+            self.samples.append(Sample(self._encode_s, num_embeds=num_embeds))
+            self._encode_s, self._num_layers_done = 0.0, 0
+
+
+def medians(samples: Iterable[Sample]) -> list[Sample]:
+    """One of all samples that differ in nothing but the context: an iteration that stood still is not seen any more."""
+    alike: dict[tuple[int, int, int, int], list[Sample]] = {}
+    for one in samples:
+        # Contexts differ where they differ by half: so do their costs, by a part of that.
+        context = (one.load.decode_context + one.load.prefill_pairs).bit_length()
+        alike.setdefault((one.load.num_decodes, one.load.num_prefill_tokens, one.num_embeds, context), []).append(one)
+    return [sorted(group)[len(group) // 2] for group in alike.values()]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of an iteration as a sum of shares, each of them never negative: a larger batch never costs less.
@@ -73,6 +104,10 @@ class CostModel:
     def images_s(self, num_embeds: int) -> float:
         return self.encode_s + self.embed_s * num_embeds if num_embeds else 0.0
 
+    def scaled(self, factor: float) -> CostModel:
+        """Of a machine on which everything takes so many times as long."""
+        return CostModel(*(factor * share for share in astuple(self)))
+
     @classmethod
     def free(cls) -> CostModel:
         """Of a machine of which nothing is known."""
@@ -85,7 +120,7 @@ class CostModel:
         Relative, so that the short iterations count, which are those that a token's deadline is about.
 
         Raises:
-            ValueError: no language batch was measured.
+            ValueError: nothing was measured.
         """
         language, images = [], []
         for sample in samples:
@@ -93,9 +128,9 @@ class CostModel:
                 images.append(([1.0, sample.num_embeds], sample.seconds))
             else:
                 language.append(([1.0, *map(float, sample.load)], sample.seconds))
-        if not language:
-            raise ValueError("a cost model needs at least one measured batch of the language model")
-        return cls(*_fit(language), *(_fit(images) if images else (0.0, 0.0)))
+        if not language and not images:
+            raise ValueError("a cost model needs at least one measured batch")
+        return cls(*(_fit(language) if language else (0.0,) * 5), *(_fit(images) if images else (0.0, 0.0)))
 
 
 def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:

@@ -37,9 +37,10 @@ from vllm_omni.core.sched.budget import (
     SloBudgets,
     SloState,
 )
-from vllm_omni.core.sched.cost import LanguageLoad
+from vllm_omni.core.sched.cost import CostModel, LanguageLoad
 from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
 from vllm_omni.core.sched.image_cache import ImageCache
+from vllm_omni.core.sched.profile import Profile
 from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
@@ -96,6 +97,8 @@ class EPDScheduler(TimedScheduler):
         self._known_hits: dict[str, int] = {}  # of waiting requests with images: tokens that the prefix cache has
         self._under_way: deque[tuple[LanguageLoad, float]] = deque()  # iterations: their load, and when they began
         self._last_update_at = 0.0
+        self._goes_on = False  # whether the last update left requests that ran, so that nobody was waited for
+        self.profile: Profile | None = None  # until it is over
         if self.epd.is_on or self.relay_ec is not None:
             self._turn_on()
 
@@ -116,12 +119,61 @@ class EPDScheduler(TimedScheduler):
             assert self.epd.token_budget is not None and self.epd.image_budget is not None
             self.budgets = FixedBudgets(self.epd.token_budget, self.epd.image_budget, self.epd.num_encode_layers)
         else:
-            self.budgets = SloBudgets(
-                self.epd.cost,
-                self.epd.margin,
-                max_tokens=self.epd.token_budget or self.max_num_scheduled_tokens,
-                max_embeds=self.epd.image_budget or manager.cache_size,
-            )
+            self.budgets = self._make_slo_budgets(self.epd.cost)
+            # Engines of a data-parallel group step together, and there none may begin by itself.
+            is_alone = self.vllm_config.parallel_config.data_parallel_size == 1
+            if self.epd.cost is None and self.epd.profile_s and is_alone and not self.is_mm_encoder_only:
+                self.profile = Profile(self.vllm_config, self.epd.profile_s, self._num_kv_tokens, self.hash_block_size)
+
+    @property
+    def _num_kv_tokens(self) -> int:
+        return (self.kv_cache_config.num_blocks - 1) * self.block_size  # vLLM keeps one block as nobody's
+
+    # -- measured before the first request ----------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        # What makes the engine core step: a profile begins by itself.
+        return super().has_requests() or (self.profile is not None and self.pause_state is PauseState.UNPAUSED)
+
+    def _go_on_with_profile(self, now: float) -> None:
+        profile = self.profile
+        assert profile is not None
+        if profile.is_late(now):
+            self.finish_requests(profile.request_ids, RequestStatus.FINISHED_ABORTED)
+        if self._is_encoding or any(request_id in self.requests for request_id in profile.request_ids):
+            return
+        if requests := profile.next_requests(now):
+            for request in requests:
+                super().add_request(request)
+            self.budgets = profile.budgets
+            return
+        self.profile = None
+        self.budgets = self._budgets_from(profile, now)
+        self.reset_prefix_cache()
+        self.encoder_cache_manager.evict_unused()
+
+    def _waits_for_profile(self, request: Request) -> bool:
+        return self.profile is not None and not self.profile.owns(request.request_id)
+
+    def _budgets_from(self, profile: Profile, now: float) -> Budgets:
+        try:
+            cost = profile.cost()
+        except Exception:  # whatever the samples are, the engine serves
+            logger.warning("epd: what was measured fits no cost model", exc_info=True)
+            cost = None
+        budgets = self._make_slo_budgets(cost)
+        budgets.num_layers_of_batch = profile.log.num_layers_of_batch
+        assert self.epd.tpot_ms is not None
+        profile.tell(budgets, self.epd.tpot_ms / 1000, now)
+        return budgets
+
+    def _make_slo_budgets(self, cost: CostModel | None) -> SloBudgets:
+        return SloBudgets(
+            cost,
+            self.epd.margin,
+            max_tokens=self.epd.token_budget or self.max_num_scheduled_tokens,
+            max_embeds=self.epd.image_budget or self.encoder_cache_manager.cache_size,
+        )
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
@@ -208,6 +260,8 @@ class EPDScheduler(TimedScheduler):
         if self.budgets is None:
             return super().schedule(throttle_prefills)
         now = self.clock()
+        if self.profile is not None:
+            self._go_on_with_profile(now)
         admitted = {request: index for index, request in enumerate(self.running)}
         decodes = [request for request in self.running if not request.is_prefill_chunk]
         prefills = [request for request in self.running if request.is_prefill_chunk]
@@ -235,7 +289,8 @@ class EPDScheduler(TimedScheduler):
             num_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             load = load.with_decode(num_tokens, request.num_computed_tokens)
         context = max((request.num_computed_tokens for request in prefills), default=0)
-        num_prefill = self.budgets.num_tokens(load, context, tpot_s, self._is_encoding)
+        num_encoding = self._num_embeds_in_flight if self._is_encoding else 0
+        num_prefill = self.budgets.num_tokens(load, context, tpot_s, num_encoding)
         return load.num_decodes + max(num_prefill, self.epd.min_prefill_tokens)
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
@@ -275,6 +330,9 @@ class EPDScheduler(TimedScheduler):
         # Before upstream's: it tells the front end of what has ended.
         apart = self._update_apart(model_runner_output)
         outputs = _with_outputs(super().update_from_output(scheduler_output, model_runner_output), apart)
+        self._goes_on = bool(self.running)
+        if self.profile is not None:
+            return self.profile.without_own(outputs)
         for of_client in outputs.values():
             for one in of_client.outputs:
                 if one.new_token_ids and (slo := self.slos.get(one.request_id)) is not None:
@@ -361,8 +419,9 @@ class EPDScheduler(TimedScheduler):
     def _observe(self, report: EncodeReport | None, now: float) -> None:
         assert self.budgets is not None
         load, scheduled_at = self._under_way.popleft()  # vLLM updates in the order in which it scheduled
-        # Where the next batch is scheduled before the last has ended, an iteration begins with the end of the last.
-        seconds = now - max(scheduled_at, self._last_update_at)
+        # An iteration begins with the end of the last, as the gap between two tokens does: what the engine core does
+        # between them counts, and the next batch may be scheduled before the last has ended.
+        seconds = now - (self._last_update_at if self._goes_on else max(scheduled_at, self._last_update_at))
         self._last_update_at = now
         if report is not None:
             seconds -= report.seconds
@@ -374,6 +433,8 @@ class EPDScheduler(TimedScheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # Upstream's hook for what is not ready: it skips the request without holding up those behind it.
+        if self._waits_for_profile(request):
+            return False
         if not super()._handle_blocked_waiting_request(request):
             return False
         if self.budgets is None:
@@ -469,7 +530,7 @@ class EPDScheduler(TimedScheduler):
 
     def _in_order(self) -> Iterator[Request]:
         """Requests with images that nothing but an image holds up."""
-        tasks = deque(self.encode_tasks.in_order(self._place))
+        tasks = deque(self.encode_tasks.in_order(self._place) if self.profile is None else ())
         if self.encode_tasks.are_held:  # whoever is not, goes first
             yield from self._in_queues()
             yield from tasks
@@ -490,7 +551,8 @@ class EPDScheduler(TimedScheduler):
             if request.mm_features and not self._is_blocked_waiting_status(request.status):
                 if (self.gates or self.credits) and self._is_held(request):
                     continue
-                yield request
+                if not self._waits_for_profile(request):
+                    yield request
 
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, tpot_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None

@@ -94,3 +94,12 @@ class ImageCache(EncoderCacheManager):
     def get_freed_mm_hashes(self) -> list[str]:
         dropped, self._dropped = self._dropped, []
         return super().get_freed_mm_hashes() + [one for one in dropped if one not in self.cached]
+
+    def evict_unused(self) -> None:
+        """What no request refers to, as if its room were needed."""
+        for identifier, num_embeds in self.freeable.items():
+            del self.cached[identifier]
+            del self.num_embeds_by_hash[identifier]
+            self.freed.append(identifier)
+            self.num_free_slots += num_embeds
+        self.freeable.clear()
