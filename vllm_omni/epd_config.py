@@ -6,7 +6,7 @@ From: HydraInfer, sections 4.1 (instances of any mix of encode, prefill and deco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,21 @@ class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def separates_decode(self) -> bool:
         """Whether a KV cache travels: some instance prefills what another decodes."""
         return any(("P" in kind) != ("D" in kind) for kind in self.instances if kind != "E")
+
+
+class Instance(NamedTuple):
+    """One engine of a stage that has several."""
+
+    stage: str
+    kind: str  # one of KINDS
+    number: int  # among those of its kind, from 0
+    engine_args: Mapping[str, Any] = {}  # field of vLLM's EngineArgs -> value, over the stage's own
+    is_front: bool = False  # its front half reads the prompts of all
+
+    @property
+    def name(self) -> str:
+        """As people see it: ``thinker/PD0``."""
+        return f"{self.stage}/{self.kind}{self.number}"
 
 
 class Problem(ValueError):

@@ -22,12 +22,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
-from vllm_omni.config import DIFFUSERS, OmniConfig
+from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.engine.instances import InstanceGroup, make_instances
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.run_directory import RunDirectory
-from vllm_omni.engine.stage import Door, StageEngine, StageState
+from vllm_omni.engine.stage import Door, StageEngine, StageNode, StageState
 from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
@@ -86,7 +87,8 @@ class Orchestrator:
         self.pipeline.set_chunks(config.edges)
         # Opens what is for the user, and releases what nobody came for.
         self.hub = RelayHub(RelayOptions(), prefault=False)
-        self.engines: dict[str, StageEngine] = {}
+        self.engines: dict[str, StageEngine] = {}  # by name; of a stage with instances: "thinker/PD0"
+        self.nodes: dict[str, StageNode] = {}  # by stage
         self.door = Door()
         self.latency_metrics = LatencyMetrics()
         self._specs = specs
@@ -105,9 +107,10 @@ class Orchestrator:
         # Stages share the cores (model_executor/step_threads.py): who waits must not keep one from another stage.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         for stage in self.config.stages:
-            engine = StageEngine(stage, self._specs[stage.name], log_stats=self._log_stats)
-            self.engines[stage.name] = engine
-        self.engines[self.config.stages[0].name].door = self.door
+            engines, node = self.make_node(stage)
+            self.engines |= {engine.name: engine for engine in engines}
+            self.nodes[stage.name] = node
+        self.nodes[self.config.stages[0].name].door = self.door
         options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         run_directory = RunDirectory()
         starts: dict[str, Future[None]] = {}
@@ -128,16 +131,52 @@ class Orchestrator:
         # it is made after those of vLLM's clients, which would take the end of their engines for a death.
         supervisors = [Supervisor(engine, run_directory) for engine in self.engines.values()]
         self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), supervisors, run_directory)
-        self.runtime = GraphRuntime(self.plan, self.engines)
+        self.runtime = GraphRuntime(self.plan, self.nodes)
         if self._log_stats:
             METRICS.add_graph(
                 str(run_directory.path),
                 partial(_collect, self.runtime, self.engines.values(), self.latency_metrics),
             )
 
+    def make_node(self, stage: StageConfig) -> tuple[list[StageEngine], StageNode]:
+        """The engines of a stage, none of which is started, and what stands for them in the graph.
+
+        Raises:
+            ConfigError: a mix of instances that this model does not have.
+        """
+        spec = self._specs[stage.name]
+        if not stage.deployment.is_split:
+            engine = StageEngine(stage, spec, log_stats=self._log_stats)
+            return [engine], engine
+        engines = [
+            StageEngine(stage, spec, log_stats=self._log_stats, instance=instance) for instance in make_instances(stage)
+        ]
+        return engines, InstanceGroup(stage, engines, self.hub)
+
+    def front(self, stage: str) -> StageEngine:
+        """The engine that speaks for a stage: it reads prompts, and knows the model."""
+        node = self.nodes[stage]
+        if isinstance(node, InstanceGroup):
+            return node.front
+        assert isinstance(node, StageEngine)
+        return node
+
+    def engines_of(self, stage: str) -> list[StageEngine]:
+        """All that a stage is made of."""
+        return [engine for engine in self.engines.values() if engine.config.name == stage]
+
+    def forget_images(self) -> None:
+        """Embeddings that are kept between requests: the weights have changed, or memory is wanted."""
+        for node in self.nodes.values():
+            if isinstance(node, InstanceGroup):
+                node.images.clear()
+
     def _relay_options(self, engine: StageEngine) -> RelayOptions:
-        """How a stage publishes: to the stages that read its rows, or to the user."""
+        """How a stage publishes: to the stages that read its rows, to its other instances, or to the user."""
         num_bytes = envs.VLLM_OMNI_RELAY_BYTES
+        if engine.instance is not None:
+            num_bytes = engine.config.deployment.relay_bytes or num_bytes
+        device = engine.vllm_config.device_config.device_type
         if engine.config.engine_type != "ar":
             transport = choose_backend("auto", Placement(), f"{engine.name}->user")
             return RelayOptions(transport, num_bytes)
@@ -145,19 +184,30 @@ class Orchestrator:
             self.plan.nodes[edge.target].role
             for edge in self.plan.edges
             if ENTRY not in (edge.source, edge.target)
-            and self.plan.nodes[edge.source].role == engine.name
+            and self.plan.nodes[edge.source].role == engine.config.name
             and edge.source_field in engine.spec.publishing_fields
         }
+        between = engine.config.deployment.transport
         if not targets:
-            return RelayOptions()
-        edges = [self.config.edge(engine.name, target) for target in sorted(targets)]
+            if engine.instance is None:
+                return RelayOptions()
+            transport = choose_backend(between, Placement(devices=(device, device)), f"{engine.name}->instances")
+            return RelayOptions(transport, num_bytes, host=envs.VLLM_OMNI_RELAY_HOST)
+        edges = [self.config.edge(engine.config.name, target) for target in sorted(targets)]
         if len({(edge.transport, edge.stream, edge.credits) for edge in edges}) > 1:
             names = ", ".join(f"{edge.source}->{edge.target}" for edge in edges)
             raise ConfigError(f"edges {names}: a stage publishes once: give them one transport, stream and credits")
         edge = edges[0]
-        device = engine.vllm_config.device_config.device_type
-        transport = choose_backend(edge.transport, Placement(devices=(device, device)), f"{edge.source}->{edge.target}")
-        num_readers = sum(self.engines[one].vllm_config.parallel_config.tensor_parallel_size for one in targets)
+        asked: str = edge.transport
+        if engine.instance is not None and between != "auto":
+            if asked not in ("auto", between):
+                raise ConfigError(
+                    f"stage {edge.source!r}: epd.transport = {between!r}, but edge {edge.source}->{edge.target} has "
+                    f"{asked!r}: an instance publishes once: give them one transport"
+                )
+            asked = between
+        transport = choose_backend(asked, Placement(devices=(device, device)), f"{edge.source}->{edge.target}")
+        num_readers = sum(self.front(one).vllm_config.parallel_config.tensor_parallel_size for one in targets)
         is_streamed = edge.stream and len(targets) == 1
         return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
 
@@ -179,8 +229,8 @@ class Orchestrator:
         Raises:
             StageUnavailable: one is dead: it is being restarted, or could not be.
         """
-        for name in self.engines if stages is None else stages:
-            self.engines[name].check_health()
+        for name in self.nodes if stages is None else stages:
+            self.nodes[name].check_health()
 
     def stages_of(self, outputs: Iterable[str]) -> list[str]:
         """The stages that take part in answering with these outputs of the graph."""

@@ -6,7 +6,7 @@ From: vLLM-Omni design document, sections 12 and 13.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 
 from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
 from vllm_omni.relay import Payload, unpack
+from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.slo import SLO_ARGS
 from vllm_omni.timeline import TIMELINE, TaskNotes, Timeline
@@ -138,6 +139,11 @@ class MultimodalOutputProcessor(OutputProcessor):
             if isinstance(state, OmniRequestState) and state.is_watched and output.new_token_ids:
                 times = self.notes.setdefault(state.external_req_id, TaskNotes()).token_times
                 times.append((state.request_index, len(output.new_token_ids), now))
+            for payload in _announced(output):
+                if isinstance(state, OmniRequestState):
+                    self.published.setdefault(state.external_req_id, []).append(payload)
+                else:  # the request was aborted meanwhile
+                    self.hub.release_payload(payload, for_all=True)
             if output.pooling_output is None:
                 continue
             assert isinstance(output.pooling_output, torch.Tensor)
@@ -162,3 +168,11 @@ class MultimodalOutputProcessor(OutputProcessor):
         known = timelines.setdefault(state.request_id, timeline)
         if known is not timeline:
             known.marks += timeline.marks
+
+
+def _announced(output: EngineCoreOutput) -> Iterator[Payload]:
+    """Caches that the engine's connectors have put for another instance: a KV cache, embeddings of images."""
+    packed = [] if output.kv_transfer_params is None else [output.kv_transfer_params.get("pages")]
+    if output.ec_transfer_params is not None:
+        packed += (output.ec_transfer_params.get("images") or {}).values()
+    yield from (decode(one) for one in packed if one is not None)

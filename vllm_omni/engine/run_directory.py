@@ -89,6 +89,7 @@ class Lease(dict[str, Any]):
         super().__init__()
         self.directory = directory
         self.stage = stage
+        self.file_stem = stage.replace("/", "-")  # of an instance: "thinker/PD0"
         self.server_pid = os.getpid()
         self._started: list[_Process] = []  # the stage's processes, from the moment when it was ready
         self._shared_memory: set[Path] = set()  # blocks in /dev/shm that they have mapped
@@ -152,7 +153,7 @@ class Lease(dict[str, Any]):
         for block in self._shared_memory - _mapped_shared_memory(os.getpid()):
             _remove_shared_memory(block, self.directory)
         self._shared_memory.clear()
-        for file in self.directory.glob(f"{self.stage}.*"):
+        for file in self.directory.glob(f"{self.file_stem}.*"):
             file.unlink(missing_ok=True)
         self.remove_dead_sockets()
 
@@ -168,14 +169,14 @@ class Lease(dict[str, Any]):
     def _processes(self) -> list[_Process]:
         """The engine core and its workers, if alive: each left a file when it read its configuration."""
         processes = []
-        for file in self.directory.glob(f"{self.stage}.*.process"):
+        for file in self.directory.glob(f"{self.file_stem}.*.process"):
             with contextlib.suppress(OSError, ValueError):
                 processes.append(_Process(int(file.name.split(".")[-2]), int(file.read_text())))
         return [process for process in processes if process.is_alive()]
 
     @property
     def _failure_file(self) -> Path:
-        return self.directory / f"{self.stage}.failure"
+        return self.directory / f"{self.file_stem}.failure"
 
     def _end_with_server(self) -> None:
         with contextlib.suppress(OSError):  # the file is gone: so is the server
@@ -262,7 +263,7 @@ def _bind(lease: Lease) -> None:
         _lease = lease
         with contextlib.suppress(OSError):  # the directory is gone: so is the server
             _, started_at = _stat(os.getpid())
-            (lease.directory / f"{lease.stage}.{os.getpid()}.process").write_text(str(started_at))
+            (lease.directory / f"{lease.file_stem}.{os.getpid()}.process").write_text(str(started_at))
         threading.Thread(target=lease._end_with_server, name="end-with-server", daemon=True).start()
 
 

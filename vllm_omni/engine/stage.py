@@ -9,7 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.platforms import current_platform
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -31,6 +33,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import StageConfig
+from vllm_omni.core.sched.budget import EPD_CONFIG, EPDConfig
 from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
@@ -39,6 +42,7 @@ from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStat
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.engine.run_directory import Lease
+from vllm_omni.epd_config import Instance
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
@@ -164,21 +168,85 @@ class StageLLM(AsyncLLM):
 Answer = TypeVar("Answer")
 
 
-class StageEngine:
+class StageNode(ABC):
+    """A stage as the graph sees it: one engine, or several instances."""
+
+    config: StageConfig
+    name: str  # of the engine: the stage's, or that of one of its instances
+    door: Door | None = None  # of the first stage
+
+    async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
+        """Run one activation: each chunk of its input is a request, in order; outputs go to every wanted field.
+
+        An input without a chunk (a branch that has nothing to say) yields nothing. Cancelling aborts the request.
+
+        Raises:
+            InvalidRequest: the engine refused the request.
+            StageFailed: the engine died, or the model failed on this request.
+        """
+        context: RequestContext = activation.context
+        (chunks,) = activation.inputs.values()
+        duration_s = 0.0  # without the time in which it waited for the next chunk
+        async for chunk in chunks:
+            if chunk.payload is None:
+                continue
+            started = time.monotonic()
+            # Closed here, whatever happens: its end is the engine's acknowledgement of an abort.
+            async with aclosing(self.generate(chunk.payload, context, activation.wanted, chunk.seq)) as outputs:
+                async for output in outputs:
+                    is_last = output.finished and chunk.last
+                    if is_last:
+                        context.stage_durations[self.name] = duration_s + time.monotonic() - started
+                    for field in activation.wanted:
+                        yield Emission(field, output, last=is_last)
+            duration_s += time.monotonic() - started
+
+    @abstractmethod
+    def generate(
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """Stream one request, as deltas; if left early, end when the engine has dropped it.
+
+        ``seq`` tells it from the other requests of its activation.
+        """
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises:
+        StageUnavailable: no request can be served: what is dead is being restarted, or could not be.
+        """
+
+    @abstractmethod
+    def current_status(self) -> StageStatus:
+        """Of the stage as a whole."""
+
+
+class StageEngine(StageNode):
     """One engine: starts it, runs activations on it, tells its health.
 
     ``start`` and ``restart`` block for seconds and belong in a thread; everything else belongs to one event loop.
+
+    Args:
+        instance: which one it is, of a stage that has several.
     """
 
-    def __init__(self, config: StageConfig, spec: StageSpec, *, log_stats: bool = False) -> None:
+    def __init__(
+        self,
+        config: StageConfig,
+        spec: StageSpec,
+        *,
+        log_stats: bool = False,
+        instance: Instance | None = None,
+    ) -> None:
         self.config = config
         self.spec = spec
-        self.name = config.name
+        self.name = config.name if instance is None else instance.name
         self.log_stats = log_stats
+        self.instance = instance
         self.vllm_config = config.vllm_config or self._create_vllm_config()
         self.default_slo = default_slo(self.vllm_config)
-        self.status = StageStatus()
-        self.door: Door | None = None  # of the first stage
+        self._status = StageStatus()
+        self.on_status: Callable[[], None] | None = None  # told of a new one, from any thread
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests, once there was one
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -197,6 +265,7 @@ class StageEngine:
         lease[TIMELINES] = self.config.engine_type == "ar"
         self.vllm_config.additional_config = lease
         # A start writes what the engine found out into its configuration, and would add to it another time.
+        media_cache = None if self.instance is None else self._take_media_cache()
         self._fresh_config = copy.deepcopy(self.vllm_config)
         logger.info("stage %s: starting", self.name)
         started = time.monotonic()
@@ -204,10 +273,31 @@ class StageEngine:
             self.llm = StageLLM(self.vllm_config, self.spec.output_type, hub, self.log_stats)
         except Exception as exc:
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
-        if self.config.stage_id:
+        if media_cache is not None:
+            media_cache()
+        if self.config.stage_id or (self.instance is not None and not self.instance.is_front):
             self.llm.profiler = None  # of the front end, where torch has one at a time
         lease.note_processes()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
+
+    def _take_media_cache(self) -> Callable[[], None]:
+        """Keep processed media in the front end alone; call what is returned when the engine is up.
+
+        The prompts of a stage with several instances are rendered once, by one of them. Upstream's cache leaves out
+        what it has sent before, to whichever instance that was.
+        """
+        model_config = self.vllm_config.model_config
+        multimodal = model_config.multimodal_config
+        num_gb = 0.0 if multimodal is None else multimodal.mm_processor_cache_gb
+        if multimodal is not None:
+            multimodal.mm_processor_cache_gb = 0.0
+
+        def put_back() -> None:
+            if multimodal is not None and num_gb > 0:
+                multimodal.mm_processor_cache_gb = num_gb
+                self.llm.renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
+
+        return put_back
 
     def restart(self) -> None:
         """Clear away what is left of an engine that died and start another in its place. Blocks as ``start`` does.
@@ -270,6 +360,17 @@ class StageEngine:
             self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
     # -- health -------------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> StageStatus:
+        """As the supervisor left it."""
+        return self._status
+
+    @status.setter
+    def status(self, status: StageStatus) -> None:
+        self._status = status
+        if self.on_status is not None:
+            self.on_status()
 
     @property
     def has_died(self) -> bool:
@@ -338,54 +439,42 @@ class StageEngine:
 
     # -- node of the graph --------------------------------------------------------------------------------------------
 
-    async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
-        """Run one activation: each chunk of its input is a request, in order; outputs go to every wanted field.
+    async def generate(
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """See ``StageNode.generate``."""
+        if self.door is not None:
+            await self.door.enter(context.request_id)
+        self.check_health()
+        if self.config.engine_type == "diffusion":
+            prompt: Any = ENGINE_PROMPT
+            params = await asyncio.to_thread(self._diffusion_params, request, context)  # it may encode images
+        else:
+            is_first = self.config.stage_id == 0
+            prompt = await self.render(request.prompt) if is_first else request.prompt
+            params = self.sampling_params(request, context, wanted)
+        request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
+        async with aclosing(self.run(prompt, params, request_id, context, context.payloads)) as outputs:
+            async for output in outputs:
+                yield output
 
-        An input without a chunk (a branch that has nothing to say) yields nothing. Cancelling aborts the request.
+    async def run(
+        self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, published: list[Payload]
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """Stream one rendered prompt through the engine; if left early, end when the engine has dropped it.
+
+        Args:
+            request_id: of this run alone.
+            published: filled, at the end, with what the engine has published; whoever has it releases it.
 
         Raises:
             InvalidRequest: the engine refused the request.
             StageFailed: the engine died, or the model failed on this request.
         """
-        context: RequestContext = activation.context
-        (chunks,) = activation.inputs.values()
-        duration_s = 0.0  # without the time in which it waited for the next chunk
-        async for chunk in chunks:
-            if chunk.payload is None:
-                continue
-            started = time.monotonic()
-            # Closed here, whatever happens: its end is the engine's acknowledgement of an abort.
-            async with aclosing(self.generate(chunk.payload, context, activation.wanted, chunk.seq)) as outputs:
-                async for output in outputs:
-                    self._raise_error(output)
-                    is_last = output.finished and chunk.last
-                    if is_last:
-                        context.stage_durations[self.name] = duration_s + time.monotonic() - started
-                    for field in activation.wanted:
-                        yield Emission(field, output, last=is_last)
-            duration_s += time.monotonic() - started
-
-    async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
-    ) -> AsyncGenerator[OmniRequestOutput, None]:
-        """Stream one request through the engine, as deltas; if left early, end when the engine has dropped it.
-
-        ``seq`` tells it from the other requests of its activation.
-        """
-        if self.door is not None:
-            await self.door.enter(context.request_id)
-        self.check_health()
         self._loop = asyncio.get_running_loop()
         is_first = self.config.stage_id == 0
-        if self.config.engine_type == "diffusion":
-            prompt: Any = ENGINE_PROMPT
-            params = await asyncio.to_thread(self._diffusion_params, request, context)  # it may encode images
-        else:
-            prompt = await self._render(request.prompt) if is_first else request.prompt
-            params = self._sampling_params(request, context, wanted)
         if is_first and context.lora_request is not None:
             await self._load_adapter(context.lora_request)
-        request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
         outputs = self.llm.generate(
             prompt,
             params,
@@ -400,6 +489,7 @@ class StageEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
+                    self._raise_error(output)
                     if output.finished:
                         self._note_task(request_id, params, context, sent_at)
                         is_noted = True
@@ -410,13 +500,13 @@ class StageEngine:
             raise StageFailed(self.name, f"failed the request: {exc.__cause__ or exc!r}") from exc
         except EngineDeadError as exc:
             raise StageFailed(self.name, self.cause_of_death()) from exc
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit, InvalidRequest, StageFailed):
             await self._await_abort()
             raise
         finally:
             if not is_noted:
                 self._note_task(request_id, params, context, sent_at)
-            context.payloads += self.llm.published.pop(request_id, ())
+            published += self.llm.published.pop(request_id, ())
 
     def _note_task(self, request_id: str, params: SamplingParams, context: RequestContext, sent_at: float) -> None:
         notes = self.llm.notes.pop(request_id, TaskNotes())
@@ -444,7 +534,7 @@ class StageEngine:
         except StageFailed as exc:  # dead, which also ends requests; or in a step that takes longer
             logger.debug("abort not acknowledged: %s", exc)
 
-    async def _render(self, prompt: Any) -> Any:
+    async def render(self, prompt: Any) -> Any:
         """The user's prompt as the engine reads it. What goes wrong here is the prompt's fault: ``InvalidRequest``."""
         if not (isinstance(prompt, dict) and "type" in prompt):  # else it is rendered already
             try:
@@ -460,10 +550,9 @@ class StageEngine:
             self.spec.check_prompt(prompt)
         return prompt
 
-    def _sampling_params(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str]
-    ) -> SamplingParams:
-        given = context.params[self.name]
+    def sampling_params(self, request: StageRequest, context: RequestContext, wanted: frozenset[str]) -> SamplingParams:
+        """Those of a request, with what the stage needs."""
+        given = context.params[self.config.name]
         assert isinstance(given, SamplingParams), "AsyncOmni.stage_params makes those that the stage's type needs"
         params = given.clone()
         publishes = bool(self.spec.publishing_fields & wanted)
@@ -485,7 +574,7 @@ class StageEngine:
         return params
 
     def _diffusion_params(self, request: StageRequest, context: RequestContext) -> SamplingParams:
-        params = context.params[self.name]
+        params = context.params[self.config.name]
         assert isinstance(params, DiffusionParams), "AsyncOmni.stage_params makes those that the stage's type needs"
         return make_sampling_params(request.prompt, params, DiffusionConfig(**self.config.diffusion))
 
@@ -495,6 +584,9 @@ class StageEngine:
             raise InvalidRequest(f"stage {self.name!r}: {error}")
         if error is not None:
             raise StageFailed(self.name, error)
+        told = output.ec_transfer_params or {}
+        if told.get("error"):
+            raise (InvalidRequest(told["error"]) if told.get("invalid") else StageFailed(self.name, told["error"]))
         if any(completion.finish_reason == "error" for completion in output.outputs):
             raise StageFailed(self.name, "its engine gave the request up (finish_reason 'error')")
 
@@ -525,6 +617,12 @@ class StageEngine:
             args["additional_config"] = {**args.get("additional_config", {}), DIFFUSION: dict(self.config.diffusion)}
         if self.spec.architecture:
             args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
+        if self.config.budgets:
+            # Checked here: what is wrong is told before an engine starts.
+            EPDConfig.parse(self.config.budgets)
+            args["additional_config"] = {**args.get("additional_config", {}), EPD_CONFIG: self.config.budgets}
+        if self.instance is not None:
+            args |= self.instance.engine_args
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
         # Our runner extends V1's; the switch is read here and in every process of the stage.

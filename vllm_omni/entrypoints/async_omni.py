@@ -68,7 +68,7 @@ class AsyncOmni(EngineClient):
         model: directory or hub name of the checkpoint.
         config: the whole deployment, as ``load_config`` makes it; instead of a model.
         stage_configs: the stages themselves, instead of what the deployment files say.
-        deploy_config, overrides, stage_overrides, engine_args: see ``vllm_omni.config.load_config``.
+        deploy_config, overrides, stage_overrides, epd, engine_args: see ``vllm_omni.config.load_config``.
         log_stats: collect vLLM's metrics of every stage, and those of the graph.
 
     Raises:
@@ -85,14 +85,16 @@ class AsyncOmni(EngineClient):
         deploy_config: str | PathLike[str] | None = None,
         overrides: Mapping[str, Any] | None = None,
         stage_overrides: Sequence[str] = (),
+        epd: str | Mapping[str, Any] | None = None,
         log_stats: bool = False,
         **engine_args: Any,
     ) -> None:
+        is_changed = deploy_config is not None or overrides or stage_overrides or epd is not None or engine_args
         if config is not None:
-            if model or stage_configs is not None or deploy_config or overrides or stage_overrides or engine_args:
+            if model or stage_configs is not None or is_changed:
                 raise ConfigError("a config is whole: give it alone")
         elif stage_configs is not None:
-            if deploy_config is not None or overrides or stage_overrides or engine_args:
+            if is_changed:
                 raise ConfigError("stage_configs are whole: give them alone, or a model with what to change")
             if not stage_configs:
                 raise ConfigError("stage_configs: at least one stage is needed")
@@ -107,6 +109,7 @@ class AsyncOmni(EngineClient):
                 deploy_config=deploy_config,
                 overrides=overrides,
                 stage_overrides=stage_overrides,
+                epd=epd,
                 **engine_args,
             )
         self.config = config
@@ -116,7 +119,8 @@ class AsyncOmni(EngineClient):
         self._life = _Life()
         # What vLLM's server asks of an engine, the first stage answers: it is the one that reads the user's prompt.
         # These objects outlive the stage's engine when that is restarted.
-        self._entry_engine = self.orchestrator.engines[config.stages[0].name]
+        self._entry_node = self.orchestrator.nodes[config.stages[0].name]
+        self._entry_engine = self.orchestrator.front(config.stages[0].name)
         entry = self._entry_engine.llm
         self.entry = entry
         self.vllm_config = entry.vllm_config
@@ -242,7 +246,7 @@ class AsyncOmni(EngineClient):
             raise InvalidRequest(f"sampling parameters of stage {first!r}: it samples nothing, as its reply is given")
         params[first] = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         # Behind the prompt: one token for the first stage to end with, two with which the speech begins.
-        models = [self.orchestrator.engines[name].vllm_config.model_config for name in (first, pipeline.speech_stage)]
+        models = [self.orchestrator.front(name).vllm_config.model_config for name in (first, pipeline.speech_stage)]
         max_num_tokens = min(model.max_model_len for model in models) - 2
         prompt_token_ids, num_reply_tokens = await tokenize_speech_prompt(
             self.renderer, pipeline.speech_prompt(text, instructions), max_num_tokens
@@ -372,7 +376,7 @@ class AsyncOmni(EngineClient):
     @property
     def is_running(self) -> bool:
         """False when it was shut down, and when the first stage has died too often: vLLM's server then ends."""
-        return not self._life.stopped and self._entry_engine.status.state is not StageState.FAILED
+        return not self._life.stopped and self._entry_node.current_status().state is not StageState.FAILED
 
     @property
     def is_stopped(self) -> bool:
@@ -384,15 +388,15 @@ class AsyncOmni(EngineClient):
 
         The others' states are asked by each request that needs them.
         """
-        return self._entry_engine.status.state is not StageState.RUNNING or self._entry_engine.has_died
+        return self._entry_node.current_status().state is not StageState.RUNNING
 
     @property
     def dead_error(self) -> BaseException:
         try:
-            self._entry_engine.check_health()
+            self._entry_node.check_health()
         except StageFailed as exc:
             return exc
-        return StageFailed(self._entry_engine.name, "has not died")
+        return StageFailed(self._entry_node.name, "has not died")
 
     async def check_health(self, stage: str | None = None) -> None:
         """Of one stage, or of all.
@@ -416,7 +420,7 @@ class AsyncOmni(EngineClient):
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
 
     def stage_report(self) -> dict[str, StageStatus]:
-        """The state of every stage, by name."""
+        """The state of every stage, by name; of one with several instances, that of each: ``thinker/PD0``."""
         return {name: engine.current_status() for name, engine in self.orchestrator.engines.items()}
 
     async def aclose(self) -> None:
@@ -470,6 +474,8 @@ class AsyncOmni(EngineClient):
             InvalidRequest: another mode.
         """
         await self.orchestrator.pause(mode)
+        if clear_cache:
+            self.orchestrator.forget_images()
         await self._ask(lambda llm: llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
@@ -488,6 +494,7 @@ class AsyncOmni(EngineClient):
         the files again. Generation stages have no cache, and keep their weights.
         """
         await self.orchestrator.pause(mode)
+        self.orchestrator.forget_images()
         await self._ask(lambda llm: llm.pause_generation(mode=mode), self._engines("generation"))
         await self._ask(lambda llm: llm.sleep(level, mode), self._engines("ar", "diffusion"))
 
@@ -499,7 +506,7 @@ class AsyncOmni(EngineClient):
         return is_awake
 
     async def is_sleeping(self) -> bool:
-        return await self._entry_engine.ask(self.entry.is_sleeping())
+        return all(await self._ask(lambda llm: llm.is_sleeping(), self._entry_engines))
 
     async def release_kv_cache_memory(self) -> None:
         await self._ask(lambda llm: llm.release_kv_cache_memory(), self._engines("ar"))
@@ -521,7 +528,8 @@ class AsyncOmni(EngineClient):
         bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
         started: list[StageEngine] = []
         for engine in self._profiled_engines():
-            prefix = engine.name if profile_prefix is None else f"{profile_prefix}_{engine.name}"
+            name = engine.name.replace("/", "-")  # of an instance: "thinker/PD0"
+            prefix = name if profile_prefix is None else f"{profile_prefix}_{name}"
             try:
                 await engine.ask(engine.llm.start_profile(prefix, **bounds))
             except StageFailed:
@@ -540,9 +548,11 @@ class AsyncOmni(EngineClient):
         return profiled
 
     async def reset_mm_cache(self) -> None:
+        self.orchestrator.forget_images()
         await self._ask(lambda llm: llm.reset_mm_cache())
 
     async def reset_encoder_cache(self) -> None:
+        self.orchestrator.forget_images()
         await self._ask(lambda llm: llm.reset_encoder_cache(), self._engines("ar"))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -576,25 +586,30 @@ class AsyncOmni(EngineClient):
         Raises:
             StageFailed: the stage runs without adapters, or cannot load this one.
         """
-        return await self._ask_adapters(self.entry.add_lora(lora_request))
+        return all(await self._ask_adapters(lambda llm: llm.add_lora(lora_request)))
 
     async def remove_lora(self, lora_id: int) -> bool:
-        return await self._ask_adapters(self.entry.remove_lora(lora_id))
+        # An instance that had no request for it has not loaded it.
+        return any(await self._ask_adapters(lambda llm: llm.remove_lora(lora_id)))
 
     async def list_loras(self) -> set[int]:
-        return set(await self._ask_adapters(self.entry.list_loras()))
+        return set[int]().union(*await self._ask_adapters(lambda llm: llm.list_loras()))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter that is loaded from making room for others."""
-        return await self._ask_adapters(self.entry.pin_lora(lora_id))
+        return all(await self._ask_adapters(lambda llm: llm.pin_lora(lora_id)))
 
-    async def _ask_adapters(self, question: Coroutine[Any, Any, Answer]) -> Answer:
-        engine = self._entry_engine
+    @property
+    def _entry_engines(self) -> list[StageEngine]:
+        return self.orchestrator.engines_of(self.config.stages[0].name)
+
+    async def _ask_adapters(self, question: Callable[[StageLLM], Coroutine[Any, Any, Answer]]) -> list[Answer]:
         if self.vllm_config.lora_config is None:
-            question.close()
-            flag = f"--stage {engine.name}.enable_lora=true"
-            raise StageFailed(engine.name, f"it was started without adapters (LoRA): start it with {flag}")
-        return await engine.ask(question)
+            name = self._entry_node.name
+            raise StageFailed(
+                name, f"it was started without adapters (LoRA): start it with --stage {name}.enable_lora=true"
+            )
+        return await self._ask(question, self._entry_engines)
 
     async def collective_rpc(
         self,
@@ -602,8 +617,10 @@ class AsyncOmni(EngineClient):
         timeout: float | None = None,  # noqa: ASYNC109  # upstream's signature
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return await self._entry_engine.ask(self.entry.collective_rpc(method, timeout, args, kwargs))
+    ) -> list[Any]:
+        """What each rank of the first stage answers, instance by instance."""
+        answers = await self._ask(lambda llm: llm.collective_rpc(method, timeout, args, kwargs), self._entry_engines)
+        return [rank for ranks in answers for rank in ranks]
 
 
 async def _merge(outputs: AsyncGenerator[OmniRequestOutput, None]) -> AsyncGenerator[OmniRequestOutput, None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from msgspec import to_builtins
 from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 
@@ -15,7 +16,6 @@ from vllm_omni import __version__
 from vllm_omni.config import CHUNK_KEYS, DIFFUSERS, MODEL_INDEX, OmniConfig, Origin, StageConfig, dump_value
 from vllm_omni.diffusion_config import DiffusionConfig
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.errors import ConfigError
@@ -85,12 +85,14 @@ def resolve(deployment: OmniConfig) -> list[Value]:
     Raises:
         ConfigError: the deployment is wrong, the model refuses it, or vLLM does.
     """
-    pipeline = Orchestrator(deployment).pipeline
+    orchestrator = Orchestrator(deployment)
+    pipeline = orchestrator.pipeline
     specs = {spec.name: spec for spec in pipeline.stages}
     values = [_of_deployment(deployment, ("model_type",), deployment.model_type)]
     for stage in deployment.stages:
-        engine = StageEngine(stage, specs[stage.name])
-        values += _of_stage(deployment, stage, specs[stage.name], engine.vllm_config)
+        engines, _ = orchestrator.make_node(stage)
+        front = next((one for one in engines if one.instance is not None and one.instance.is_front), engines[0])
+        values += _of_stage(deployment, stage, specs[stage.name], front.vllm_config)
     for edge in deployment.edges:
         path = ("edges", f"{edge.source}->{edge.target}")
         for key in ("transport", "stream", "credits"):
@@ -141,6 +143,10 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
         section = DiffusionConfig(**stage.diffusion)
         for key in section.__struct_fields__:
             yield _of_deployment(deployment, (*at, "diffusion", key), getattr(section, key))
+
+    if stage.epd:
+        for key, value in {**to_builtins(stage.deployment), **stage.budgets}.items():
+            yield _of_deployment(deployment, (*at, "epd", key), value)
 
     params = (*at, "default_sampling_params")
     for key, value in stage.default_sampling_params.items():
