@@ -49,7 +49,7 @@ from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.page_relay import Load, PageSource, PageTable, PageTarget, Reserve, Save
 from vllm_omni.kv.pages import CacheFormat, PagedCaches
 from vllm_omni.relay import TensorRef
-from vllm_omni.relay.hub import OPTIONS, process_hub
+from vllm_omni.relay.hub import OPTIONS, RelayHub, process_hub
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,7 +122,9 @@ class RelayKVConnector(KVConnectorBase_V1):
     # -- worker -------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker = WorkerSide(self._vllm_config, self._kv_cache_config, kv_caches)
+        rank = get_tensor_model_parallel_rank()
+        caches = _paged_caches(self._vllm_config, self._kv_cache_config, kv_caches, rank)
+        self.worker = WorkerSide(process_hub(self._vllm_config.additional_config), caches, rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self.worker is None else Caches(self.worker.caches.format)
@@ -252,14 +254,11 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 class WorkerSide:
     """One rank: its caches, and what it puts and pulls."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
-    ) -> None:
-        hub = process_hub(vllm_config.additional_config)
-        self.rank = get_tensor_model_parallel_rank()
-        self.caches = _paged_caches(vllm_config, kv_cache_config, kv_caches, self.rank)
-        self.source = PageSource(hub, self.caches)
-        self.target = PageTarget(hub, self.caches, self.rank)
+    def __init__(self, hub: RelayHub, caches: PagedCaches, rank: int) -> None:
+        self.rank = rank
+        self.caches = caches
+        self.source = PageSource(hub, caches)
+        self.target = PageTarget(hub, caches, rank)
         self.leased: Leased | None = None
 
     def begin_step(self, metadata: StepMetadata) -> None:

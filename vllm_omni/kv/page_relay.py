@@ -12,13 +12,14 @@ From: HydraInfer, section 4.3 (migrate: admission by the target, the pull, the r
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import NamedTuple
 
@@ -234,6 +235,7 @@ class _Pull:
     def __init__(self, load: Load):
         self.load = load
         self.is_cancelled = False
+        self.running: Future[None] | None = None
 
 
 class PageTarget:
@@ -257,7 +259,17 @@ class PageTarget:
 
     def begin(self, load: Load) -> None:
         pull = self._pulls[load.request_id] = _Pull(load)
-        self._threads.submit(self._run, pull)
+        pull.running = self._threads.submit(self._run, pull)
+
+    def wait(self, timeout_s: float = PULL_TIMEOUT_S) -> None:
+        """Until every pull that has begun has ended.
+
+        Raises:
+            RelayTimeout: one has not, in time.
+        """
+        running = [pull.running for pull in self._pulls.values() if pull.running is not None]
+        if concurrent.futures.wait(running, timeout_s).not_done:
+            raise RelayTimeout(f"pages are being pulled for more than {timeout_s:g} s")
 
     def cancel(self, request_id: str) -> None:
         """Its pages are not needed any more; it is done as soon as nothing writes into its blocks."""
