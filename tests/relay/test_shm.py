@@ -121,6 +121,16 @@ def test_a_wrong_reference_does_not_take_a_release_back(pair: Pair) -> None:
     assert pair.producer.statistics().num_leases == 0
 
 
+def test_what_a_reader_released_for_all_before_it_left_stays_released(pair: Pair) -> None:
+    refs = [pair.producer.put_nowait("request", rows(1), num_readers=100) for _ in range(2)]
+    pair.consumer.get_blocking(refs[0])
+    for ref in refs:
+        pair.consumer.release(ref, for_all=True)
+    reader = pair.consumer._producers[parse_location(refs[0]).address].reader
+    pair.producer._lose_reader(reader)
+    assert pair.producer.statistics().num_leases == 0
+
+
 def test_a_reader_with_the_place_of_one_that_has_left_is_another_one(pair: Pair) -> None:
     ref = pair.producer.put_nowait("request", torch.ones(4), num_readers=2)
     assert torch.equal(pair.consumer.get_blocking(ref), torch.ones(4))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -169,6 +168,8 @@ class RelayECConnector(ECConnectorBase):
         self._images: dict[str, dict[str, bytes]] = {}  # of encode tasks: what is put
         self._num_encoded: Counter[str] = Counter()  # by request
         # The worker's half.
+        parallel = vllm_config.parallel_config
+        self._puts = parallel.rank % parallel.tensor_parallel_size == 0
         self._wanted: dict[str, list[str]] = {}  # identifier -> requests that it is put for when it is encoded
         self._encoder_cache: dict[str, torch.Tensor] = {}  # the runner's
         self._pulling: dict[str, Future[torch.Tensor]] = {}
@@ -249,7 +250,7 @@ class RelayECConnector(ECConnectorBase):
         self._wanted.clear()
 
     def _put(self, request_id: str, identifier: str, embeds: torch.Tensor) -> None:
-        if get_tensor_model_parallel_rank() != 0:  # all ranks have the same
+        if not self._puts:  # all ranks have the same
             return
         put = Put(request_id, identifier)
         try:

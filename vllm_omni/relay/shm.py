@@ -139,6 +139,7 @@ class ShmRelay(SlabRelay, Streams):
     def _lose_reader(self, reader: int) -> None:
         """It has died: what it was reading, it reads no more, and its bytes are the next reader's."""
         with self._lock:
+            self._collect()  # what it had released for all is not to be wiped
             for lease in self._leases.values():
                 flag = lease.slot * SLOT_BYTES + FLAGS + reader
                 if self._mapping.bytes[flag]:
