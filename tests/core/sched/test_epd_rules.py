@@ -15,7 +15,7 @@ from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, Planned
 from tests.core.sched.test_cost import TRUE
 from vllm_omni.core.sched.budget import EPD_CONFIG, SloBudgets
 from vllm_omni.core.sched.cost import LanguageLoad
-from vllm_omni.core.sched.epd import EPDScheduler
+from vllm_omni.core.sched.epd import TPOT_FACTOR_OF_LOST, EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
 from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
 from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
@@ -309,7 +309,7 @@ def test_measured_iterations_correct_the_budgets() -> None:
     assert budgets.language_factor == pytest.approx(1.5, rel=0.05)
 
 
-def test_a_decode_that_has_lost_its_slo_gives_way_up_to_twice_its_tpot() -> None:
+def test_a_decode_that_has_lost_its_slo_gives_way_up_to_a_multiple_of_its_tpot() -> None:
     world = make_costed()
     world.add("1", 8, max_tokens=4)
     world.step()
@@ -323,7 +323,7 @@ def test_a_decode_that_has_lost_its_slo_gives_way_up_to_twice_its_tpot() -> None
     world.step(seconds=0.5)  # the budgets' correction takes this for a machine that has become a little slower
     world.add("2", 127)
     output = world.scheduler.schedule()
-    assert 0.010 < seconds(world, output) <= 0.020
+    assert 0.010 < seconds(world, output) <= 0.010 * TPOT_FACTOR_OF_LOST
 
 
 def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:

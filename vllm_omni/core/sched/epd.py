@@ -50,7 +50,7 @@ from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
-TPOT_FACTOR_OF_LOST = 2.0
+TPOT_FACTOR_OF_LOST = 4.0
 
 
 class EPDScheduler(TimedScheduler):
@@ -554,13 +554,24 @@ class EPDScheduler(TimedScheduler):
                 if not self._waits_for_profile(request):
                     yield request
 
+    def _has_prefill_to_protect(self, output: SchedulerOutput, load: LanguageLoad) -> bool:
+        """Whether the step has a prompt whose first token would come later by an encode, and that matters."""
+        if not load.num_prefill_tokens or not self.epd.is_on:
+            return False
+        if self.epd.tpot_ms is None:
+            return True
+        # With SLOs, what has lost its own is no reason to leave room in an iteration.
+        now = self._under_way[-1][1]
+        slos = (self.slos.get(request_id) for request_id in output.num_scheduled_tokens)
+        return any(slo is not None and slo.last_token_at is None and not slo.is_lost(now) for slo in slos)
+
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, tpot_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
         if self.pause_state is not PauseState.UNPAUSED and not self._is_encoding:
             return output  # what begins now would end with other weights
         max_embeds = None
         if not self._is_encoding and self.pause_state is PauseState.UNPAUSED:
-            if load.num_prefill_tokens and self.epd.is_on and self._num_encodes_put_off < self.epd.patience:
+            if self._num_encodes_put_off < self.epd.patience and self._has_prefill_to_protect(output, load):
                 self._num_encodes_put_off += 1
             else:
                 stock_budget = self.max_num_encoder_input_tokens
