@@ -50,7 +50,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -262,7 +262,7 @@ class Mode:
         """``origin``: when the cell began, by ``time.perf_counter``. Without an SLO, nothing is to be protected."""
         await asyncio.sleep(max(0.0, origin + asked.at_s - time.perf_counter()))
         index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
-        told = (slo or NOTHING_TO_PROTECT)._asdict()
+        told = asdict(slo or NOTHING_TO_PROTECT)
         params = SamplingParams(
             temperature=0,
             max_tokens=asked.num_tokens,
@@ -396,7 +396,7 @@ class Bench:
             if not any(wanted.values()):
                 break
         return {
-            "slo_ms": self.slo._asdict(),
+            "slo_ms": asdict(self.slo),
             "encode_ms": self.encode_s * 1e3,
             "all_at_once": at_once,
             "modes": {name: self._row(name, equal[name][EQUAL_SHARE], points[name], at_once[name]) for name in modes},
