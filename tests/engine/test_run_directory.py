@@ -14,14 +14,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
-from vllm.v1.engine import UtilityOutput
-from vllm.v1.engine.core import EngineCoreProc
 
+from tests.engine.stage_processes import fail, share, start_stage, survive
 from vllm_omni.engine import run_directory
 from vllm_omni.engine.run_directory import Lease, RunDirectory, enter_stage_process
 
@@ -83,16 +80,6 @@ def test_lease_keeps_what_the_user_put_there_and_binds_no_copy_in_the_server(dir
     assert threading.active_count() == threads
 
 
-def sleep(lease: Lease) -> None:
-    time.sleep(10 * TIMEOUT_S)
-
-
-def start_stage(lease: Lease) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=sleep, args=(lease,), daemon=True)
-    process.start()
-    return process
-
-
 def test_stage_ends_when_the_directory_is_removed(directory: RunDirectory) -> None:
     process = start_stage(directory.lease("talker"))
     directory.remove()  # before the child looks for it, or after: it ends
@@ -102,7 +89,7 @@ def test_stage_ends_when_the_directory_is_removed(directory: RunDirectory) -> No
 
 def test_stage_lives_as_long_as_the_directory(directory: RunDirectory) -> None:
     process = start_stage(directory.lease("talker"))
-    process.join(1.0)
+    wait_for(lambda: any(directory.path.glob("talker.*.process")))  # it is bound
     assert process.is_alive()
     directory.remove()
     process.join(TIMEOUT_S)
@@ -112,7 +99,7 @@ def test_stage_lives_as_long_as_the_directory(directory: RunDirectory) -> None:
 # A server that has a stage, and a child of the user's that outlives it and holds all the server's files open.
 SERVER = """
 import os, time
-from tests.engine.test_run_directory import start_stage
+from tests.engine.stage_processes import start_stage
 from vllm_omni.engine.run_directory import RunDirectory
 
 if __name__ == "__main__":
@@ -148,15 +135,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def share(lease: Lease, name: str, ready: Connection) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    block = SharedMemory(name, create=True, size=64)
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
-    ready.send(semaphore._semlock.name)  # type: ignore[attr-defined]
-    time.sleep(10 * TIMEOUT_S)
-    block.close()
 
 
 def test_what_is_left_of_a_stage_is_ended_and_removed_and_no_other_stage_is_touched(directory: RunDirectory) -> None:
@@ -197,31 +175,13 @@ def test_a_socket_that_nobody_holds_is_removed(directory: RunDirectory) -> None:
         assert (directory.path / "alive").exists()
 
 
-def survive(lease: Lease) -> None:
-    enter_stage_process()
-    answer = UtilityOutput(0)
-    EngineCoreProc._invoke_utility_method("f", lambda: [][1], answer, lambda _: None)
-    assert answer.failure_message
-
-
 def test_a_call_that_an_engine_answers_with_a_failure_is_no_cause_of_death(directory: RunDirectory) -> None:
     lease = directory.lease("talker")
     process = multiprocessing.get_context("spawn").Process(target=survive, args=(lease,))
     process.start()
-    process.join(3 * TIMEOUT_S)  # it imports vLLM
+    process.join(6 * TIMEOUT_S)  # it imports vLLM
     assert process.exitcode == 0
     assert lease.failure() is None
-
-
-def fail(lease: Lease) -> None:
-    enter_stage_process()
-    logger = logging.getLogger("vllm.v1.engine.core")
-    logger.error("no exception")
-    for reason in ("the cause", "its consequence"):
-        try:
-            raise ValueError(reason)
-        except ValueError:
-            logger.exception("failed")
 
 
 def test_first_reason_of_a_failure_is_reported_per_stage(directory: RunDirectory) -> None:

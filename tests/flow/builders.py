@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from vllm_omni.flow import (
     Activation,
     Emission,
+    EndReason,
     Field,
     Frame,
     Graph,
@@ -121,7 +122,11 @@ async def read(call: GraphCall) -> dict[str, list[OutputFrame]]:
 
 
 async def read_payloads(call: GraphCall) -> dict[str, list[object]]:
-    return {field: [frame.payload for frame in frames] for field, frames in (await read(call)).items()}
+    """Without an end that comes by itself: whether it does depends on which of two messages was faster."""
+    return {
+        field: [frame.payload for frame in frames if frame.reason is not EndReason.EMPTY]
+        for field, frames in (await read(call)).items()
+    }
 
 
 async def spin(rounds: int = 20) -> None:
