@@ -354,18 +354,25 @@ async def audio_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncO
         yield omni
 
 
-async def test_a_sound_is_the_one_that_diffusers_makes_and_a_bad_request_ends_no_worker(
+async def test_sounds_that_join_a_batch_are_those_of_diffusers_and_a_bad_request_ends_no_worker(
     audio_omni: AsyncOmni, checkpoints: Callable[[str], Path]
 ) -> None:
-    params = {"num_inference_steps": 4, "seed": 1}
-    bad, sound = await asyncio.gather(
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("a dog barks", {"seed": 1, "num_inference_steps": 5}),
+        ("rain on a roof, far away", {"seed": 2, "num_inference_steps": 3, "guidance_scale": 3.0}),
+        ("a tram", {"seed": 3, "num_inference_steps": 4, "negative_prompt": "hiss"}),
+    ]
+    bad, *sounds = await asyncio.gather(
         answer(audio_omni, "rain", extra_args={"audio_end_in_s": -1.0}, num_inference_steps=3),
-        answer(audio_omni, "a dog barks", **params),
+        *(answer(audio_omni, prompt, **params) for prompt, params in requests),
         return_exceptions=True,
     )
     assert isinstance(bad, InvalidRequest)
-    assert isinstance(sound, dict)
     pipeline = load_reference(checkpoints("stable-audio"))
-    alone = pipeline("a dog barks", num_inference_steps=4, generator=torch.Generator().manual_seed(1), output_type="pt")
-    assert difference(sound["audio"], alone.audios) < TOLERANCE
-    assert sound["sample_rate"] == pipeline.vae.sampling_rate
+    for (prompt, params), sound in zip(requests, sounds, strict=True):
+        assert isinstance(sound, dict)
+        generator = torch.Generator().manual_seed(params.pop("seed"))
+        alone = pipeline(prompt, **params, generator=generator, output_type="pt").audios
+        assert difference(sound["audio"], alone) < TOLERANCE, prompt
+        assert sound["sample_rate"] == pipeline.vae.sampling_rate
+    assert max(await widths(audio_omni)) > 1

@@ -25,16 +25,19 @@ from vllm_omni.names import suggest
 if TYPE_CHECKING:
     from torch import Generator, nn
 
-# Pattern of a parameter's name, which begins with the class of its model -> how much wider it is than fan-in scaling.
+# Pattern of a parameter's name, which begins with the class of its model -> how much wider it is than usual: fan-in
+# scaling, and 0.1 for a bias.
 GAINS = {
     # Sharper attention tells the words of a prompt apart, where even attention would see their mean alone.
     r"\.(attention|attn)\d?\.norm_(added_)?[qk]\.": 1.5,
     # Guidance 7 multiplies what the text changes; without this a waveform would grow from step to step.
     r"^StableAudioDiTModel\.proj_out\.": 0.2,
+    # These normalize vectors of 4 to 16 channels: one that is almost zero would multiply rounding by its inverse.
+    r"^AutoencoderKL(QwenImage|Wan)\..*(conv\d|conv_in|conv_shortcut|resample\.1|time_conv)\.bias$": 3.0,
     # Fifteen residual units in a row would multiply rounding by a thousand.
-    r"^AutoencoderOobleck\..*res_unit\d\.conv2\.": 0.3,
+    r"^AutoencoderOobleck\..*res_unit\d\.conv2\.": 0.1,
     # Sound within -1..1, and pictures that are seldom black or white.
-    r"^AutoencoderOobleck\.decoder\.conv2\.": 0.25,
+    r"^AutoencoderOobleck\.decoder\.conv2\.": 0.5,
     r"^AutoencoderKLHunyuanVideo\.decoder\.conv_out\.": 0.6,
 }
 MAKERS = tiny_images.MAKERS | tiny_videos.MAKERS
@@ -91,7 +94,7 @@ def randomize(module: nn.Module, generator: Generator) -> None:
             if isinstance(owner, torch.nn.Embedding) or not parameter.requires_grad:  # the latter: random frequencies
                 parameter.copy_(noise)
             elif name.endswith("bias"):
-                parameter.copy_(noise * 0.1)
+                parameter.copy_(noise * 0.1 * gain)
             elif parameter.ndim <= 1 or parameter[0].numel() == 1:  # of a norm
                 parameter.copy_((noise * 0.1 + 1.0) * gain)
             else:
@@ -99,5 +102,5 @@ def randomize(module: nn.Module, generator: Generator) -> None:
 
 
 def get_gain(name: str) -> float:
-    """How much wider than fan-in scaling the parameter of this name is."""
+    """How much wider than usual the parameter of this name is."""
     return next((gain for pattern, gain in GAINS.items() if re.search(pattern, name)), 1.0)
