@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 EVENT = "event: "
@@ -28,19 +29,14 @@ def tell_pids(omni: Any, life: int) -> None:
 def main(model: str, scenario: str, overrides: list[str]) -> None:
     # A program started in the background of a shell ignores Ctrl-C unless it says otherwise.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from vllm_omni import OmniLLM
+    from vllm_omni import DiffusionParams, OmniLLM
     from vllm_omni.errors import StageFailed
 
+    draws = Path(model, "model_index.json").exists()  # one stage; else three
     tell("starting")
     try:
-        omni = OmniLLM(
-            model,
-            stage_overrides=overrides,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=2048,
-            skip_mm_profiling=True,
-        )
+        small = {} if draws else {"enforce_eager": True, "max_model_len": 2048, "skip_mm_profiling": True}
+        omni = OmniLLM(model, stage_overrides=overrides, dtype="float32", **small)
     except StageFailed as exc:
         tell(f"{exc.stage} failed: {exc}")
         sys.stdin.readline()
@@ -48,6 +44,10 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
     tell_pids(omni, 1)
 
     def generate(num_tokens: int = 4, modalities: Sequence[str] | None = None) -> None:
+        if draws:
+            params = DiffusionParams(height=64, width=64, num_inference_steps=num_tokens)
+            omni.generate([PROMPT] * 4, params, use_tqdm=False)
+            return
         params = {"thinker": {"max_tokens": num_tokens}, "talker": {"max_tokens": 2 * num_tokens}}
         omni.generate([PROMPT] * 4, params, modalities, use_tqdm=False)
 

@@ -1,7 +1,8 @@
 """However a server ends, nothing of it is left: no process, no socket, no file, nothing in /dev/shm.
 
 Each test runs a user's program in a session of its own, so that its processes, whoever their parent is by then, can be
-told from all others, and gives it a directory of its own for everything that it writes.
+told from all others, and gives it a directory of its own for everything that it writes. A program has three stages
+where it matters that there are several, and else one, which starts sooner.
 """
 
 import contextlib
@@ -202,6 +203,12 @@ def run(tiny_checkpoint: Path) -> Iterator[Callable[..., Program]]:
 Run = Callable[..., Program]
 
 
+@pytest.fixture(scope="module")
+def one_stage(tiny_pipeline: Callable[[str], Path]) -> Path:
+    """A checkpoint whose program has one child."""
+    return tiny_pipeline("qwen-image")
+
+
 def test_close_ends_everything_and_is_quiet(run: Run) -> None:
     """The program's ``with`` is left by an exception of its own, which it catches, and goes on."""
     program = run("close", log="INFO")
@@ -217,8 +224,8 @@ def test_close_ends_everything_and_is_quiet(run: Run) -> None:
     assert_quiet(log)
 
 
-def test_exit_without_close_ends_everything_and_is_quiet(run: Run) -> None:
-    program = run("leave")
+def test_exit_without_close_ends_everything_and_is_quiet(run: Run, one_stage: Path) -> None:
+    program = run("leave", model=one_stage)
     program.wait_for_event("leaving")
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
@@ -230,10 +237,10 @@ def assert_quiet(log: str) -> None:
         assert noise not in log
 
 
-def test_parent_killed_while_children_import(run: Run) -> None:
-    program = run("generate")
+def test_parent_killed_while_its_child_imports(run: Run, one_stage: Path) -> None:
+    program = run("generate", model=one_stage)
     program.wait_for_event("starting")
-    wait_for("children", lambda: len(program.engine_cores()) == len(STAGES), START_TIMEOUT_S)
+    wait_for("child", lambda: len(program.engine_cores()) == 1, START_TIMEOUT_S)
     program.kill_parent()
     program.expect_nothing_left(IMPORT_TIMEOUT_S)
 
@@ -273,9 +280,9 @@ def test_ctrl_c_while_requests_run(run: Run) -> None:
     assert "KeyboardInterrupt" in program.log()
 
 
-def test_whole_group_terminated(run: Run) -> None:
+def test_whole_group_terminated(run: Run, one_stage: Path) -> None:
     """As service managers and containers do: one signal for the server and its stages, which has no handler here."""
-    program = run("generate")
+    program = run("generate", model=one_stage)
     program.wait_for_event("generating")
     program.note_shared_memory()
     os.killpg(program.process.pid, signal.SIGTERM)

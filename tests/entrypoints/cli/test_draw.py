@@ -1,5 +1,6 @@
-"""``generate`` of diffusion pipelines: what is refused before one starts, and one run of each kind."""
+"""``generate`` of diffusion pipelines: what is refused before one starts, what is told of an answer, and one run."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,12 +9,17 @@ from typing import Any
 
 import pytest
 import soundfile
+import torch
 from PIL import Image
+from vllm.outputs import RequestOutput
 
 from tests.entrypoints.test_cli import refused
-from tests.test_image_format import decode
+from tests.test_image_format import decode, make_pixels
 from tests.test_video_format import decode as decode_video
+from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.entrypoints.cli.draw import tell
 from vllm_omni.model_executor.models.diffusers import tiny
+from vllm_omni.outputs import OmniRequestOutput
 
 VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 
@@ -22,7 +28,7 @@ VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each test works: with tiny pipelines, and a picture."""
     directory = tmp_path_factory.mktemp("draw")
-    for name in ("qwen-image", "wan2.2-i2v", "stable-audio"):
+    for name in ("qwen-image", "wan2.2-i2v"):
         tiny.build(directory / name, name)
     Image.linear_gradient("L").resize((64, 64)).save(directory / "picture.png")
     (directory / "text.png").write_text("no picture")
@@ -73,46 +79,51 @@ def test_a_model_that_speaks_refuses_what_concerns_drawing(
     assert "this model is no diffusion pipeline" in said
 
 
-def run(directory: Path, *args: str) -> tuple[str, str]:
-    """stdout and stderr."""
-    command = [VLLM_OMNI, "generate", *args, "--seed=1", "--steps=2"]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    return result.stdout, result.stderr
+# -- telling it --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_images_go_to_files_and_their_paths_to_stdout(directory: Path, tmp_path: Path) -> None:
-    out, err = run(directory, "qwen-image", "--prompt=a cat", "--size=64x48", "-n2", "-o", f"{tmp_path}/new/cat.webp")
+def told(path: Path, modality: str, *, as_json: bool = False, **media: Any) -> str:
+    output = OmniRequestOutput.of(RequestOutput("r", None, None, None, [], finished=True))
+    output.multimodal_output, output.stage_durations = media, {"diffusion": 1.5}
+    config = OmniConfig(
+        model="m", model_type="diffusers", stages=(StageConfig(stage_id=0, name="diffusion", model="m"),)
+    )
+    stdout = io.StringIO()
+    tell(output, config, modality, path, as_json=as_json, stdout=stdout)
+    return stdout.getvalue()
+
+
+def test_images_go_to_files_and_their_paths_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = torch.stack([make_pixels(), 255 - make_pixels()])
+    out = told(tmp_path / "new" / "cat.webp", "image", images=images)
     paths = [tmp_path / "new" / f"cat-{index}.webp" for index in range(2)]
     assert out.splitlines() == [str(path) for path in paths]
-    assert "time    diffusion " in err
-    assert [decode(path.read_bytes()).shape for path in paths] == [(48, 64, 3)] * 2
+    assert capsys.readouterr().err == "time    diffusion 1.50 s\n"
+    assert [decode(path.read_bytes()).shape for path in paths] == [tuple(images.shape[1:])] * 2
     assert sorted((tmp_path / "new").iterdir()) == paths
+
+
+def test_a_sound_is_told_with_its_channels_and_rate(tmp_path: Path) -> None:
+    path = tmp_path / "rain.wav"
+    answer = json.loads(told(path, "audio", as_json=True, audio=torch.zeros(1, 2, 441), sample_rate=44100))
+    assert answer["audio"] == [{"path": str(path), "num_channels": 2, "num_samples": 441, "sample_rate": 44100}]
+    samples, sample_rate = soundfile.read(path)
+    assert (samples.shape, sample_rate) == ((441, 2), 44100)
+
+
+# -- a video of an image (images: test_documented_commands.py) ---------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_video_of_an_image(directory: Path, tmp_path: Path) -> None:
-    out, _ = run(
-        directory,
-        *("wan2.2-i2v", "--prompt=a tram", "--image=picture.png", "--size=32x32", "--num-frames=5", "--fps=8"),
-        *("-o", str(tmp_path), "--json"),
-    )
-    answer: dict[str, Any] = json.loads(out)
+    args = ["wan2.2-i2v", "--prompt=a tram", "--image=picture.png", "--size=32x32", "--num-frames=5", "--fps=8"]
+    command = [VLLM_OMNI, "generate", *args, "--seed=1", "--steps=2", "-o", str(tmp_path), "--json"]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout)
     path = tmp_path / "answer.mp4"
     assert answer["video"] == [{"path": str(path), "num_frames": 5, "height": 32, "width": 32, "fps": 8}]
     assert answer["stage_seconds"].keys() == {"diffusion", "total"}
     frames, times = decode_video(path.read_bytes())
     assert frames.shape == (5, 32, 32, 3)
     assert times[-1] == pytest.approx(4 / 8)
-
-
-@pytest.mark.slow
-def test_a_sound(directory: Path, tmp_path: Path) -> None:
-    run(
-        directory,
-        *("stable-audio", "--prompt=rain", "--extra-args", '{"audio_end_in_s": 0.01}'),
-        *("-o", f"{tmp_path}/rain.wav"),
-    )
-    samples, sample_rate = soundfile.read(tmp_path / "rain.wav")
-    assert (samples.shape, sample_rate) == ((441, 2), 44100)

@@ -80,8 +80,19 @@ def draw(config: OmniConfig, modality: str, options: argparse.Namespace, prompt:
     print(f"starting {', '.join(config.stage_names)} of {config.model} ...", file=sys.stderr, flush=True)
     with OmniLLM(config=config) as omni:
         (output,) = omni.generate({"prompt": prompt, **media}, params, use_tqdm=sys.stderr.isatty())
+    tell(output, config, modality, path, as_json=options.json, stdout=stdout)
+
+
+def tell(
+    output: OmniRequestOutput, config: OmniConfig, modality: str, path: Path, *, as_json: bool, stdout: TextIO
+) -> None:
+    """Write the files, and say where they are: on ``stdout`` the paths, or everything as JSON.
+
+    Raises:
+        OmniError: a file cannot be written.
+    """
     paths = _save(output, path)
-    if options.json:
+    if as_json:
         print(json.dumps(_as_data(output, config, modality, paths), ensure_ascii=False), file=stdout)
         return
     for one in paths:

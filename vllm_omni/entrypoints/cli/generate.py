@@ -60,10 +60,15 @@ def generate(args: Sequence[str]) -> None:
         InvalidRequest: the stages refused the prompt.
         StageFailed: a stage did not start, or failed.
     """
-    parsed = parse_deployment("generate", args, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
+    parsed = parse_generate_args(args)
     with only_the_answer_on_stdout() as stdout:
         configure_logging_from_args(parsed.args)
         _generate(parsed, stdout)
+
+
+def parse_generate_args(args: Sequence[str]) -> Deployment:
+    """Raises ``SystemExit`` if a flag is wrong."""
+    return parse_deployment("generate", args, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
 
 
 def _generate(parsed: Deployment, stdout: TextIO) -> None:
