@@ -177,6 +177,54 @@ def test_the_last_in_order_loses_its_room_first() -> None:
     assert set(outputs[2].free_encoder_mm_hashes) == {"16a", "8d"}
 
 
+def test_who_waits_for_the_prompt_s_first_image_again_gives_up_its_own_later_one() -> None:
+    """The prefix cache had the first image, so that the second was encoded; then it lost the first."""
+    world = World(Engine(num_blocks=13, max_num_batched_tokens=64, encoder_cache_size=16, max_num_seqs=1))
+    world.add("1", "16a", 4, max_tokens=1)
+    world.steps(2)
+    world.add("2", 30, max_tokens=17)  # takes all blocks in the end
+    world.step()
+    third = world.add("3", "16a", 4, "16b", 1, max_tokens=1)
+    assert [encodes(output) for output in world.steps(2)] == [["16b"], []]
+    while "2" in world.scheduler.requests:
+        world.step()
+    outputs = world.steps(4)
+    assert [encodes(output) for output in outputs] == [["16a"], [], ["16b"], []]
+    assert [scheduled(output) for output in outputs] == [{}, {"3": 20}, {}, {"3": 17}]
+    assert third.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_who_is_admitted_has_its_images_though_the_prefix_cache_has_lost_them() -> None:
+    """Else it would be cut before its first token, and hold up who waits behind it."""
+    world = World(Engine(num_blocks=10, max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1))
+    world.add("1", "8a", 4, max_tokens=1)
+    world.steps(2)
+    world.add("2", "8b", 1, max_tokens=25)  # takes the room of the first image, and its blocks in the end
+    world.steps(2)
+    world.add("3", "8a", 4, max_tokens=1)
+    world.add("4", 5, max_tokens=1)
+    world.step()
+    assert world.scheduler._known_hits["3"] >= 8
+    while "2" in world.scheduler.requests:
+        world.step()
+    assert scheduled(world.step()) == {"4": 5}
+    assert [scheduled(output) for output in world.steps(2)] == [{}, {"3": 12}]
+    assert world.runner.num_encodes == 3
+
+
+def test_who_was_admitted_last_is_preempted_first_though_it_decoded_before_the_others() -> None:
+    world = World(Engine(num_blocks=13, max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=8))
+    world.add("1", 2, "8a", 3, "8b", 1)
+    world.step()
+    world.add("2", 5)
+    outputs = world.steps(3)
+    assert [scheduled(output) for output in outputs] == [{"1": 13, "2": 5}, {"2": 1}, {"1": 9, "2": 1}]
+    preempted: set[str] = set()
+    while not preempted:
+        preempted = world.step().preempted_req_ids or set()
+    assert preempted == {"2"}
+
+
 def test_a_paused_engine_begins_no_encode() -> None:
     world = World()
     world.add("1", "8a", 1)
