@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import ECTransferConfig, LoRAConfig, VllmConfig
+from vllm.config import ECTransferConfig, LoRAConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
@@ -29,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -85,6 +85,14 @@ def make_config(engine: Engine, additional_config: dict[str, Any] | None = None)
     config.cache_config.enable_prefix_caching = engine.prefix_caching
     if engine.max_adapters:
         config.lora_config = LoRAConfig(max_loras=engine.max_adapters)
+    if engine.num_spec_tokens:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=engine.num_spec_tokens,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     if engine.ec_role is not None:
         config.scheduler_config.scheduler_cls = "vllm_omni.core.sched.epd.EPDScheduler"
         config.ec_transfer_config = ECTransferConfig(
@@ -195,7 +203,12 @@ class SynthesisedRunner:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={one: index for index, one in enumerate(ids)},
-            sampled_token_ids=[[] if requests[one].is_prefill_chunk else [self._token(requests[one])] for one in ids],
+            sampled_token_ids=[
+                []
+                if requests[one].is_prefill_chunk
+                else self._tokens(requests[one], output.scheduled_spec_decode_tokens.get(one, []))
+                for one in ids
+            ],
         )
 
     def _encode(self, names: Iterator[str]) -> None:
@@ -212,8 +225,12 @@ class SynthesisedRunner:
                 )
 
     @staticmethod
-    def _token(request: Request) -> int:
-        return token(request.request_id, request.num_computed_tokens)
+    def _tokens(request: Request, drafts: list[int]) -> list[int]:
+        """The drafts up to the first that is wrong, and one more."""
+        position = request.num_computed_tokens - len(drafts)  # of the first of them
+        right = [token(request.request_id, position + number) for number in range(len(drafts) + 1)]
+        num_accepted = next((n for n, draft in enumerate(drafts) if draft != right[n]), len(drafts))
+        return right[: num_accepted + 1]
 
 
 class LayeredRunner(SynthesisedRunner):
@@ -381,7 +398,23 @@ def drive(
             scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
         while in_flight and (len(in_flight) > stream.engine.is_async or not output.total_num_scheduled_tokens):
             _update(scheduler, *in_flight.popleft())
+        if stream.engine.num_spec_tokens:
+            scheduler.update_draft_token_ids(_make_drafts(scheduler, stream, number))
     return steps
+
+
+def _make_drafts(scheduler: Scheduler, stream: Stream, number: int) -> DraftTokenIds:
+    """What a proposer gives after a step: for each request that decodes some tokens, most of them right."""
+    decoding = sorted((one for one in scheduler.running if not one.is_prefill_chunk), key=lambda one: one.request_id)
+    drafts = []
+    for request in decoding:
+        rng = random.Random(f"{stream.seed} {number} {request.request_id}")
+        right = [
+            token(request.request_id, request.num_tokens + ahead)
+            for ahead in range(rng.randint(0, stream.engine.num_spec_tokens))
+        ]
+        drafts.append([one if rng.random() < 0.7 else 9 for one in right])
+    return DraftTokenIds([request.request_id for request in decoding], drafts)
 
 
 def _update(scheduler: Scheduler, output: SchedulerOutput, runner_output: ModelRunnerOutput, step: Step) -> None:

@@ -48,6 +48,7 @@ class Engine:
     chunked_images: bool = True
     is_async: bool = False
     max_adapters: int = 0  # in one batch; 0: the engine has none
+    num_spec_tokens: int = 0  # drafts of a step, not where it is asynchronous; 0: the engine drafts none
     ec_role: str | None = None  # of a RelayECConnector
 
 

@@ -44,6 +44,45 @@ def test_without_budgets_every_step_is_stocks(first_seed: int, text_only: bool) 
         assert_is_idle(ours)
 
 
+SMALL = {"num_blocks": 30, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+ENGINES = {
+    "priority": Engine(**SMALL, policy="priority"),
+    "asynchronous": Engine(**SMALL, is_async=True),
+    "adapters": Engine(**SMALL, max_adapters=1),
+    "drafts": Engine(**SMALL, num_spec_tokens=3),
+    "priority, asynchronous, adapters": Engine(**SMALL, policy="priority", is_async=True, max_adapters=1),
+    "priority, drafts, adapters": Engine(**SMALL, policy="priority", num_spec_tokens=3, max_adapters=2),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_without_budgets_every_step_is_stocks_whatever_the_engine_does(name: str) -> None:
+    num_drafts = 0
+    for seed in range(8):
+        stream = make_stream(seed, engine=ENGINES[name])
+        stock = drive(make_stock(stream), stream)
+        ours = make_epd(stream)
+        assert_same_steps(stock, drive(ours, stream))
+        assert_is_idle(ours)
+        num_drafts += sum(len(step.output["scheduled_spec_decode_tokens"]) for step in stock)
+        aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+        tokens = tokens_of(stock)
+        for request in stream.requests:
+            assert request.request_id in aborted or tokens[request.request_id] == answer(request)
+    assert bool(num_drafts) == bool(ENGINES[name].num_spec_tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if "drafts" in name])
+def test_drafts_and_budgets_get_on_together(name: str) -> None:
+    for seed in range(8):
+        stream = make_stream(seed, engine=ENGINES[name])
+        scheduler = make_epd(stream, token_budget=8, image_budget=24, num_encode_layers=2)
+        tokens = tokens_of(drive(scheduler, stream, runner=LayeredRunner(scheduler)))
+        aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+        for request in stream.requests:
+            assert request.request_id in aborted or tokens[request.request_id] == answer(request)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_text_within_budgets_above_any_batch_takes_stocks_tokens_and_steps(policy: str, is_async: bool) -> None:
