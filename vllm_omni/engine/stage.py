@@ -623,6 +623,13 @@ class StageEngine(StageNode):
             args["additional_config"] = {**args.get("additional_config", {}), EPD_CONFIG: self.config.budgets}
         if self.instance is not None:
             args |= self.instance.engine_args
+        if args.get("async_scheduling") and (
+            self.instance is not None or EPD_CONFIG in args.get("additional_config", {})
+        ):
+            raise ConfigError(
+                f"stage {self.name!r}: async_scheduling = True: with budgets, or as several instances, a stage tells of "
+                "its images with each step, which an asynchronous runner's output cannot; leave it out"
+            )
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
         # Our runner extends V1's; the switch is read here and in every process of the stage.
