@@ -623,12 +623,11 @@ class StageEngine(StageNode):
             args["additional_config"] = {**args.get("additional_config", {}), EPD_CONFIG: self.config.budgets}
         if self.instance is not None:
             args |= self.instance.engine_args
-        if args.get("async_scheduling") and (
-            self.instance is not None or EPD_CONFIG in args.get("additional_config", {})
-        ):
+        tells_of_images = self.instance is not None or EPD_CONFIG in args.get("additional_config", {})
+        if tells_of_images and args.get("async_scheduling"):
             raise ConfigError(
-                f"stage {self.name!r}: async_scheduling = True: with budgets, or as several instances, a stage tells of "
-                "its images with each step, which an asynchronous runner's output cannot; leave it out"
+                f"stage {self.name!r}: async_scheduling = True: with budgets, or as several instances, a stage tells "
+                "of its images with each step, which an asynchronous runner's output cannot; leave it out"
             )
         if self.config.executor_class is not None:
             args["distributed_executor_backend"] = self.config.executor_class
