@@ -96,7 +96,6 @@ NOTHING_TO_PROTECT = Slo(ttft_ms=1e9, tpot_ms=1e9)
 TUNING_SEED, FIRST_SEED = 1000, 1
 SHARES = tuple(0.05 * 1.25**k for k in range(16))  # of stock's capacity: 0.05 to 1.42
 EQUAL_SHARE = 0.5
-MIN_REQUESTS = 30
 MAX_EXTENSIONS = 4  # of the rates around a goodput, where the search on the tuning seed was off
 
 
@@ -359,7 +358,6 @@ class Bench:
     """One workload on all modes.
 
     Args:
-        max_cell_s: a cell has fewer requests where they would take longer to come; never less than 30.
         say: takes a line about how it goes.
     """
 
@@ -427,7 +425,7 @@ class Bench:
 
     async def _cell(self, name: str, seed: int, rate: float | None, number: int) -> Cell:
         if rate is not None:
-            number = min(number, max(MIN_REQUESTS, int(rate * self.options.max_cell_s)))
+            number = min(number, max(self.options.min_requests, int(rate * self.options.max_cell_s)))
         requests = self._requests(seed, number, rate)
         cell = await run_cell(self.modes[name], requests, self.slo if rate is not None else None)
         what = "all at once" if rate is None else f"{rate:.2f}/s"
@@ -454,9 +452,8 @@ class Bench:
                 share = SHARES[(low + high) // 2]
                 if share not in tried:
                     rate = self._rate(name, share)
-                    cell = await self._cell(
-                        name, TUNING_SEED + 1, rate, max(MIN_REQUESTS, self.options.num_requests // 4)
-                    )
+                    number = max(self.options.min_requests, self.options.num_requests // 4)
+                    cell = await self._cell(name, TUNING_SEED + 1, rate, number)
                     tried[share] = Point(self.slo, [cell])
                 if tried[share].attainment(rule) >= ATTAINMENT:
                     low = SHARES.index(share)
@@ -583,9 +580,10 @@ async def measure(names: Sequence[str], workloads: Sequence[Workload], options: 
 @dataclass(frozen=True)
 class Options:
     shape: llava.Shape = SHAPE
-    num_requests: int = 200
+    num_requests: int = 200  # of a cell
     repeats: int = 5
-    max_cell_s: float = 1e9
+    min_requests: int = 30
+    max_cell_s: float = 1e9  # a cell has fewer requests where they would take longer to come
     num_at_once: int = 60
     num_unloaded: int = 12
     rules: tuple[str, ...] = (STRICT, PAPER)
@@ -615,7 +613,7 @@ def main() -> None:
     if given.short:
         options = replace(options, repeats=2, max_cell_s=15.0, rules=(STRICT,))
     if given.quick:
-        options = Options(llava.TINY, 30, 1, 2.0, num_at_once=8, num_unloaded=3, rules=(STRICT,))
+        options = Options(llava.TINY, 8, 1, 8, 1.0, num_at_once=4, num_unloaded=3, rules=(STRICT,))
         workloads = workloads[:1]
     with tempfile.TemporaryDirectory() as directory:
         path = llava.build(Path(directory), options.shape)

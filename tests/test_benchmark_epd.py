@@ -1,0 +1,96 @@
+"""benchmarks/epd.py works, and its sums are right; what it measures here says nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.epd import (
+    COLUMNS,
+    SHAPE,
+    STRICT,
+    WORKLOADS,
+    Answered,
+    Cell,
+    Point,
+    goals,
+    goodput,
+    make_requests,
+    percentile,
+)
+from vllm_omni.slo import Slo
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_quick_run_ends_with_a_line_of_json():
+    command = [sys.executable, "-m", "benchmarks.epd", "--quick", "--modes", "stock,ours"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    (workload,) = result["workloads"].values()
+    assert workload["slo_ms"]["ttft_ms"] > workload["slo_ms"]["tpot_ms"] > 0
+    assert list(workload["modes"]) == ["stock", "ours"]
+    for mode, row in workload["modes"].items():
+        assert row.keys() >= set(COLUMNS)
+        assert 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] and 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+        assert row["attainment"] and row["goodput_s"][STRICT] > 0, mode
+        assert f"| TextCaps | {mode} |" in done.stdout
+    assert done.stdout.count("| reached |") + done.stdout.count("| MISSED |") == 3
+
+
+def test_goodput_is_between_the_last_rate_that_is_met_and_the_next_one():
+    assert goodput({1.0: 1.0, 2.0: 0.95, 4.0: 0.85}) == pytest.approx(3.0)
+    assert goodput({1.0: 0.95, 2.0: 0.8, 4.0: 0.95}) == pytest.approx(1 + 1 / 3)  # one lucky rate is no capacity
+    assert goodput({1.0: 0.95}) == 1.0
+    assert goodput({1.0: 0.5}) == pytest.approx(0.2)  # all are met where none comes
+
+
+def test_a_percentile_is_one_of_the_values():
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([float(n) for n in range(1, 101)], 0.99) == 99.0
+    assert percentile([], 0.99) == 0.0
+
+
+def test_a_seed_gives_the_same_requests_at_every_rate_but_for_their_times():
+    slow, fast = (make_requests(WORKLOADS["TextCaps"], SHAPE, 7, 20, rate) for rate in (1.0, 10.0))
+    for one, other in zip(slow, fast, strict=True):
+        assert one.at_s == pytest.approx(10 * other.at_s)
+        assert (one.prompt, one.num_tokens) == (other.prompt, other.num_tokens)
+        assert one.image.tobytes() == other.image.tobytes()
+    other_seed = make_requests(WORKLOADS["TextCaps"], SHAPE, 8, 20, 1.0)
+    assert [one.at_s for one in slow] != [one.at_s for one in other_seed]
+    assert len({one.image.tobytes() for one in slow}) == 20  # no cache answers
+
+
+def test_both_rules_are_applied_to_each_request():
+    slo = Slo(ttft_ms=100, tpot_ms=10)
+    smooth = Answered([0.05 + 0.008 * n for n in range(20)])
+    stalled = Answered([0.05 + 0.005 * n + (0.05 if n > 10 else 0) for n in range(20)])
+    late = Answered([0.2 + 0.008 * n for n in range(20)])
+    point = Point(slo, [Cell([smooth, stalled], 1.0, 0.0), Cell([late, smooth], 1.0, 0.0)])
+    assert point.attainment("paper") == 0.75
+    assert point.attainment(STRICT) == 0.5
+
+
+def test_goals_compare_with_the_baseline_of_as_many_engines():
+    row = {"gap_p99_ms": 10.0, "all_at_once_s": 9.0, "goodput_s": {STRICT: 3.0}}
+    modes = {
+        "stock": {"gap_p99_ms": 60.0, "all_at_once_s": 10.0, "goodput_s": {STRICT: 1.0}},
+        "ours": row,
+        "2 stock": {**row, "goodput_s": {STRICT: 1.5}},
+        "2 EPD": {**row, "goodput_s": {STRICT: 2.0}},
+        "E+PD": row,
+    }
+    got = {
+        goal.what: (goal.at_least, goal.got) for goal in goals({"MME": {"modes": modes}, "VizWiz": {"modes": modes}})
+    }
+    assert got["VizWiz: gap p99, stock over ours"] == (3.0, 6.0)
+    assert got["VizWiz: goodput, strict, ours over stock"] == (1.3, 3.0)
+    assert got["MME: goodput, strict, ours over stock"] == (0.95, 3.0)
+    assert got["VizWiz: goodput, strict, E+PD over 2 stock"] == (1.5, 2.0)
+    assert got["VizWiz: all at once, ours over stock"] == (0.9, 0.9)
+    assert got["VizWiz: goodput, full over no hybrid"] == (1.0, 1.5)
