@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
+    VLLM_OMNI_MAX_READING_MEDIA: int
+    VLLM_OMNI_MAX_WAITING_MEDIA: int
 
 
 class Variable(NamedTuple):
@@ -46,6 +48,13 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError("a whole number, 0 or more")
     return int(text)
+
+
+def _positive_count(text: str) -> int:
+    value = _count(text)
+    if not value:
+        raise ValueError("a whole number, 1 or more")
+    return value
 
 
 def _slab_bytes(text: str) -> int:
@@ -98,6 +107,16 @@ VARIABLES: Mapping[str, Variable] = {
         _address,
         lambda: "127.0.0.1",
         "where the transports tcp, nixl and mooncake listen: an address of this host by which the others reach it",
+    ),
+    "VLLM_OMNI_MAX_READING_MEDIA": Variable(
+        _positive_count,
+        lambda: 16,
+        "prompts with images, sound or video that are read at a time: opened, decoded, prepared for the model",
+    ),
+    "VLLM_OMNI_MAX_WAITING_MEDIA": Variable(
+        _count,
+        lambda: 1024,
+        "prompts with media that may wait for that; beyond it they are refused (HTTP 503)",
     ),
 }
 

@@ -102,5 +102,9 @@ class StageUnavailable(StageFailed):
     """A stage that the request needs is being restarted, or could not be: nothing was started. HTTP 503."""
 
 
+class Overloaded(OmniError):
+    """Too much waits already: nothing was begun, and the request can be tried again. HTTP 503."""
+
+
 class MissingDependency(OmniError, ImportError):
     """An optional package is absent or its version unsupported; the message says which extra installs it."""

@@ -237,7 +237,9 @@ class InstanceGroup(StageNode):
             await self.door.enter(context.request_id)
         self.check_health()
         self._loop = asyncio.get_running_loop()
-        prompt = name_media(await self.front.render(request.prompt))
+        prompt = await self.front.render(request.prompt)
+        if prompt.get("mm_hashes"):
+            prompt = await asyncio.to_thread(name_media, prompt)  # a hash of every pixel
         params = self.front.sampling_params(request, context, wanted)
         journey = _Journey(
             context,

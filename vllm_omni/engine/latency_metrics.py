@@ -32,6 +32,13 @@ class LatencyMetrics:
             registry=self._registry,
         )
 
+        self.read = Histogram(
+            "vllm_omni:read_seconds",
+            "Seconds in which a prompt was tokenised and its media prepared, its wait for that included.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
         def counter(name: str, what: str) -> Counter:
             return Counter(f"vllm_omni:slo_{name}", what, [STAGE_LABEL], registry=self._registry)
 

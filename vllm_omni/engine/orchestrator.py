@@ -27,6 +27,7 @@ from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.instances import InstanceGroup, make_instances
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
+from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import Door, StageEngine, StageNode, StageState
 from vllm_omni.engine.supervisor import Supervisor, in_thread
@@ -111,6 +112,9 @@ class Orchestrator:
             self.engines |= {engine.name: engine for engine in engines}
             self.nodes[stage.name] = node
         self.nodes[self.config.stages[0].name].door = self.door
+        self.front(self.config.stages[0].name).reader = RequestProcessor(
+            envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe
+        )
         options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         run_directory = RunDirectory()
         starts: dict[str, Future[None]] = {}
@@ -290,6 +294,8 @@ class Orchestrator:
             trace_headers,
             engine_kwargs or {},
         )
+        if isinstance(prompt, dict) and "arrival_time" in prompt:
+            context.arrived_at = prompt["arrival_time"]  # read before, by vLLM's handler of a chat
         inputs = {"prompt": StageRequest(prompt)}
         call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
         modality_of = {output: modality for modality, output in outputs.items()}

@@ -4,7 +4,7 @@ import binascii
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
 
 
 def refusal(exc: BaseException, stage: str = "") -> InvalidRequest:
@@ -14,7 +14,7 @@ def refusal(exc: BaseException, stage: str = "") -> InvalidRequest:
 
     The cause is told as well: "the processor failed" says less than "the image is 1000 times as high as wide".
     """
-    if isinstance(exc, ImportError | MemoryError | StageFailed):
+    if isinstance(exc, ImportError | MemoryError | Overloaded | StageFailed):
         raise exc  # the installation's fault, or the machine's
     said = str(exc) or type(exc).__name__
     if not isinstance(exc, ValueError | VLLMClientError) or isinstance(exc, binascii.Error):

@@ -41,6 +41,7 @@ from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.run_directory import Lease
 from vllm_omni.epd_config import Instance
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnavailable
@@ -247,6 +248,7 @@ class StageEngine(StageNode):
         self.default_slo = default_slo(self.vllm_config)
         self._status = StageStatus()
         self.on_status: Callable[[], None] | None = None  # told of a new one, from any thread
+        self.reader: RequestProcessor | None = None  # of the engine that reads the user's prompts
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests, once there was one
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -275,6 +277,8 @@ class StageEngine(StageNode):
             raise StageFailed(self.name, f"did not start: {lease.failure() or exc}") from exc
         if media_cache is not None:
             media_cache()
+        if self.reader is not None:
+            self.reader.bind(self.llm.renderer)
         if self.config.stage_id or (self.instance is not None and not self.instance.is_front):
             self.llm.profiler = None  # of the front end, where torch has one at a time
         lease.note_processes()

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -104,6 +104,8 @@ class DiffusionScheduler(Scheduler):
         for request in new:
             self.waiting.remove_request(request)
             request.status = RequestStatus.RUNNING
+            if self.log_stats:  # as upstream: between this and the last output a request is executed
+                request.record_event(EngineCoreEventType.SCHEDULED)
             self.running.append(request)
         self.cache.start_batch([job.request.request_id for job in batch])
         self.cache.clear_expired_cache()

@@ -20,6 +20,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.chat_completion import api_router as upstream_chat
+from vllm.entrypoints.openai.completion import api_router as upstream_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
@@ -29,9 +30,13 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
+from vllm_omni.entrypoints.openai.protocol import (
+    OmniChatCompletionRequest,
+    OmniCompletionRequest,
+    SpeechRequest,
+)
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed, StageUnavailable
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, Overloaded, StageFailed, StageUnavailable
 
 router = APIRouter()  # of models that speak
 common_router = APIRouter()
@@ -51,6 +56,24 @@ common_router = APIRouter()
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Response | None:
     """Upstream's route, with a larger body."""
     response: Response | None = await upstream_chat.create_chat_completion(request, raw_request)
+    return response
+
+
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses={
+        HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
+        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
+        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
+    },
+    response_model=None,
+)
+async def create_completion(request: OmniCompletionRequest, raw_request: Request) -> Response | None:
+    """Upstream's route, with an SLO."""
+    request.check_slo()
+    response: Response | None = await upstream_completion.create_completion(request, raw_request)
     return response
 
 
@@ -203,7 +226,7 @@ async def _on_omni_error(raw_request: Request, exc: Exception) -> JSONResponse:
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     if isinstance(exc, ValueError):
         status = HTTPStatus.BAD_REQUEST
-    elif isinstance(exc, StageUnavailable):
+    elif isinstance(exc, StageUnavailable | Overloaded):
         status = HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(_error_body(exc, status), status.value)
 

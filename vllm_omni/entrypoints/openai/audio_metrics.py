@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from prometheus_client import REGISTRY, CollectorRegistry, Histogram, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import REGISTRY, CollectorRegistry
 
-_SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60)
+from vllm_omni.entrypoints.openai.server_metrics import ServerMetrics
+
 _LENGTHS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _FACTORS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.25, 1.5, 2, 3, 5, 10)
 
 
-class AudioMetrics(Collector):
-    """Histograms over answers with speech, which register themselves as one collector.
-
-    One by one they would be lost: a vLLM engine that starts takes every metric out of the process's registry whose name
-    has "vllm" in it.
-    """
+class AudioMetrics(ServerMetrics):
+    """Over answers with speech."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._registry = CollectorRegistry()
-
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm_omni:{name}", what, buckets=buckets, registry=self._registry)
-
-        self.ttfp = histogram("audio_ttfp_s", "Seconds from a request to the first piece of its speech.", _SECONDS)
-        self.duration = histogram("audio_duration_s", "Seconds of speech in an answer.", _LENGTHS)
-        self.rtf = histogram("audio_rtf", "Real-time factor: seconds a request took, by seconds of speech.", _FACTORS)
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        return self._registry.collect()
+        super().__init__(registry)
+        self.ttfp = self._histogram("audio_ttfp_s", "Seconds from a request to the first piece of its speech.")
+        self.duration = self._histogram("audio_duration_s", "Seconds of speech in an answer.", _LENGTHS)
+        self.rtf = self._histogram(
+            "audio_rtf", "Real-time factor: seconds a request took, by seconds of speech.", _FACTORS
+        )
 
 
 class AudioTimer:

@@ -85,6 +85,7 @@ class OmniServingChat(OpenAIServingChat):
         return await super(OmniServingChat, view).create_chat_completion(request, raw_request)
 
     def _check(self, request: OmniChatCompletionRequest) -> None:
+        request.check_slo()
         known = self.engine_client.orchestrator.pipeline.modalities
         for modality in request.modalities or ():
             if modality not in known:

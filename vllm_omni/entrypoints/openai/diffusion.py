@@ -23,6 +23,7 @@ from vllm.utils import random_uuid
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
+from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics, ImageTimer
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -49,11 +50,13 @@ class DiffusionServing:
 
     Args:
         models: the names under which the pipeline is served.
+        image_metrics: where pictures are timed; None: nowhere.
     """
 
-    def __init__(self, omni: AsyncOmni, models: OpenAIModelRegistry) -> None:
+    def __init__(self, omni: AsyncOmni, models: OpenAIModelRegistry, image_metrics: ImageMetrics | None = None) -> None:
         self._omni = omni
         self._models = models
+        self._image_metrics = image_metrics
         self.pipeline = omni.orchestrator.pipeline
         config = omni.model_config
         self._media = MediaConnector(
@@ -97,12 +100,15 @@ class DiffusionServing:
         if isinstance(unknown, ErrorResponse):
             raise VLLMNotFoundError(unknown.error.message)
         self._omni.check_admission()
+        timer = ImageTimer(self._image_metrics)
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
         media = {"multi_modal_data": {"image": list(images)}} if images else {}
         try:
             outputs = self._omni.generate({"prompt": prompt, **media}, fields.params(), request_id)
             async with aclosing(outputs):
                 async for output in outputs:
+                    if "images" in output.multimodal_output or output.preview is not None:
+                        timer.picture(is_finished=output.finished)
                     yield output
         except InvalidRequest as exc:
             raise name_field(exc, type(fields)) from exc

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.diffusion_protocol import (
     VideoRequest,
 )
 from vllm_omni.entrypoints.openai.drawing_chat import OmniServingDrawingChat
+from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics
 from vllm_omni.entrypoints.openai.images import OmniServingImages
 from vllm_omni.entrypoints.openai.media_files import OmniServingFiles
 
@@ -94,7 +95,8 @@ def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.include_router(router)
     names = args.served_model_name or [args.model]
     models = DiffusionModels(omni.model_config, [BaseModelPath(name=name, model_path=args.model) for name in names])
-    serving = DiffusionServing(omni, models)
+    image_metrics = None if args.disable_log_stats else ImageMetrics()
+    serving = DiffusionServing(omni, models, image_metrics)
     state = app.state
     state.engine_client, state.vllm_config, state.args = omni, omni.vllm_config, args
     state.log_stats = not args.disable_log_stats

@@ -4,6 +4,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.slo import SLO_ARGS, Slo
 
 
 class AudioOutput(BaseModel):
@@ -15,8 +19,32 @@ class AudioOutput(BaseModel):
     format: str = "wav"
 
 
-class OmniChatCompletionRequest(ChatCompletionRequest):
-    """vLLM's request, and what to answer in."""
+class _PromisedRequest(BaseModel):
+    """Beside vLLM's own fields: by when the answer is to come."""
+
+    slo: Any = Field(
+        default=None,
+        description="Milliseconds to the first token, and between two tokens, to be met by nine gaps of ten: "
+        '{"ttft_ms": 1000, "tpot_ms": 50}, or one of them.',
+    )
+
+    def check_slo(self) -> None:
+        """Raises ``InvalidRequest``."""
+        Slo.parse(self.slo)
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        params: SamplingParams = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
+        if self.slo is not None:
+            params.extra_args = {**(params.extra_args or {}), SLO_ARGS: self.slo}
+        return params
+
+
+class OmniCompletionRequest(_PromisedRequest, CompletionRequest):
+    """vLLM's request, with an SLO."""
+
+
+class OmniChatCompletionRequest(_PromisedRequest, ChatCompletionRequest):
+    """vLLM's request, with an SLO, and what to answer in."""
 
     modalities: list[str] | None = Field(default=None, description='What to answer in; ["text"] by default.')
     audio: AudioOutput | None = Field(default=None, description="The voice and the file format of the speech.")
