@@ -12,6 +12,7 @@ from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.hub import RelayHub, RelayOptions
+from vllm_omni.timeline import TIMELINE, Mark, Task, Timeline
 
 hub = RelayHub(RelayOptions())
 
@@ -186,3 +187,36 @@ def test_a_request_that_ended_in_an_error_has_its_reason() -> None:
 def test_an_unknown_output_type_is_refused() -> None:
     with pytest.raises(KeyError):
         make_processor("smell")
+
+
+def test_a_timeline_is_kept_for_who_runs_the_request_and_not_for_the_user() -> None:
+    processor = make_processor("text")
+    collector = add_request(processor)
+    first, last = make_output([1]), make_output([2], finished=True)
+    first.kv_transfer_params = {TIMELINE: Timeline(Task.WHOLE, [(Mark.QUEUED, 1.0), (Mark.TOKEN, 2.0)]).pack()}
+    last.kv_transfer_params = {TIMELINE: Timeline(Task.WHOLE, [(Mark.ENDED, 3.0)]).pack(), "do_remote_prefill": True}
+    processor.process_outputs([first])
+    assert read(collector).kv_transfer_params is None
+    processor.process_outputs([last])
+    assert read(collector).kv_transfer_params == {"do_remote_prefill": True}
+    assert processor.notes["a"].timelines == {
+        "a": Timeline(Task.WHOLE, [(Mark.QUEUED, 1.0), (Mark.TOKEN, 2.0), (Mark.ENDED, 3.0)])
+    }
+    late = make_output([3], request_id="gone")
+    late.kv_transfer_params = {TIMELINE: Timeline(Task.WHOLE).pack()}
+    processor.process_outputs([late])  # aborted meanwhile
+    assert processor.notes.keys() == {"a"}
+
+
+def test_tokens_are_timed_where_there_is_an_slo() -> None:
+    times = iter([5.0, 6.0])
+    upstream = OutputProcessor(None, log_stats=False)
+    processor = MultimodalOutputProcessor(upstream, "text", hub, has_slo=True, clock=lambda: next(times))
+    add_request(processor)
+    processor.process_outputs([make_output([1])])
+    processor.process_outputs([make_output([2, 3], finished=True)])
+    assert processor.notes["a"].token_times == [(0, 1, 5.0), (0, 2, 6.0)]
+    processor = make_processor("text")
+    add_request(processor)
+    processor.process_outputs([make_output([1], finished=True)])
+    assert not processor.notes

@@ -106,7 +106,9 @@ def _phases(timeline: Timeline, ended_at: float) -> Iterator[_Phase]:
 
 
 def _part_of_gap(begin: float, end: float, phases: Sequence[_Phase]) -> Part:
-    before = max((one for one in phases if one.end <= begin), key=lambda one: (one.end, one.begin), default=None)
+    # What took no time says what begins, and not what ended: a first token that was the last began no decode.
+    before = max((one for one in phases if one.begin < one.end <= begin), key=lambda one: one.end, default=None)
+    before = before or max((one for one in phases if one.end <= begin), key=lambda one: one.end, default=None)
     after = min((one for one in phases if one.begin >= end), key=lambda one: one.begin, default=None)
     # Stages by number: encode, prefill, decode. A migration is the end of one and the begin of the next.
     left = None if before is None else PARTS.index(before.part) // 3

@@ -6,6 +6,7 @@ From: HydraInfer, section 4.1 (request processor).
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, wait
@@ -58,6 +59,9 @@ class RequestProcessor:
                 return chats, [_arrived(one, arrived_at) for one in prompts]
 
         renderer.render_cmpl_async, renderer.render_chat_async = render_cmpl_async, render_chat_async
+        # More threads than cores that decode pictures take turns with the loop, and it waits the longer.
+        if not os.environ.get("VLLM_MEDIA_LOADING_THREAD_COUNT"):
+            global_thread_pool._max_workers = min(global_thread_pool._max_workers, os.cpu_count() or 1)
         # A pool starts a thread when it is given work, and the loop stands still until that runs: with all cores at
         # work on pictures, for a tenth of a second each.
         _start_threads(global_thread_pool, global_thread_pool._max_workers)

@@ -190,11 +190,27 @@ class ARModelRunner(GPUModelRunner):
             for info in self.request_infos.values()
             if info.error
         }
-        output = super().sample_tokens(grammar_output)
+        held = self._hold_generators()
+        try:
+            output = super().sample_tokens(grammar_output)
+        finally:
+            self.input_batch.generators.update(held)
         if payloads:
             assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
         return output if output is None else self._with_report(output)
+
+    def _hold_generators(self) -> dict[int, torch.Generator]:
+        """Those of rows whose token nobody takes, as their prompt goes on, are kept out of the step.
+
+        Upstream lets them draw and turns them back, which a CPU's generator refuses: one seeded prompt in chunks would
+        end the engine.
+        """
+        generators = self.input_batch.generators
+        if self.device.type != "cpu" or not generators:
+            return {}
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        return {row: generators.pop(row) for row in list(generators) if discarded[row]}
 
     # -- images that are encoded beside the language model ------------------------------------------------------------
 

@@ -1,0 +1,89 @@
+"""What a request's notes become: its answer's fields, and lines of /metrics."""
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.engine.latency import PARTS
+from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.errors import CallAborted, InvalidRequest, StageFailed
+from vllm_omni.model_executor.pipeline import RequestContext
+from vllm_omni.slo import Slo
+from vllm_omni.timeline import Mark, Task, TaskNotes, Timeline
+
+SLOS = {"thinker": Slo(ttft_ms=1000, tpot_ms=100)}
+
+
+def make_context() -> RequestContext:
+    """Answered after 0.5 s, with gaps of 0.05 s."""
+    context = RequestContext("a", {"thinker": SamplingParams()}, {}, arrived_at=100.0)
+    timeline = Timeline(Task.WHOLE, [(Mark.QUEUED, 100.1), (Mark.SCHEDULED, 100.2), (Mark.TOKEN, 100.5)])
+    token_times = [(0, 1, 100.5 + 0.05 * number) for number in range(11)]
+    context.note_task("thinker", Task.WHOLE, 100.1, 101.0, TaskNotes({"a": timeline}, token_times))
+    talker = Timeline(Task.WHOLE, [(Mark.QUEUED, 100.6), (Mark.SCHEDULED, 100.6), (Mark.TOKEN, 100.7)])
+    context.note_task("talker", Task.WHOLE, 100.6, 103.0, TaskNotes({"b": talker}))
+    return context
+
+
+def values(metrics: LatencyMetrics) -> dict[str, float]:
+    """Of the thinker; those that are not 0, without buckets."""
+    return {
+        "/".join([sample.name.removeprefix("vllm_omni:"), *filter(None, [sample.labels.get("part")])]): sample.value
+        for metric in metrics.collect()
+        for sample in metric.samples
+        if sample.labels.get("stage") == "thinker" and sample.value and not sample.name.endswith(("bucket", "created"))
+    }
+
+
+def make_latency(context: RequestContext) -> tuple[RequestLatency, LatencyMetrics]:
+    metrics = LatencyMetrics()
+    return RequestLatency(context, "thinker", SLOS, metrics), metrics
+
+
+def test_an_answer_says_where_its_time_went_in_every_stage() -> None:
+    latency, metrics = make_latency(make_context())
+    parts, reports = latency.end()
+    assert sum(parts["thinker"].values()) == pytest.approx(1.0)  # from its arrival
+    assert sum(parts["talker"].values()) == pytest.approx(2.4)  # from what it was sent first
+    assert parts["thinker"]["prefill_queueing"] == pytest.approx(0.2)
+    assert reports["thinker"].is_met_strictly and reports["thinker"].ttft_s == pytest.approx(0.5)
+    found = values(metrics)
+    assert {name for name in found if name.startswith("latency_part_seconds_count/")} == {
+        f"latency_part_seconds_count/{part}" for part in PARTS
+    }
+    assert found["latency_part_seconds_sum/decode_execution"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "counted"),
+    [
+        ({}, {"requests", "met", "met_strictly"}),
+        ({"late": 1}, {"requests", "met"}),
+        ({"late": 2}, {"requests", "missed_tpot"}),
+        ({"arrived_at": 99.0}, {"requests", "missed_ttft"}),
+        ({"arrived_at": 99.0, "late": 5}, {"requests", "missed_ttft", "missed_tpot"}),
+    ],
+)
+def test_who_meets_its_slo_is_counted(change: dict[str, Any], counted: set[str]) -> None:
+    context = make_context()
+    context.arrived_at = change.get("arrived_at", 100.0)
+    times = context.stage_times["thinker"].token_times
+    for number in range(change.get("late", 0)):
+        times[number + 6 :] = [(index, n, at + 0.2) for index, n, at in times[number + 6 :]]
+    latency, metrics = make_latency(context)
+    latency.end()
+    assert {name for name in values(metrics) if name.startswith("slo_")} == {f"slo_{one}_total" for one in counted}
+
+
+def test_a_request_that_failed_has_met_nothing() -> None:
+    latency, metrics = make_latency(RequestContext("a", {}, {}))
+    latency.fail(StageFailed("thinker", "died"))
+    assert values(metrics) == {"slo_requests_total": 1, "slo_missed_ttft_total": 1, "slo_failed_total": 1}
+
+
+@pytest.mark.parametrize("exc", [CallAborted("by its owner"), InvalidRequest("no prompt")])
+def test_a_request_that_ended_by_its_own_fault_is_not_counted(exc: Exception) -> None:
+    latency, metrics = make_latency(make_context())
+    latency.fail(exc)
+    assert values(metrics) == {}
