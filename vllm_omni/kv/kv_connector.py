@@ -124,7 +124,10 @@ class RelayKVConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
         caches = _paged_caches(self._vllm_config, self._kv_cache_config, kv_caches, rank)
-        self.worker = WorkerSide(process_hub(self._vllm_config.additional_config), caches, rank)
+        hub = process_hub(self._vllm_config.additional_config)
+        if self._kv_transfer_config.is_kv_producer:
+            hub.prepare()
+        self.worker = WorkerSide(hub, caches, rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self.worker is None else Caches(self.worker.caches.format)

@@ -129,7 +129,6 @@ class PageSource:
         self._buffers: dict[str, _Buffers] = {}
         self._saves: list[tuple[Save, Tensor]] = []  # of this step
         self._layers_left: set[str] = set()
-        hub.prepare()
 
     def reserve(self, reserve: Reserve) -> None:
         self._waiting.append(reserve)

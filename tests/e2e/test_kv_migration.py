@@ -1,0 +1,260 @@
+"""Prefill in one process, decode in another: a tiny LLaVA-1.5 answers as one stock engine does."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.reference import llava
+from vllm_omni.core.sched.budget import EPD_CONFIG
+from vllm_omni.relay import hub as relay_hub
+from vllm_omni.relay.codec import decode
+from vllm_omni.relay.hub import RelayHub, RelayOptions
+
+pytestmark = [
+    pytest.mark.slow,
+    # vLLM's own, of a worker in this process.
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+]
+
+BLOCK_SIZE = 32
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "block_size": BLOCK_SIZE,
+    "async_scheduling": False,
+    "limit_mm_per_prompt": {"image": 2},
+}
+OMNI = {
+    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
+}
+PAGE_BYTES = 2 * 2 * BLOCK_SIZE * 64 * 4  # layers, heads, tokens, keys and values of 32 numbers, float32
+NUM_TOKENS = 8
+
+
+def kv_config(role: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "RelayKVConnector",
+        "kv_connector_module_path": "vllm_omni.kv.kv_connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def make_source(checkpoint: Path, relay: RelayOptions, **engine: Any) -> LLM:
+    """A prefill instance in processes of its own, which computes a prompt in several chunks."""
+    additional = {"relay": {"transport": relay.transport, "num_bytes": relay.num_bytes}}
+    settings = {"kv_transfer_config": kv_config("kv_producer"), "additional_config": additional}
+    return LLM(str(checkpoint), **{**ENGINE, **OMNI, "max_num_batched_tokens": 48, **settings, **engine})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llava.build(tmp_path_factory.mktemp("llava"))
+
+
+def make_prompts() -> list[dict[str, Any]]:
+    """Texts up to four blocks long, and images that a block's end cuts in two."""
+    rng = np.random.default_rng(0)
+    images = [
+        Image.fromarray(rng.integers(0, 255, (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3), dtype=np.uint8)) for _ in range(4)
+    ]
+
+    def words(count: int, first: int) -> str:
+        return " ".join(f"w{(first + 7 * number) % 100}" for number in range(count))
+
+    prompts: list[dict[str, Any]] = [{"prompt": f"<s> {words(count, count)}"} for count in (1, 30, 31, 32, 63, 90, 127)]
+    prompts += [
+        {"prompt": f"<s> {words(count, count)} <image> w5", "multi_modal_data": {"image": images[0]}}
+        for count in (0, 20, 30)
+    ]
+    prompts.append({"prompt": f"<s> {words(9, 3)} <image> w1 <image> w2", "multi_modal_data": {"image": images[1:3]}})
+    return prompts
+
+
+def make_params() -> list[SamplingParams]:
+    """One for each prompt, of all the kinds whose state a request carries from token to token."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 17},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5},
+    ]
+    return [
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **kinds[number % len(kinds)])
+        for number in range(len(make_prompts()))
+    ]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def logprobs_of(outputs: list[RequestOutput]) -> list[list[dict[int, float]]]:
+    return [
+        [{token: one.logprob for token, one in position.items()} for position in output.outputs[0].logprobs or ()]
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def stock(checkpoint: Path) -> list[RequestOutput]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = LLM(str(checkpoint), **ENGINE)
+        outputs = llm.generate(make_prompts(), make_params(), use_tqdm=False)
+        llm.llm_engine.engine_core.shutdown()
+    return outputs
+
+
+class Router:
+    """What stands in front: it hands announcements on, and ends the leases of the pages."""
+
+    def __init__(self) -> None:
+        self.hub = RelayHub(RelayOptions(), prefault=False)
+
+    def prefill(self, source: LLM, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+        outputs = source.generate(prompts, params, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
+        return [output.kv_transfer_params or {} for output in outputs]
+
+    def decode(
+        self,
+        target: LLM,
+        announced: list[dict[str, Any]],
+        prompts: list[dict[str, Any]],
+        params: list[SamplingParams],
+    ) -> list[RequestOutput]:
+        own = [one.clone() for one in params]
+        for one, announcement in zip(own, announced, strict=True):
+            one.extra_args = {"kv_transfer_params": announcement}
+        return target.generate(prompts, own, use_tqdm=False)
+
+    def release(self, announced: list[dict[str, Any]]) -> None:
+        for announcement in announced:
+            self.hub.release_payload(decode(announcement["pages"]), for_all=True)
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[Router]:
+    made = Router()
+    yield made
+    made.hub.close()
+
+
+class Target:
+    """A decode instance in this process, whose steps are looked at. Not all requests have room in it at once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.steps: list[SchedulerOutput] = []
+        self.llm = LLM(
+            str(checkpoint),
+            **{**ENGINE, **OMNI, "num_gpu_blocks_override": 20},
+            kv_transfer_config=kv_config("kv_consumer"),
+            additional_config={
+                "relay": {"transport": "shm"},
+                EPD_CONFIG: {"token_budget": 64, "image_budget": 32, "num_encode_layers": 2},
+            },
+        )
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def watched(*args: Any) -> SchedulerOutput:
+            self.steps.append(schedule(*args))
+            return self.steps[-1]
+
+        scheduler.schedule = watched
+        self.scheduler = scheduler
+
+    def take_steps(self) -> list[SchedulerOutput]:
+        steps, self.steps = self.steps, []
+        return steps
+
+
+def num_computed(steps: list[SchedulerOutput]) -> int:
+    return sum(step.total_num_scheduled_tokens for step in steps)
+
+
+def num_encodes(steps: list[SchedulerOutput]) -> int:
+    return sum(len(step.scheduled_encoder_inputs) + len(getattr(step, "encodes", ())) for step in steps)
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Path, stock: list[RequestOutput]) -> Iterator[Target]:
+    # Behind the stock engine: vLLM has one connector for a process, which would hear of that one's caches, too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr(relay_hub, "_process_hub", None)
+        made = Target(checkpoint)
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Path) -> Iterator[LLM]:
+    # Room for two or three of the longest prompts.
+    made = make_source(checkpoint, RelayOptions("shm", 12 * PAGE_BYTES))
+    yield made
+    made.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("round", ["fresh", "cached"])
+def test_a_pair_answers_as_one_engine_does(
+    source: LLM, target: Target, router: Router, stock: list[RequestOutput], round: str
+) -> None:
+    prompts, params = make_prompts(), make_params()
+    answers: list[RequestOutput] = []
+    target.take_steps()
+    for first in range(0, len(prompts), 2):  # the source's relay holds no more
+        some = slice(first, first + 2)
+        announced = router.prefill(source, prompts[some])
+        assert [one["num_tokens"] for one in announced] == [
+            len(output.prompt_token_ids or ()) for output in stock[some]
+        ]
+        answers += router.decode(target.llm, announced, prompts[some], params[some])
+        router.release(announced)
+    assert tokens_of(answers) == tokens_of(stock)
+    assert logprobs_of(answers) == [
+        [pytest.approx(position, abs=1e-4) for position in positions] for positions in logprobs_of(stock)
+    ]
+    steps = target.take_steps()
+    assert num_encodes(steps) == 0, "the source has encoded the images"
+    assert num_computed(steps) == len(prompts) * NUM_TOKENS, "and computed the prompts"
+    assert len({tuple(tokens) for tokens in tokens_of(stock)[7:]}) > 1  # or the images would not matter
+
+
+def test_pages_of_a_source_that_was_killed_are_computed(
+    checkpoint: Path, target: Target, router: Router, stock: list[RequestOutput]
+) -> None:
+    prompts, params = make_prompts(), make_params()
+    some = [number for number, one in enumerate(params) if one.seed is None]
+    # vLLM's CPU runner cannot compute a prompt with a seed in several chunks, as budgets make them here.
+    prompts, params = [prompts[number] for number in some], [params[number] for number in some]
+    assert target.llm.reset_prefix_cache()
+    before = set(psutil.Process().children(recursive=True))
+    doomed = make_source(checkpoint, RelayOptions("tcp", 64 * PAGE_BYTES))
+    announced = router.prefill(doomed, prompts)
+    # Half of it is pulled over the network, and half of it after the source's death.
+    num_pulled = len(prompts) // 2
+    answers = router.decode(target.llm, announced[:num_pulled], prompts[:num_pulled], params[:num_pulled])
+    target.take_steps()
+    for process in set(psutil.Process().children(recursive=True)) - before:
+        os.kill(process.pid, signal.SIGKILL)
+    answers += router.decode(target.llm, announced[num_pulled:], prompts[num_pulled:], params[num_pulled:])
+    assert tokens_of(answers) == [tokens_of(stock)[number] for number in some]
+    assert num_computed(target.take_steps()) > len(prompts[num_pulled:]) * NUM_TOKENS
+    assert not target.scheduler.requests
+    doomed.llm_engine.engine_core.shutdown()
