@@ -139,7 +139,7 @@ class Orchestrator:
         if self._log_stats:
             METRICS.add_graph(
                 str(run_directory.path),
-                partial(_collect, self.runtime, self.engines.values(), self.latency_metrics),
+                partial(_collect, self.runtime, self.engines.values(), self.nodes.values(), self.latency_metrics),
             )
 
     def make_node(self, stage: StageConfig) -> tuple[list[StageEngine], StageNode]:
@@ -401,7 +401,10 @@ def _await_starts(starts: Mapping[str, Future[None]]) -> None:
 
 
 def _collect(
-    runtime: GraphRuntime, engines: Iterable[StageEngine], latency_metrics: LatencyMetrics
+    runtime: GraphRuntime,
+    engines: Iterable[StageEngine],
+    nodes: Iterable[StageNode],
+    latency_metrics: LatencyMetrics,
 ) -> Iterator[Metric]:
     """What the graph holds at the moment, whether its stages are up, and where requests' time went."""
     yield from latency_metrics.collect()
@@ -423,6 +426,26 @@ def _collect(
         restarts.add_metric([engine.name], engine.status.num_restarts)
     yield is_up
     yield restarts
+    if groups := [node for node in nodes if isinstance(node, InstanceGroup)]:
+        yield from _collect_instances(groups)
+
+
+def _collect_instances(groups: Iterable[InstanceGroup]) -> Iterator[Metric]:
+    """Who did how much, of stages with several instances."""
+    tasks = CounterMetricFamily("vllm_omni:instance_tasks", "Tasks that an instance was given.", labels=[STAGE_LABEL])
+    encoded = CounterMetricFamily("vllm_omni:images_encoded", "Images that an instance encoded.", labels=[STAGE_LABEL])
+    found = CounterMetricFamily("vllm_omni:images_found", "Images that had been encoded before.", labels=[STAGE_LABEL])
+    migrated = CounterMetricFamily("vllm_omni:kv_migrations", "KV caches that migrated.", labels=[STAGE_LABEL])
+    redone = CounterMetricFamily("vllm_omni:tasks_redone", "Tasks given to a second instance.", labels=[STAGE_LABEL])
+    for group in groups:
+        statistics = group.statistics()
+        for name, number in statistics.num_tasks.items():
+            tasks.add_metric([name], number)
+        encoded.add_metric([group.name], statistics.num_encoded)
+        found.add_metric([group.name], statistics.images.num_hits)
+        migrated.add_metric([group.name], statistics.num_migrations)
+        redone.add_metric([group.name], statistics.num_redone)
+    yield from (tasks, encoded, found, migrated, redone)
 
 
 def _shutdown(engines: Iterable[StageEngine], supervisors: Sequence[Supervisor], run_directory: RunDirectory) -> None:

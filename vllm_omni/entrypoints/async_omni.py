@@ -24,6 +24,7 @@ from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
 from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
@@ -422,6 +423,11 @@ class AsyncOmni(EngineClient):
     def stage_report(self) -> dict[str, StageStatus]:
         """The state of every stage, by name; of one with several instances, that of each: ``thinker/PD0``."""
         return {name: engine.current_status() for name, engine in self.orchestrator.engines.items()}
+
+    def instance_statistics(self) -> dict[str, InstanceStatistics]:
+        """Of each stage that has several instances: who did how much."""
+        nodes = self.orchestrator.nodes.items()
+        return {name: node.statistics() for name, node in nodes if isinstance(node, InstanceGroup)}
 
     async def aclose(self) -> None:
         """Abort what runs, wait until every stage has let go of it, and end the stages."""

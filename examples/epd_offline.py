@@ -1,0 +1,45 @@
+"""Ask a model about pictures, with engines that encode, prefill and decode apart, and see who did what.
+
+python examples/epd_offline.py --model llava-hf/llava-1.5-7b-hf --epd E:1,PD:1 --image cat.png --image dog.png
+"""
+
+import argparse
+from pathlib import Path
+
+from PIL import Image
+
+from vllm_omni import OmniLLM
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ask about pictures, with instances of a mix.")
+    parser.add_argument("--model", required=True, help="directory or hub name of a checkpoint that reads images")
+    parser.add_argument("--epd", default="E:1,PD:1", help="how many instances of which kind (default: %(default)s)")
+    parser.add_argument("--image", type=Path, action="append", required=True, help="a picture; may be repeated")
+    parser.add_argument(
+        "--prompt",
+        default="USER: <image>\nWhat is in this picture? ASSISTANT:",
+        help="with the model's own word for a picture (default: %(default)r)",
+    )
+    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    options = parser.parse_args()
+
+    prompts = [
+        {"prompt": options.prompt, "multi_modal_data": {"image": Image.open(path).convert("RGB")}}
+        for path in options.image
+    ]
+    print(f"starting {options.epd} of {options.model} ...", flush=True)
+    # Not compiled, so that it starts soon; leave it out for speed.
+    with OmniLLM(options.model, epd=options.epd, enforce_eager=True) as omni:
+        outputs = omni.generate(prompts, {"temperature": 0, "max_tokens": options.max_tokens}, use_tqdm=False)
+        statistics = omni.engine.instance_statistics()
+
+    for path, output in zip(options.image, outputs, strict=True):
+        print(f"{path.name}: {output.outputs[0].text!r} ({output.stage_durations['total']:.2f} s)")
+    for name, stage in statistics.items():
+        print(f"{name}: {stage.num_encoded} images encoded, {stage.num_migrations} KV caches migrated")
+        print("  " + ", ".join(f"{instance} had {number} tasks" for instance, number in stage.num_tasks.items()))
+
+
+if __name__ == "__main__":  # instances are processes that import this file
+    main()
