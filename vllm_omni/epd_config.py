@@ -1,6 +1,6 @@
 """``EPDDeployment``: the ``epd:`` section of a stage: its instances, how requests are spread, and its budgets.
 
-From: HydraInfer, sections 4.1 (instances of any mix of encode, prefill and decode) and 4.2 (budgets).
+From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode, prefill and decode).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which of several instances goes on with a request.
 
-From: HydraInfer, section 4.4 (migrate scheduler: round robin), and what Omni-Flow, section 3.5, has for sessions.
+From: HydraInfer, section 4.3 (among several targets: round robin), and what Omni-Flow, section 3.5, has for sessions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``ImageStore``: embeddings of images that a request may find instead of having them encoded.
 
-From: HydraInfer, section 4.4 (paged image cache, shared between requests).
+From: HydraInfer, section 4.3 (image cache), kept here from one request to the next.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ request to an engine; embeddings and KV caches go from one to the next over the 
 and this process sees their references alone. It holds their leases, so that what has been computed survives a target
 that dies or has no room: another one pulls the same.
 
-From: HydraInfer, sections 4.1 (instances), 4.3 (pull-based migration) and 4.4 (request processor, migrate scheduler).
+From: HydraInfer, sections 4.1 (request processor), 4.3 (pull-based migration) and 4.4 (instances of any mix).
 """
 
 from __future__ import annotations
