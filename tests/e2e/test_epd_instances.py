@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stock(NamedTuple):
     tokens: list[list[int]]
     long: list[int]  # a reply to the first image
-    prompt_logprobs: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +102,16 @@ def stock(checkpoint: Path) -> Stock:
         (long,) = llm.generate(
             prompts[2], SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True), use_tqdm=False
         )
-        (scored,) = llm.generate(prompts[2], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
         llm.llm_engine.engine_core.shutdown()
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return Stock(tokens, list(long.outputs[0].token_ids), scored.prompt_logprobs)
+    return Stock(tokens, list(long.outputs[0].token_ids))
 
 
 @pytest.fixture(scope="module")
 def omni(checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # who is killed stays dead
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
         with OmniLLM(checkpoint, **ENGINE, epd=MIX) as omni:
             yield omni
 
@@ -126,6 +125,8 @@ def group(omni: OmniLLM) -> Iterator[InstanceGroup]:
     yield group
     group.kinds = kinds
     assert not any(group._work.values())
+    if not all(group._is_alive(name) for name in group.engines):  # after the last test
+        return
     for reset in (omni.engine.reset_mm_cache, omni.engine.reset_encoder_cache, omni.engine.reset_prefix_cache):
         omni._run(reset())
     leases = omni._run(count_leases(group))
@@ -201,13 +202,18 @@ def test_every_mix_answers_as_one_engine_does(
     assert second.num_redone == before.num_redone
 
 
-def test_what_scores_the_prompt_stays_on_one_instance(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
+def test_what_scores_the_prompt_stays_on_one_instance(omni: OmniLLM, group: InstanceGroup) -> None:
+    def score() -> Any:
+        (output,) = omni.generate(make_prompts()[2], {"max_tokens": 1, "prompt_logprobs": 1}, use_tqdm=False)
+        return [one and {token: logprob.rank for token, logprob in one.items()} for one in output.prompt_logprobs]
+
+    with only(group, "PD"):
+        want = score()
     with only(group, "E|P|D"):
         before = group.statistics().num_migrations
-        (output,) = omni.generate(make_prompts()[2], {"max_tokens": 1, "prompt_logprobs": 1}, use_tqdm=False)
+        assert score() == want
         assert group.statistics().num_migrations == before
-    assert output.prompt_logprobs is not None
-    assert [one and list(one) for one in output.prompt_logprobs] == [one and list(one) for one in stock.prompt_logprobs]
+    assert len([one for one in want if one]) > 1
 
 
 def test_several_answers_to_one_prompt(omni: OmniLLM, group: InstanceGroup) -> None:
@@ -308,8 +314,9 @@ def kill(group: InstanceGroup, kind: str) -> None:
 async def read(omni: OmniLLM, request_id: str, image: Image.Image, **more: Any) -> AsyncIterator[Any]:
     prompt = {"prompt": "<s> w0 <image> w3", "multi_modal_data": {"image": image}}
     params = SamplingParams(**{"temperature": 0, "max_tokens": LONG, "ignore_eos": True, **more})
-    async for output in omni.engine.generate(prompt, params, request_id):
-        yield output
+    async with aclosing(omni.engine.generate(prompt, params, request_id)) as outputs:
+        async for output in outputs:
+            yield output
 
 
 async def tokens_through_a_death(omni: OmniLLM, group: InstanceGroup, kind: str, **more: Any) -> list[int]:
@@ -344,27 +351,29 @@ def test_deaths_lose_no_request_while_anybody_lives(omni: OmniLLM, group: Instan
         omni._run(omni.engine.reset_mm_cache())
         assert omni._run(with_many("E")) == want  # P encodes
         assert omni._run(with_many("P")) == want  # D does everything
-    group.kinds = {name: kind for name, kind in group.kinds.items() if kind in ("D", "PD")}
-    group._work["language/PD0"] += 1e6  # so that D is chosen
-    tokens = omni._run(tokens_through_a_death(omni, group, "D"))
-    group._work["language/PD0"] -= 1e6
+    before = group.statistics().num_redone
+    assert before >= 2
+    with only(group, "EP|D|PD"):
+        group._work["language/PD0"] += 1e6  # so that D is chosen
+        tokens = omni._run(tokens_through_a_death(omni, group, "D"))
+        group._work["language/PD0"] -= 1e6
     assert tokens == stock.long  # gone on with by PD
-    assert group.statistics().num_redone >= 3
+    assert group.statistics().num_redone == before + 1
     # What a seed has drawn cannot be drawn again: the user hears of it.
-    group.kinds = {"language/PD0": "PD", "language/ED0": "ED"}
-    group._work["language/ED0"] += 1e6
-    with pytest.raises(StageFailed, match=r"'language/PD0': its engine has died: .* cannot be gone on with elsewhere"):
-        omni._run(tokens_through_a_death(omni, group, "PD", temperature=1.0, seed=1))
-    group._work["language/ED0"] -= 1e6
+    with only(group, "PD|ED"):
+        with pytest.raises(
+            StageFailed, match=r"language/PD0': its engine has died: .* cannot be gone on with elsewhere"
+        ):
+            omni._run(tokens_through_a_death(omni, group, "PD", temperature=1.0, seed=1))
     assert omni._run(all_of_them()) == want
     health = omni.engine.stage_report()
     assert {name for name, status in health.items() if status.state is StageState.FAILED} == {
         f"language/{kind}0" for kind in ("E", "P", "D", "PD")
     }
     omni._run(omni.engine.check_health())
-    group.kinds = {"language/ED0": "ED"}
-    with pytest.raises(StageUnavailable, match=r"stage 'language': failed: language/ED0: its engine has died"):
-        omni._run(tokens_through_a_death(omni, group, "ED"))
-    with pytest.raises(StageUnavailable):
-        omni._run(omni.engine.check_health())
+    with only(group, "ED"):
+        with pytest.raises(StageUnavailable, match=r"stage 'language': failed: language/ED0: its engine has died"):
+            omni._run(tokens_through_a_death(omni, group, "ED"))
+        with pytest.raises(StageUnavailable):
+            omni._run(omni.engine.check_health())
     assert not any(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
