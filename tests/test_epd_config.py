@@ -3,11 +3,13 @@
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_omni.config import LANGUAGE, load_config
 from vllm_omni.core.sched.budget import EPDConfig
+from vllm_omni.engine.instances import make_instances
 from vllm_omni.epd_config import BUDGET_KEYS, needless_encoder, no_encoder, parse_instances
 from vllm_omni.errors import ConfigError
 
@@ -93,6 +95,51 @@ def test_the_flag_adds_to_the_section_of_a_file(model: Path, tmp_path: Path) -> 
     assert stage.budgets == {"tpot_ms": 30}
     assert stage.deployment.engine_args == {"PD": {"max_num_seqs": 2}}
     assert stage.deployment.is_split
+
+
+def test_one_instance_may_have_arguments_of_its_own(model: Path) -> None:
+    args = {"PD": {"max_num_seqs": 4}, "DP1": {"device_ids": ["1"]}}
+    stage = load_config(model, epd={"instances": "E:1,PD:2", "engine_args": args}).stages[0]
+    instances = {one.name: one for one in make_instances(stage)}
+    assert list(instances) == ["language/E0", "language/PD0", "language/PD1"]
+    assert instances["language/E0"].engine_args["mm_encoder_only"] is True
+    assert instances["language/PD0"].engine_args["max_num_seqs"] == 4
+    assert instances["language/PD1"].engine_args["device_ids"] == ["1"]
+    assert [name for name, one in instances.items() if one.is_front] == ["language/PD0"]
+
+
+@pytest.mark.parametrize(
+    ("mix", "roles"),
+    [
+        ("E:1,PD:1", {"E0": "ec_producer", "PD0": "ec_consumer"}),
+        ("E:1,P:1,D:1", {"E0": "ec_producer", "P0": "ec_consumer kv_producer", "D0": "ec_consumer kv_consumer"}),
+        ("EP:1,D:1", {"EP0": "kv_producer", "D0": "kv_consumer"}),
+        ("ED:1,P:1", {"ED0": "ec_both kv_consumer", "P0": "ec_consumer kv_producer"}),
+        ("EPD:2", {"EPD0": "", "EPD1": ""}),
+        ("EP:1,D:1,PD:1", {"EP0": "kv_producer", "D0": "kv_consumer", "PD0": "kv_both"}),
+    ],
+)
+def test_each_instance_has_the_connectors_that_its_mix_needs(model: Path, mix: str, roles: dict[str, str]) -> None:
+    found = {}
+    for one in make_instances(load_config(model, epd=mix).stages[0]):
+        args = one.engine_args
+        of_one = (args.get("ec_transfer_config", {}).get("ec_role"), args.get("kv_transfer_config", {}).get("kv_role"))
+        found[one.name.removeprefix("language/")] = " ".join(filter(None, of_one))
+    assert found == roles
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"E": {"mm_encoder_only": True}}, r"epd.engine_args.E.mm_encoder_only: set by the mix"),
+        ({"PD1": {"max_num_seqs": 1}}, r"epd.engine_args.PD1: there is no such instance: did you mean 'PD'\?"),
+        ({"P": {"max_num_seqs": 1}}, r"epd.engine_args.P: there is no such instance: .*valid: E, PD, E0, PD0"),
+    ],
+)
+def test_arguments_of_instances_that_cannot_be_are_refused(model: Path, args: dict[str, Any], message: str) -> None:
+    stage = load_config(model, epd={"instances": "E:1,PD:1", "engine_args": args}).stages[0]
+    with pytest.raises(ConfigError, match=message):
+        make_instances(stage)
 
 
 def test_only_the_first_stage_has_instances(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     image_cache_bytes: NumBytes | None = None
     admission_timeout_s: Seconds = 10.0  # after which a request that was not begun goes to another instance
     recovery_timeout_s: Seconds = 120.0  # how long a request waits for an instance that is started again
-    engine_args: dict[str, dict[str, Any]] = {}  # kind -> field of vLLM's EngineArgs -> value, over the stage's own
+    # "PD", or one instance alone, "PD1" -> field of vLLM's EngineArgs -> value, over the stage's own
+    engine_args: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> EPDDeployment:
@@ -66,10 +67,10 @@ class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Instance(NamedTuple):
     """One engine of a stage that has several."""
 
-    stage: str
+    stage: str  # its name
     kind: str  # one of KINDS
     number: int  # among those of its kind, from 0
-    engine_args: Mapping[str, Any] = {}  # field of vLLM's EngineArgs -> value, over the stage's own
+    engine_args: Mapping[str, Any]  # field of vLLM's EngineArgs -> value, over the stage's own
     is_front: bool = False  # its front half reads the prompts of all
 
     @property
@@ -187,8 +188,8 @@ def check_section(section: Mapping[str, Any], transports: Sequence[str]) -> dict
     args: dict[str, dict[str, Any]] = {}
     for name, values in _mapping(section.get("engine_args", {})).items():
         try:
-            kind = _kind(name)
-            args.setdefault(kind, {}).update(_mapping(values))
+            letters = name.rstrip("0123456789")
+            args.setdefault(_kind(letters) + name.removeprefix(letters), {}).update(_mapping(values))
         except Problem as exc:
             raise Problem(str(exc), "engine_args", name) from None
     if args:

@@ -18,10 +18,13 @@ import soundfile
 import yaml
 
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
+from tests.reference import llava
 from tests.test_image_format import decode
 from vllm_omni.config import load_config
+from vllm_omni.engine.instances import make_instances
 from vllm_omni.entrypoints.cli.generate import parse_generate_args
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.epd_config import BUDGET_KEYS
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -112,6 +115,26 @@ def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatc
             (checkout / path).exists() or tiny.build(checkout / path)
         assert command[0] == "vllm-omni" or "--omni" in command
         parse_serve_args([word for word in command[2:] if word != "--omni"]).load_config()
+
+
+def test_commands_of_the_guide_to_instances(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That instances come of them, ``tests/e2e/test_epd_instances.py`` shows, and the example."""
+    monkeypatch.chdir(checkout)
+    llava.build(checkout / "llava-hf" / "llava-1.5-7b-hf")
+    served = [parse_serve_args([word for word in command[2:] if word != "--omni"]) for command in commands("epd.md")]
+    mixes = [make_instances(parsed.load_config().stages[0]) for parsed in served]
+    assert [[one.name for one in mix] for mix in mixes] == [
+        ["language/E0", "language/PD0"],
+        ["language/E0", "language/P0", "language/D0", "language/D1"],
+        ["thinker/E0", "thinker/PD0"],
+    ]
+    (deployment,) = [block for block in BLOCKS["epd.md"] if block.language == "yaml"]
+    (checkout / "deploy.yaml").write_text(deployment.text)
+    (stage,) = load_config("llava-hf/llava-1.5-7b-hf", deploy_config="deploy.yaml").stages
+    assert set(stage.epd) == {*stage.deployment.__struct_fields__, "tpot_ms", "ttft_ms"}
+    assert make_instances(stage)[2].engine_args["max_num_seqs"] == 64
+    told = (ROOT / "docs" / "epd.md").read_text()
+    assert all(f"`{key}`" in told for key in (*stage.deployment.__struct_fields__, *BUDGET_KEYS))
 
 
 def test_the_generate_of_the_readme_is_valid(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from PIL import Image
 
+from tests.reference import llava
 from tests.test_image_format import decode as decode_image
 from tests.test_video_format import decode
 from vllm_omni.model_executor.models.diffusers import tiny
@@ -27,6 +29,20 @@ def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = run("speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20")
     assert out.index("first audio after ") < out.index("all 0.40 s of it after ") < out.index(str(path))
     assert soundfile.info(path).frames == 20 * 480
+
+
+@pytest.mark.slow
+def test_epd_offline(tmp_path: Path) -> None:
+    model = llava.build(tmp_path / "model")
+    paths = []
+    for name, color in (("red", (200, 10, 10)), ("blue", (10, 10, 200))):
+        paths += ["--image", tmp_path / f"{name}.png"]
+        Image.new("RGB", (64, 64), color).save(paths[-1])
+    prompt = ["--prompt", "<s> w1 <image> w2", "--max-tokens=4"]
+    out = run("epd_offline.py", "--model", model, "--epd", "E:1,PD:1", *paths, *prompt)
+    assert "red.png: '" in out and "blue.png: '" in out
+    assert "language: 2 images encoded, 0 KV caches migrated\n" in out
+    assert "language/E0 had 2 tasks" in out and "language/PD0 had 2 tasks" in out
 
 
 @pytest.mark.slow

@@ -29,9 +29,10 @@ from vllm_omni.engine.affinity import InstanceBalance, cache_keys
 from vllm_omni.engine.image_store import ImageStore, ImageStoreStatistics, StoredImage
 from vllm_omni.engine.stage import StageEngine, StageNode, StageState, StageStatus
 from vllm_omni.engine.tasks import Load, Offer, find_offers, may_resume
-from vllm_omni.epd_config import EPDDeployment, Instance, needless_encoder, no_encoder
+from vllm_omni.epd_config import Instance, needless_encoder, no_encoder
 from vllm_omni.errors import ConfigError, RelayError, StageFailed, StageUnavailable
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.names import suggest
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload
 from vllm_omni.relay.codec import decode
@@ -45,6 +46,7 @@ EC, KV = "ec_transfer_params", "kv_transfer_params"
 
 MAX_DEATHS = 2  # instances that died while they had a request; the next would be told that it is the request's fault
 
+_SET_BY_THE_MIX = ("ec_transfer_config", "kv_transfer_config", "mm_encoder_only")
 _EC_CONNECTOR = {
     "ec_connector": "RelayECConnector",
     "ec_connector_module_path": "vllm_omni.kv.ec_connector",
@@ -60,40 +62,44 @@ def make_instances(config: StageConfig) -> list[Instance]:
     """The instances of a stage, in the order of its mix.
 
     Raises:
-        ConfigError: an engine argument that the mix itself sets.
+        ConfigError: an engine argument that the mix itself sets, or of an instance that there is not.
     """
     deployment = config.deployment
-    front = next(kind for kind in deployment.instances if kind != "E")
-    for name in ("ec_transfer_config", "kv_transfer_config", "mm_encoder_only"):
-        for kind, args in (("", config.engine_args), *deployment.engine_args.items()):
+    where = f"stage {config.name!r}: epd.engine_args"
+    for name in _SET_BY_THE_MIX:
+        for of, args in (("", config.engine_args), *deployment.engine_args.items()):
             if args.get(name):
-                where = f"epd.engine_args.{kind}" if kind else "engine_args"
-                raise ConfigError(f"stage {config.name!r}: {where}.{name}: set by the mix of instances (epd)")
-    for kind in deployment.engine_args:
-        if kind not in deployment.instances:
-            known = ", ".join(deployment.instances)
-            raise ConfigError(
-                f"stage {config.name!r}: epd.engine_args.{kind}: there is no such instance; there are {known}"
-            )
+                at = f"{where}.{of}" if of else f"stage {config.name!r}: engine_args"
+                raise ConfigError(f"{at}.{name}: set by the mix of instances (epd.instances), and cannot be changed")
+    front = next(kind for kind in deployment.instances if kind != "E")
+    kinds = [(kind, number) for kind, count in deployment.instances.items() for number in range(count)]
+    known = [*deployment.instances, *(f"{kind}{number}" for kind, number in kinds)]
+    for of in deployment.engine_args:
+        if of not in known:
+            raise ConfigError(f"{where}.{of}: there is no such instance: {suggest(of, known)}")
     return [
-        Instance(config.name, kind, number, instance_args(deployment, kind), kind == front and number == 0)
-        for kind, count in deployment.instances.items()
-        for number in range(count)
+        Instance(config.name, kind, number, instance_args(config, kind, number), (kind, number) == (front, 0))
+        for kind, number in kinds
     ]
 
 
-def instance_args(deployment: EPDDeployment, kind: str) -> dict[str, Any]:
+def instance_args(config: StageConfig, kind: str, number: int) -> dict[str, Any]:
     """Engine arguments of an instance, over the stage's own."""
+    deployment = config.deployment
     args: dict[str, Any] = {}
     if deployment.separates_encode:
         role = {"E": "ec_producer", "ED": "ec_both"}.get(kind, "ec_consumer")
         args["ec_transfer_config"] = {**_EC_CONNECTOR, "ec_role": role}
     if kind == "E":
         args["mm_encoder_only"] = True
+        if config.engine_args.get("enable_lora") and not config.engine_args.get("enable_tower_connector_lora"):
+            args["enable_lora"] = False  # adapters are the language model's, which it has not
     elif deployment.separates_decode:
         role = "kv_both" if "P" in kind and "D" in kind else "kv_producer" if "P" in kind else "kv_consumer"
         args["kv_transfer_config"] = {**_KV_CONNECTOR, "kv_role": role}
-    return {**args, **deployment.engine_args.get(kind, {})}
+    for of in (kind, f"{kind}{number}"):
+        args |= deployment.engine_args.get(of, {})
+    return args
 
 
 class InstanceStatistics(NamedTuple):
@@ -169,6 +175,8 @@ class InstanceGroup(StageNode):
 
     def _check_mix(self) -> None:
         mix = self.deployment.instances
+        if self.front.vllm_config.model_config.is_encoder_decoder:
+            raise ConfigError(f"stage {self.name!r}: epd: an encoder-decoder model has no instances: leave them out")
         reads_images = self.front.vllm_config.model_config.supports_multimodal_inputs
         encodes = any("E" in kind for kind in mix)
         if reads_images and not encodes:
@@ -238,8 +246,13 @@ class InstanceGroup(StageNode):
         self.check_health()
         self._loop = asyncio.get_running_loop()
         prompt = await self.front.render(request.prompt)
+<<<<<<< HEAD
         if prompt.get("mm_hashes"):
             prompt = await asyncio.to_thread(name_media, prompt)  # a hash of every pixel
+=======
+        if has_counted_media(prompt):
+            prompt = await asyncio.to_thread(name_media, prompt)  # it reads every pixel
+>>>>>>> dc75acd (Instances may have engine arguments of their own; the documents' commands for them are tested)
         params = self.front.sampling_params(request, context, wanted)
         journey = _Journey(
             context,
@@ -457,7 +470,7 @@ class InstanceGroup(StageNode):
         Raises:
             _NotBegun: it gave nothing in time, and another has less to do.
         """
-        request_id = journey.request_id if journey.num_tasks == 1 else f"{journey.request_id}-{journey.num_tasks}"
+        request_id = journey.request_id if journey.num_tasks == 1 else f"{journey.request_id}-t{journey.num_tasks}"
         engine = self.engines[offer.name]
         async with aclosing(engine.run(prompt, params, request_id, journey.context, published)) as outputs:
             first = asyncio.ensure_future(anext(outputs, None))
@@ -511,21 +524,23 @@ def _slo(params: SamplingParams) -> dict[str, Any]:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
+def has_counted_media(prompt: Any) -> bool:
+    """Whether vLLM has named media by a counter, as it does without its caches."""
+    hashes: Mapping[str, Sequence[str]] = prompt.get("mm_hashes") or {}
+    return any(_is_counter(one) for names in hashes.values() for one in names)
+
+
 def name_media(prompt: Any) -> Any:
     """The rendered prompt with media named by their content.
 
-    Without its caches vLLM names them by a counter: instances would not know an image again, and two that count alike
-    would take one for the other.
+    By a counter instances would not know an image again, and two that count alike would take one for the other.
     """
-    hashes: Mapping[str, Sequence[str]] = prompt.get("mm_hashes") or {}
-    if not any(_is_counter(one) for names in hashes.values() for one in names):
-        return prompt
     named = {
         modality: [
             MultiModalHasher.hash_kwargs("blake3", modality=modality, item=_content(item)) if _is_counter(one) else one
             for one, item in zip(names, prompt["mm_kwargs"][modality], strict=True)
         ]
-        for modality, names in hashes.items()
+        for modality, names in prompt["mm_hashes"].items()
     }
     return {**prompt, "mm_hashes": named}
 

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -239,7 +239,7 @@ class StageEngine(StageNode):
         log_stats: bool = False,
         instance: Instance | None = None,
     ) -> None:
-        self.config = config
+        self.config = config if instance is None else _config_of(config, instance)
         self.spec = spec
         self.name = config.name if instance is None else instance.name
         self.log_stats = log_stats
@@ -477,13 +477,16 @@ class StageEngine(StageNode):
         """
         self._loop = asyncio.get_running_loop()
         is_first = self.config.stage_id == 0
-        if is_first and context.lora_request is not None:
-            await self._load_adapter(context.lora_request)
+        lora_request = context.lora_request if is_first else None
+        if self.instance is not None and self.instance.kind == "E" and self.vllm_config.lora_config is None:
+            lora_request = None  # it concerns the language model alone
+        if lora_request is not None:
+            await self._load_adapter(lora_request)
         outputs = self.llm.generate(
             prompt,
             params,
             request_id,
-            lora_request=context.lora_request if is_first else None,
+            lora_request=lora_request,
             priority=context.priority,
             trace_headers=context.trace_headers,
             **(context.engine_kwargs if is_first else {}),
@@ -625,8 +628,6 @@ class StageEngine(StageNode):
             # Checked here: what is wrong is told before an engine starts.
             EPDConfig.parse(self.config.budgets)
             args["additional_config"] = {**args.get("additional_config", {}), EPD_CONFIG: self.config.budgets}
-        if self.instance is not None:
-            args |= self.instance.engine_args
         tells_of_images = self.instance is not None or EPD_CONFIG in args.get("additional_config", {})
         if tells_of_images and args.get("async_scheduling"):
             raise ConfigError(
@@ -686,3 +687,10 @@ class StageEngine(StageNode):
             # vLLM would give each stage most of the machine's memory.
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         return defaults
+
+
+def _config_of(config: StageConfig, instance: Instance) -> StageConfig:
+    """The stage's, with the engine arguments of one of its instances."""
+    args = {**config.engine_args, **instance.engine_args}
+    additional = {**(config.engine_args.get("additional_config") or {}), **(args.get("additional_config") or {})}
+    return replace(config, engine_args=args | ({"additional_config": additional} if additional else {}))

@@ -615,7 +615,8 @@ class AsyncOmni(EngineClient):
             raise StageFailed(
                 name, f"it was started without adapters (LoRA): start it with --stage {name}.enable_lora=true"
             )
-        return await self._ask(question, self._entry_engines)
+        has_adapters = [engine for engine in self._entry_engines if engine.vllm_config.lora_config is not None]
+        return await self._ask(question, has_adapters)
 
     async def collective_rpc(
         self,
