@@ -263,7 +263,9 @@ def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, check
             ]
             body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0}
             answered = await client.post(
-                "/v1/chat/completions", json={**body, "max_tokens": NUM_TOKENS, "ignore_eos": True}, timeout=60
+                "/v1/chat/completions",
+                json={**body, "max_completion_tokens": NUM_TOKENS, "ignore_eos": True},
+                timeout=60,
             )
             return answered, await client.get("/health")
 

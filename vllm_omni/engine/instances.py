@@ -106,7 +106,7 @@ class InstanceStatistics(NamedTuple):
     """Counts since the start."""
 
     num_tasks: Mapping[str, int]  # of each instance
-    num_encoded: int  # images that an instance computed, be it in vain
+    num_encoded: int  # images that were computed, be it in vain; where embeddings travel (an EC connector counts)
     num_migrations: int  # of KV caches
     num_redone: int  # tasks given to another instance, because the first died or did not begin them
     images: ImageStoreStatistics
@@ -246,13 +246,8 @@ class InstanceGroup(StageNode):
         self.check_health()
         self._loop = asyncio.get_running_loop()
         prompt = await self.front.render(request.prompt)
-<<<<<<< HEAD
-        if prompt.get("mm_hashes"):
-            prompt = await asyncio.to_thread(name_media, prompt)  # a hash of every pixel
-=======
         if has_counted_media(prompt):
             prompt = await asyncio.to_thread(name_media, prompt)  # it reads every pixel
->>>>>>> dc75acd (Instances may have engine arguments of their own; the documents' commands for them are tested)
         params = self.front.sampling_params(request, context, wanted)
         journey = _Journey(
             context,
