@@ -249,6 +249,8 @@ class InstanceGroup(StageNode):
         if has_counted_media(prompt):
             prompt = await asyncio.to_thread(name_media, prompt)  # it reads every pixel
         params = self.front.sampling_params(request, context, wanted)
+        # What connectors are told is this class's business, whatever the user put there.
+        params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (EC, KV)}
         journey = _Journey(
             context,
             f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else ""),
