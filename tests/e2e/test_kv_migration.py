@@ -52,13 +52,6 @@ def kv_config(role: str) -> dict[str, Any]:
     }
 
 
-def make_source(checkpoint: Path, relay: RelayOptions, **engine: Any) -> LLM:
-    """A prefill instance in processes of its own, which computes a prompt in several chunks."""
-    additional = {"relay": {"transport": relay.transport, "num_bytes": relay.num_bytes}}
-    settings = {"kv_transfer_config": kv_config("kv_producer"), "additional_config": additional}
-    return LLM(str(checkpoint), **{**ENGINE, **OMNI, "max_num_batched_tokens": 48, **settings, **engine})
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llava.build(tmp_path_factory.mktemp("llava"))
@@ -156,13 +149,13 @@ def router() -> Iterator[Router]:
 
 
 class Target:
-    """A decode instance in this process, whose steps are looked at. Not all requests have room in it at once."""
+    """A decode instance in this process, whose steps are looked at."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.steps: list[SchedulerOutput] = []
         self.llm = LLM(
             str(checkpoint),
-            **{**ENGINE, **OMNI, "num_gpu_blocks_override": 20},
+            **{**ENGINE, **OMNI},
             kv_transfer_config=kv_config("kv_consumer"),
             additional_config={
                 "relay": {"transport": "shm"},
@@ -205,8 +198,13 @@ def target(checkpoint: Path, stock: list[RequestOutput]) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def source(checkpoint: Path) -> Iterator[LLM]:
-    # Room for two or three of the longest prompts.
-    made = make_source(checkpoint, RelayOptions("shm", 12 * PAGE_BYTES))
+    """A prefill instance in processes of its own, which computes a prompt in several chunks."""
+    made = LLM(
+        str(checkpoint),
+        **{**ENGINE, **OMNI, "max_num_batched_tokens": 48},
+        kv_transfer_config=kv_config("kv_producer"),
+        additional_config={"relay": {"transport": "tcp", "num_bytes": 64 * PAGE_BYTES}},
+    )
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -216,16 +214,11 @@ def test_a_pair_answers_as_one_engine_does(
     source: LLM, target: Target, router: Router, stock: list[RequestOutput], round: str
 ) -> None:
     prompts, params = make_prompts(), make_params()
-    answers: list[RequestOutput] = []
     target.take_steps()
-    for first in range(0, len(prompts), 2):  # the source's relay holds no more
-        some = slice(first, first + 2)
-        announced = router.prefill(source, prompts[some])
-        assert [one["num_tokens"] for one in announced] == [
-            len(output.prompt_token_ids or ()) for output in stock[some]
-        ]
-        answers += router.decode(target.llm, announced, prompts[some], params[some])
-        router.release(announced)
+    announced = router.prefill(source, prompts)
+    assert [one["num_tokens"] for one in announced] == [len(output.prompt_token_ids or ()) for output in stock]
+    answers = router.decode(target.llm, announced, prompts, params)
+    router.release(announced)
     assert tokens_of(answers) == tokens_of(stock)
     assert logprobs_of(answers) == [
         [pytest.approx(position, abs=1e-4) for position in positions] for positions in logprobs_of(stock)
@@ -237,24 +230,20 @@ def test_a_pair_answers_as_one_engine_does(
 
 
 def test_pages_of_a_source_that_was_killed_are_computed(
-    checkpoint: Path, target: Target, router: Router, stock: list[RequestOutput]
+    source: LLM, target: Target, router: Router, stock: list[RequestOutput]
 ) -> None:
+    # The last test of this source.
     prompts, params = make_prompts(), make_params()
-    some = [number for number, one in enumerate(params) if one.seed is None]
-    # vLLM's CPU runner cannot compute a prompt with a seed in several chunks, as budgets make them here.
-    prompts, params = [prompts[number] for number in some], [params[number] for number in some]
     assert target.llm.reset_prefix_cache()
-    before = set(psutil.Process().children(recursive=True))
-    doomed = make_source(checkpoint, RelayOptions("tcp", 64 * PAGE_BYTES))
-    announced = router.prefill(doomed, prompts)
-    # Half of it is pulled over the network, and half of it after the source's death.
+    announced = router.prefill(source, prompts)
     num_pulled = len(prompts) // 2
     answers = router.decode(target.llm, announced[:num_pulled], prompts[:num_pulled], params[:num_pulled])
-    target.take_steps()
-    for process in set(psutil.Process().children(recursive=True)) - before:
-        os.kill(process.pid, signal.SIGKILL)
+    steps = target.take_steps()
+    assert num_computed(steps) == num_pulled * NUM_TOKENS
+    for process in psutil.Process().children(recursive=True):
+        if process.name().startswith("VLLM") or "multiprocessing.spawn" in " ".join(process.cmdline()):
+            os.kill(process.pid, signal.SIGKILL)
     answers += router.decode(target.llm, announced[num_pulled:], prompts[num_pulled:], params[num_pulled:])
-    assert tokens_of(answers) == [tokens_of(stock)[number] for number in some]
+    assert tokens_of(answers) == tokens_of(stock)
     assert num_computed(target.take_steps()) > len(prompts[num_pulled:]) * NUM_TOKENS
     assert not target.scheduler.requests
-    doomed.llm_engine.engine_core.shutdown()

@@ -31,7 +31,7 @@ def make_engine(checkpoint: Path, tp_size: int, **engine: Any) -> LLM:
         enable_prefix_caching=False,
         tensor_parallel_size=tp_size,
         kv_transfer_config=kv_config("kv_both"),
-        additional_config={"relay": {"transport": "tcp", "num_bytes": 4 << 20}},
+        additional_config={"relay": {"transport": "shm", "num_bytes": 4 << 20}},
         **OMNI,
         **engine,
     )
