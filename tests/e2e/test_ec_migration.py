@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from vllm import LLM, RequestOutput, SamplingParams
 
-from tests.reference import llava
+from tests.reference import llava, llava_next, qwen2_vl
+from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
@@ -51,8 +52,7 @@ def make_instance(checkpoint: Path, ec_role: str, transport: str = "shm", **engi
     epd = engine.pop("epd", {})
     return LLM(
         str(checkpoint),
-        **EPD_ENGINE,
-        **engine,
+        **EPD_ENGINE | engine,
         ec_transfer_config=ec_transfer_config,
         additional_config={"relay": relay, "epd": epd},
     )
@@ -108,7 +108,7 @@ def encode_on(llm: LLM, prompts: list[Prompt]) -> list[dict[str, Any]]:
 
 def close(llm: LLM) -> None:
     if psutil.pid_exists(llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid):
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=1)
 
 
 def kill(llm: LLM) -> None:
@@ -130,7 +130,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(checkpoint: Path) -> Iterator[Callable[[list[Prompt]], list[list[int]]]]:
     llm = LLM(str(checkpoint), **ENGINE)
     yield lambda prompts: tokens(run(llm, prompts, [None] * len(prompts)))
-    llm.llm_engine.engine_core.shutdown()
+    close(llm)
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +215,83 @@ def test_an_encoder_refuses_to_answer_and_a_text_to_be_encoded(encoder: LLM) -> 
     assert "nothing to encode" in text.ec_transfer_params["error"]
 
 
+# -- other models -----------------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    build: Callable[[Path], Path]
+    image: str  # what stands for one in a prompt
+    audio: str = ""
+    engine: dict[str, Any] = {}
+
+
+MODELS = {
+    "LLaVA-NeXT": Model(llava_next.build, "<image>"),
+    "Qwen2-VL": Model(qwen2_vl.build, qwen2_vl.IMAGE),
+    "Qwen2.5-Omni": Model(
+        tiny.build,
+        "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "<|audio_bos|><|AUDIO|><|audio_eos|>",
+        {"limit_mm_per_prompt": {"image": 2, "audio": 1, "video": 0}},
+    ),
+}
+
+
+def make_prompts_of(model: Model) -> list[Prompt]:
+    """Images of several shapes, and a sound if the model hears."""
+    rng = np.random.default_rng(0)
+    shapes = [(56, 56, 3), (56, 112, 3), (112, 70, 3)]
+    images = [Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)) for shape in shapes]
+    prompts: list[Prompt] = [
+        {
+            "prompt": f"w1 {model.image} w4",
+            "multi_modal_data": {"image": images[:1]},
+            "multi_modal_uuids": {"image": ["0"]},
+        },
+        {
+            "prompt": f"w3 {model.image} w4 {model.image} w5",
+            "multi_modal_data": {"image": images[1:]},
+            "multi_modal_uuids": {"image": ["1", "2"]},
+        },
+    ]
+    if model.audio:
+        sound = np.sin(np.arange(16000) / 30).astype(np.float32)
+        audio = {"multi_modal_data": {"audio": [(sound, 16000)]}, "multi_modal_uuids": {"audio": ["sound"]}}
+        prompts.append({"prompt": f"w2 {model.audio} w4", **audio})
+    return prompts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_answer_as_stock_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model = MODELS[name]
+    checkpoint = model.build(tmp_path)
+    prompts = make_prompts_of(model)
+    engine = {"max_model_len": 512, **model.engine}
+    # An instance without a language model has a process of its own: what vLLM keeps per process would be without data.
+    encoder = make_instance(checkpoint, "ec_producer", **engine)
+    request.addfinalizer(lambda: close(encoder))
+    params = encode_on(encoder, prompts)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    stock = LLM(str(checkpoint), **{**ENGINE, **engine})
+    expected = tokens(run(stock, prompts, [None] * len(prompts)))
+    stock.llm_engine.engine_core.shutdown()
+    consumer = make_instance(checkpoint, "ec_consumer", **engine)
+    outputs = run(consumer, prompts, params)
+    consumer.llm_engine.engine_core.shutdown()
+    assert tokens(outputs) == expected
+    assert len({tuple(one) for one in expected}) == len(prompts)
+    assert num_encoded(outputs) == [0] * len(prompts)
+
+
+# -- the last tests: what dies is not started again -------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("source", ["encoder", "both"])
 def test_what_a_dead_engine_had_is_encoded_by_the_consumer(
     source: str, stock: Any, consumer: LLM, request: pytest.FixtureRequest
 ) -> None:
-    """The last tests: the engine is not started again."""
     prompts = make_prompts(8 + (source == "both"))
     engine: LLM = request.getfixturevalue(source)
     params = encode_on(engine, prompts)

@@ -210,6 +210,18 @@ def test_who_is_aborted_has_its_images_released(producer: Half, status: RequestS
     assert until(lambda: num_leases(producer) == has_ended)
 
 
+def test_who_is_aborted_just_after_its_end_has_its_images_released(producer: Half) -> None:
+    request = make_request(PlannedRequest("request", (9, 9), (Image("image", 0, 2),), 1), Engine())
+    producer.connector.add_image("request", "image", put(producer))
+    request.status = RequestStatus.FINISHED_STOPPED
+    producer.connector.request_finished(request)
+    producer.connector.abort_told(["another"])
+    assert num_leases(producer) == 1
+    for _ in range(2):
+        producer.connector.abort_told(["request"])
+    assert until(lambda: not num_leases(producer))
+
+
 def test_an_image_that_is_put_twice_keeps_one_lease(producer: Half) -> None:
     first, second = put(producer), put(producer)
     producer.connector.add_image("request", "image", first)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -47,6 +49,7 @@ class Shape:
 
 
 TINY = Shape()
+IMAGE, IMAGE_TOKEN = "<image>", 4
 IMAGE_SIZE = TINY.image_size
 NUM_IMAGE_TOKENS = TINY.num_image_tokens
 NUM_TOWER_LAYERS = TINY.num_tower_layers
@@ -54,65 +57,83 @@ NUM_TOWER_LAYERS = TINY.num_tower_layers
 
 def build(directory: Path, shape: Shape = TINY) -> Path:
     """Write the checkpoint; words are w0, w1, ... and an image's place is ``<image>``."""
-    words = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
-    words += [f"w{number}" for number in range(shape.vocab_size - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": shape.image_size},
         crop_size={"height": shape.image_size, "width": shape.image_size},
     )
     LlavaProcessor(
         image_processor=image_processor,
-        tokenizer=fast,
+        tokenizer=make_tokenizer(shape),
         patch_size=shape.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=shape.tower_hidden_size,
-            intermediate_size=2 * shape.tower_hidden_size,
-            num_hidden_layers=shape.num_tower_layers,
-            num_attention_heads=shape.num_tower_heads,
-            image_size=shape.image_size,
-            patch_size=shape.patch_size,
-            projection_dim=shape.tower_hidden_size,
-        ),
-        text_config=LlamaConfig(
-            hidden_size=shape.hidden_size,
-            intermediate_size=2 * shape.hidden_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_heads,
-            vocab_size=shape.vocab_size,
-            max_position_embeddings=shape.max_position_embeddings,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=3,
-        ),
-        image_token_index=4,
+        vision_config=make_vision_config(shape),
+        text_config=make_text_config(shape),
+        image_token_index=IMAGE_TOKEN,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         torch_dtype="float32",
     )
     config.architectures = ["LlavaForConditionalGeneration"]
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(config).float()
-    weights = {}
-    for name, weight in model.state_dict().items():
-        if weight.dim() > 1:
-            # Transformers' own spread is so small that every image would be answered alike.
-            weight = torch.randn_like(weight) / weight[0].numel() ** 0.5
-        weights[_old_name(name)] = weight.contiguous()
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    write_weights(LlavaForConditionalGeneration(config), directory)
     (directory / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     return directory
+
+
+def make_tokenizer(shape: Shape, special_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Words are w0, w1, ...; the special ones come last."""
+    words = ["<unk>", "<s>", "</s>", "<pad>", IMAGE]
+    words += [f"w{number}" for number in range(shape.vocab_size - len(words) - len(special_words))]
+    words += special_words
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": [IMAGE, *special_words]})
+    return fast
+
+
+def make_vision_config(shape: Shape) -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=shape.tower_hidden_size,
+        intermediate_size=2 * shape.tower_hidden_size,
+        num_hidden_layers=shape.num_tower_layers,
+        num_attention_heads=shape.num_tower_heads,
+        image_size=shape.image_size,
+        patch_size=shape.patch_size,
+        projection_dim=shape.tower_hidden_size,
+    )
+
+
+def make_text_config(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=2 * shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+    )
+
+
+def spread(weight: torch.Tensor) -> torch.Tensor:
+    """Transformers' own spread is so small that every image would be answered alike."""
+    return torch.randn_like(weight) / weight[0].numel() ** 0.5 if weight.dim() > 1 else weight.contiguous()
+
+
+def write_weights(model: nn.Module, directory: Path) -> None:
+    """Under the names of published checkpoints."""
+    weights = {_old_name(name): spread(weight) for name, weight in model.float().state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _old_name(name: str) -> str:

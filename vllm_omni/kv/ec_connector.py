@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +52,8 @@ COUNTER = re.compile(r"renderer\d+-mm-\d+-")
 NUM_PULL_THREADS = 4
 PULL_TIMEOUT_S = 10.0
 PUT_TIMEOUT_S = 30.0
+MAX_TOLD = 256
+"""Encode tasks that may still be aborted when they have ended; beyond it their leases end by themselves."""
 
 
 # -- what a request says ----------------------------------------------------------------------------------------------
@@ -166,6 +168,7 @@ class RelayECConnector(ECConnectorBase):
         # The scheduler's half.
         self._next = RelayECMetadata()
         self._images: dict[str, dict[str, bytes]] = {}  # of encode tasks: what is put
+        self._told: dict[str, tuple[bytes, ...]] = {}  # of tasks that have ended, the oldest first
         self._num_encoded: Counter[str] = Counter()  # by request
         # The worker's half.
         parallel = vllm_config.parallel_config
@@ -218,10 +221,19 @@ class RelayECConnector(ECConnectorBase):
         result: dict[str, Any] = {"num_encoded": self._num_encoded.pop(request.request_id, 0)}
         if images and request.status is RequestStatus.FINISHED_STOPPED:
             result["images"] = images
+            self._told[request.request_id] = tuple(images.values())
+            while len(self._told) > MAX_TOLD:
+                del self._told[next(iter(self._told))]
         else:
             for payload in images.values():
                 self.release(payload)
         return False, result
+
+    def abort_told(self, request_ids: Iterable[str]) -> None:
+        """Encode tasks that were aborted just after they had ended: nobody may have read what they were told."""
+        for request_id in request_ids:
+            for payload in self._told.pop(request_id, ()):
+                self.release(payload)
 
     def has_cache_item(self, identifier: str) -> bool:
         return False  # see above: nothing is loaded with the step that needs it

@@ -325,6 +325,17 @@ def test_an_image_that_is_lost_is_encoded() -> None:
     assert_is_idle(world.scheduler)
 
 
+def test_a_lost_image_that_came_without_its_data_fails_its_request_alone() -> None:
+    world = World(loss=1.0)
+    request = world.add("1", 2, "8a", 2, elsewhere=("8a",))
+    request.mm_features[0].data = None
+    world.add("2", 4, max_tokens=1)
+    world.steps(3)
+    assert world.reasons == {"1": "error", "2": "length"}
+    assert "no data to encode it from" in world.ended["1"]["error"]
+    assert_is_idle(world.scheduler)
+
+
 def test_a_pull_goes_on_while_another_image_is_encoded() -> None:
     world = World(epd={"token_budget": 16, "image_budget": 8, "num_encode_layers": 1})
     world.add("1", 4)

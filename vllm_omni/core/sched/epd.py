@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -235,6 +235,13 @@ class EPDScheduler(TimedScheduler):
         self.note_queued(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        if finished_status is RequestStatus.FINISHED_ABORTED and self.relay_ec is not None:
+            ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
+            self.relay_ec.abort_told(ids - {request.request_id for request in finished})
+        return finished
 
     def get_request_counts(self) -> tuple[int, int]:
         num_running, num_waiting = super().get_request_counts()
@@ -626,6 +633,11 @@ class EPDScheduler(TimedScheduler):
                     continue
                 payload = self._sources.get(request.request_id, {}).get(feature.identifier)
                 if payload is None:
+                    if feature.data is None:
+                        self._failures[request.request_id] = Failure(
+                            f"image {feature.identifier!r} is lost, and the request has no data to encode it from"
+                        )
+                        break
                     if max_embeds is None:
                         break
                     if batch and num_embeds + size > max_embeds:
