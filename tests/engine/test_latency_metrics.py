@@ -76,6 +76,22 @@ def test_who_meets_its_slo_is_counted(change: dict[str, Any], counted: set[str])
     assert {name for name in values(metrics) if name.startswith("slo_")} == {f"slo_{one}_total" for one in counted}
 
 
+def test_the_log_has_a_line_of_what_came_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    latency, metrics = make_latency(make_context())
+    with caplog.at_level("INFO", "vllm_omni.engine.latency_metrics"):
+        metrics.log()
+        assert not caplog.messages
+        latency.end()
+        metrics.log()
+        (thinker, talker, slo) = caplog.messages
+        assert thinker.startswith("stage thinker: mean ms of 1 requests: encode queueing 0.0, ")
+        assert "prefill queueing 200.0" in thinker and "decode execution 500.0" in thinker
+        assert talker.startswith("stage talker: ")
+        assert slo == "stage thinker: 1 of 1 requests met their SLO (100.0%)"
+        metrics.log()
+        assert len(caplog.messages) == 3
+
+
 def test_a_request_that_failed_has_met_nothing() -> None:
     latency, metrics = make_latency(RequestContext("a", {}, {}))
     latency.fail(StageFailed("thinker", "died"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
@@ -15,8 +17,17 @@ from vllm_omni.errors import CallAborted, InvalidRequest
 from vllm_omni.model_executor.pipeline import RequestContext
 from vllm_omni.slo import Slo, SloReport, SloWatch
 
+logger = logging.getLogger(__name__)
+
 PART_LABEL = "part"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120)
+
+
+@dataclass
+class Counts:
+    answers: int = 0
+    with_slo: int = 0
+    met: int = 0
 
 
 class LatencyMetrics:
@@ -53,15 +64,39 @@ class LatencyMetrics:
         self.missed_tpot = counter("missed_tpot", "Those with more than 10% of their gaps late.")
         self.failed = counter("failed", "Those that ended with an error.")
 
+        self._sums: dict[str, dict[str, float]] = {}  # since the last lines of log: by stage, seconds by part
+        self._counts: dict[str, Counts] = {}
+
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
+    def log(self) -> None:
+        """A line for each stage that has answered since the last call."""
+        sums, self._sums = self._sums, {}
+        counts, self._counts = self._counts, {}
+        for stage, parts in sums.items():
+            number = max(1, counts[stage].answers)
+            means = ", ".join(f"{part.replace('_', ' ')} {1000 * parts[part] / number:.1f}" for part in parts)
+            logger.info("stage %s: mean ms of %d requests: %s", stage, number, means)
+        for stage, count in counts.items():
+            if count.with_slo:
+                share = 100 * count.met / count.with_slo
+                logger.info(
+                    "stage %s: %d of %d requests met their SLO (%.1f%%)", stage, count.met, count.with_slo, share
+                )
+
     def observe(self, stage: str, parts: Mapping[str, float]) -> None:
+        sums = self._sums.setdefault(stage, {})
         for part, seconds in parts.items():
             self.parts.labels(stage, part).observe(seconds)
+            sums[part] = sums.get(part, 0.0) + seconds
+        self._counts.setdefault(stage, Counts()).answers += 1
 
     def count(self, stage: str, report: SloReport, *, has_failed: bool = False) -> None:
         self.requests.labels(stage).inc()
+        counted = self._counts.setdefault(stage, Counts())
+        counted.with_slo += 1
+        counted.met += report.is_met and not has_failed
         for counter, counts in (
             (self.met, report.is_met and not has_failed),
             (self.met_strictly, report.is_met_strictly and not has_failed),

@@ -462,6 +462,7 @@ class AsyncOmni(EngineClient):
     async def do_log_stats(self) -> None:
         for engine in self.orchestrator.engines.values():
             await engine.llm.do_log_stats()
+        self.orchestrator.latency_metrics.log()
 
     # -- what concerns every stage ------------------------------------------------------------------------------------
     # All of it raises StageFailed when a stage refuses it, is dead, or does not answer in time.
