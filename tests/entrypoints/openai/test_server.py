@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -347,6 +348,30 @@ def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: S
     ask(client, modalities=["text", "audio"])
     for stage, number in numbers.items():
         wait_for(f"tokens of {stage}", lambda stage=stage, number=number: num_tokens(stage) == before[stage] + number)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_slo_is_judged_and_one_that_is_none_refused(server: Server, route: str, stream: bool) -> None:
+    def ask_within(slo: Any) -> httpx.Response:
+        body = {**SHORT, "prompt": "Hello", "stream": stream, "slo": slo}
+        del body["prompt" if route == "chat/completions" else "messages"]
+        return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
+
+    def count(name: str) -> float:
+        found = re.findall(rf'^vllm_omni:slo_{name}_total{{stage="thinker"}} (\S+)$', server.get("/metrics").text, re.M)
+        return float(found[0]) if found else 0.0
+
+    requests, met, missed = count("requests"), count("met"), count("missed_ttft")
+    assert ask_within({"ttft_ms": 60_000, "tpot_ms": 60_000}).status_code == 200
+    assert ask_within({"ttft_ms": 0.001}).status_code == 200
+    wait_for("two more with an SLO", lambda: count("requests") == requests + 2)
+    assert (count("met"), count("missed_ttft")) == (met + 1, missed + 1)
+    for slo in ({"tpot_ms": -1}, "fast", {"tpot": 30}):
+        refused = ask_within(slo)
+        assert refused.status_code == 400, refused.text
+        assert "slo" in refused.json()["error"]["message"]
+    assert count("requests") == requests + 2
 
 
 @pytest.mark.parametrize("leaves", ["stream of the thinker", "stream of the talker", "whole answer"])
