@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
 from vllm_omni import AsyncOmni
@@ -91,18 +92,23 @@ SIZE = {"height": 64, "width": 64}
 
 @pytest.fixture(scope="module")
 async def image_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
-    async with started(checkpoints("qwen-image"), stage_overrides=["diffusion.diffusion.max_pixels=65536"]) as omni:
+    # With the row cache, whose threshold nothing meets: a request may have another.
+    overrides = ["diffusion.diffusion.max_pixels=65536", "diffusion.diffusion.cache_threshold=1e-9"]
+    async with started(checkpoints("qwen-image"), stage_overrides=overrides) as omni:
         yield omni
 
 
 @pytest.fixture(scope="module")
-def image_reference(checkpoints: Callable[[str], Path]) -> Reference:
-    pipeline = load_reference(checkpoints("qwen-image"))
+def image_pipeline(checkpoints: Callable[[str], Path]) -> Any:
+    return load_reference(checkpoints("qwen-image"))
 
+
+@pytest.fixture(scope="module")
+def image_reference(image_pipeline: Any) -> Reference:
     def make(prompt: str, *, seed: int, **kwargs: Any) -> Tensor:
         """[N, H, W, 3] in [0, 1]"""
         generator = torch.Generator().manual_seed(seed)
-        images = pipeline(prompt=prompt, generator=generator, output_type="pt", **{**SIZE, **kwargs}).images
+        images = image_pipeline(prompt=prompt, generator=generator, output_type="pt", **{**SIZE, **kwargs}).images
         return images.permute(0, 2, 3, 1)
 
     return make
@@ -172,6 +178,29 @@ async def test_requests_of_several_sizes_are_served_together(image_omni: AsyncOm
     )
     for seed, (one, ours) in enumerate(zip(params, answers, strict=True)):
         assert difference(ours["images"], image_reference("a red cat", **one, seed=seed)) < TOLERANCE, one
+
+
+async def test_a_cached_image_is_the_one_that_diffusers_makes_with_its_own_cache(
+    image_omni: AsyncOmni, image_pipeline: Any, image_reference: Reference
+) -> None:
+    prompt, params = MIXED[1]
+    params = {**params, "num_inference_steps": 10}
+    threshold = 0.9  # reuses some steps, and as ours never does neither the last one nor four in a row
+    (before,) = await image_omni.collective_rpc("diffusion_statistics")
+    cached, plain = await asyncio.gather(
+        answer(image_omni, prompt, **SIZE, **params, cache_threshold=threshold),
+        answer(image_omni, prompt, **SIZE, **params),
+    )
+    (after,) = await image_omni.collective_rpc("diffusion_statistics")
+    image_pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    try:
+        alone = image_reference(prompt, **params)
+    finally:
+        image_pipeline.transformer.disable_cache()
+    assert difference(cached["images"], alone) < TOLERANCE
+    assert difference(plain["images"], image_reference(prompt, **params)) < TOLERANCE
+    assert difference(cached["images"], plain["images"]) > 1000 * TOLERANCE
+    assert after["num_rows_reused"] > before["num_rows_reused"]
 
 
 async def test_output_i_of_several_has_seed_plus_i(image_omni: AsyncOmni, image_reference: Reference) -> None:

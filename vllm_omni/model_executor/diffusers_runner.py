@@ -186,5 +186,9 @@ class DiffusersRunner:
             self.weights.discard()
 
     def statistics(self) -> dict[str, Any]:
-        """``StepperStatistics`` in types that travel, and how many requests have begun."""
-        return {**asdict(self.stepper.statistics()), "num_requests": len(self._params)}
+        """``StepperStatistics`` in types that travel, how many requests have begun, what the row cache has spared."""
+        return {
+            **asdict(self.stepper.statistics()),
+            "num_requests": len(self._params),
+            "num_rows_reused": 0 if self.cache is None else self.cache.statistics().num_rows_reused,
+        }

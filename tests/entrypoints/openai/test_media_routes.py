@@ -6,7 +6,7 @@ import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -20,6 +20,7 @@ from vllm_omni import AsyncOmni
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.image_format import IMAGE_FORMATS, encode_image, to_image
+from vllm_omni.model_executor.diffusion.loading import load_pipeline
 from vllm_omni.model_executor.models.diffusers import tiny
 
 pytestmark = pytest.mark.slow
@@ -32,17 +33,30 @@ def url_of(picture: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
+class Asked(NamedTuple):
+    """A tiny pipeline's engine, and a client of its server."""
+
+    omni: AsyncOmni
+    client: httpx.AsyncClient
+
+
 @asynccontextmanager
-async def asked(path: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a tiny pipeline's server."""
+async def started(path: Path, name: str) -> AsyncIterator[Asked]:
     parsed = parse_serve_args([str(tiny.build(path, name)), "--served-model-name=tiny"])
     omni = await asyncio.to_thread(lambda: AsyncOmni(config=parsed.load_config()))
     try:
         transport = httpx.ASGITransport(await build_omni_app(omni, parsed.args))
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
-            yield client
+            yield Asked(omni, client)
     finally:
         await omni.aclose()
+
+
+@asynccontextmanager
+async def asked(path: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The client alone."""
+    async with started(path, name) as one:
+        yield one.client
 
 
 # -- /v1/images/edits --------------------------------------------------------------------------------------------------
@@ -51,9 +65,19 @@ EDIT = {"prompt": "at night", "size": "64x64", "seed": "3", "num_inference_steps
 
 
 @pytest.fixture(scope="module")
-async def editor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    async with asked(tmp_path_factory.mktemp("edit") / "tiny", "qwen-image-edit-plus") as client:
-        yield client
+def edit_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("edit") / "tiny"
+
+
+@pytest.fixture(scope="module")
+async def editing(edit_path: Path) -> AsyncIterator[Asked]:
+    async with started(edit_path, "qwen-image-edit-plus") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def editor(editing: Asked) -> httpx.AsyncClient:
+    return editing.client
 
 
 async def edit(client: httpx.AsyncClient, *pictures: bytes, name: str = "image", **more: str) -> str:
@@ -70,6 +94,20 @@ async def test_an_edit_reads_its_image(editor: httpx.AsyncClient) -> None:
     assert decode_image(base64.b64decode(first)).shape == (64, 64, 3)
     assert first != second
     assert first == await edit(editor, PICTURE)
+
+
+async def test_an_edit_is_the_one_that_diffusers_makes(editing: Asked, edit_path: Path) -> None:
+    picture = to_image(make_pixels())
+    prompt = {"prompt": "at night", "negative_prompt": "blurred", "multi_modal_data": {"image": picture}}
+    params = {"height": 64, "width": 64, "num_inference_steps": 2, "true_cfg_scale": 3.0}
+    ours = [one async for one in editing.omni.generate(prompt, {**params, "seed": 3, "output_type": "float"})]
+    pipeline = load_pipeline(str(edit_path))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        theirs = pipeline(
+            image=picture, prompt="at night", negative_prompt="blurred", generator=generator, output_type="pt", **params
+        ).images
+    assert (ours[-1].multimodal_output["images"] - theirs.permute(0, 2, 3, 1)).abs().max() < 1e-5
 
 
 async def test_several_images_are_read_in_order(editor: httpx.AsyncClient) -> None:

@@ -6,7 +6,8 @@ from PIL import Image
 from tests.model_executor.diffusion.requests import make_image
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest, frame_rate, pipeline_arguments
+from vllm_omni.model_executor.diffusion.request import NEEDS_IMAGE, DiffusionRequest, frame_rate, pipeline_arguments
+from vllm_omni.model_executor.models.diffusers import tiny
 
 
 def test_a_request_survives_the_way_through_msgpack():
@@ -40,6 +41,15 @@ def test_only_what_was_set_is_passed(load_tiny):
     generator = given.pop("generator")
     assert generator.initial_seed() == 3
     assert given == {"prompt": "a fox", "guidance_scale": 2.0, "num_frames": 5, "output_type": "pt"}
+
+
+def test_a_request_that_says_nothing_of_guidance_is_not_warned_of(load_tiny, capfd):
+    pipeline = load_tiny("qwen-image")
+    plain = {"seed": 0, "height": 32, "width": 32, "num_inference_steps": 2}
+    with torch.no_grad():
+        pipeline(**arguments(pipeline, **plain))
+        assert "true_cfg_scale" not in capfd.readouterr().err
+    assert "true_cfg_scale" not in arguments(pipeline, negative_prompt="grey")
 
 
 def test_several_outputs_have_their_own_seeds_and_the_pipelines_own_word(load_tiny):
@@ -111,10 +121,18 @@ def test_a_wrong_number_of_images_is_refused(load_tiny, name, count, message):
         ("qwen-image", {"extra_args": {"image_size": 1}}, "takes no extra argument 'image_size'"),
         ("qwen-image", {"num_inference_steps": 0}, "num_inference_steps"),
         ("qwen-image", {"num_inference_steps": 1}, "num_inference_steps = 1: .* at least 2"),  # 0 / 0
-        ("qwen-image", {"height": 8}, "height = 8: must be at least 16"),  # rounded down, it is 0
-        ("wan2.2-t2v", {"width": 15}, "width = 15: must be at least 16"),
+        ("qwen-image", {"height": 8}, "height = 8: must be a multiple of 16 for QwenImagePipeline: 16"),
+        ("flux", {"height": 1080}, "height = 1080: must be a multiple of 16 for FluxPipeline: 1072 or 1088"),
+        ("wan2.2-t2v", {"width": 15}, "width = 15: must be a multiple of 16 for WanPipeline: 16"),
     ],
 )
 def test_what_a_pipeline_does_not_take_is_refused(load_tiny, name, params, message):
     with pytest.raises(InvalidRequest, match=message):
         arguments(load_tiny(name), **params)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.PIPELINES if name != "stable-audio"])
+def test_sizes_that_people_ask_for_are_on_every_grid(name, load_tiny):
+    for width, height in ((512, 512), (1024, 1024), (1536, 1024), (1024, 1536), (1280, 768), (832, 480)):
+        images = PICTURES[:1] if NEEDS_IMAGE.search(type(load_tiny(name)).__name__) else []
+        assert arguments(load_tiny(name), images, width=width, height=height)["width"] == width

@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import logging
 import weakref
@@ -8,7 +9,9 @@ import torch
 from tests.model_executor.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
 from tests.model_executor.diffusion.requests import difference, make_request, results, run, run_diffusers
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest
+from vllm_omni.model_executor.diffusion import outputs
+from vllm_omni.model_executor.diffusion import stepper as stepper_module
+from vllm_omni.model_executor.diffusion.request import DiffusionRequest, pipeline_arguments
 from vllm_omni.model_executor.diffusion.row_cache import RowCache
 from vllm_omni.model_executor.diffusion.stepper import PipelineStepper
 
@@ -38,6 +41,20 @@ def test_texts_of_different_lengths_share_a_forward(pipeline, make_stepper):
         stepper.add(name, request)
     stepper.step(list(requests))
     assert stepper.statistics().widths == {2: 1}
+
+
+def test_texts_whose_padding_costs_more_than_a_forward_do_not_share_one(pipeline, make_stepper, monkeypatch):
+    monkeypatch.setattr(stepper_module, "MAX_PADDING_TOKENS", 5)
+    stepper = make_stepper("qwen-image")
+    requests = {
+        name: make_request(pipeline, 0, seed=seed)
+        for seed, name in enumerate(["short", "long", "short too", "long too"])
+    }
+    for name, request in requests.items():
+        prompt = "a fox" if "short" in name else "a fox " * 12
+        stepper.add(name, dataclasses.replace(request, prompt=prompt))
+    stepper.step(list(requests))
+    assert stepper.statistics().widths == {2: 2}
 
 
 def test_requests_at_different_experts_do_not_share_a_forward(load_tiny, make_stepper):
@@ -271,18 +288,25 @@ def test_media_are_eight_bits_and_latents_are_raw(pipeline, make_stepper):
 @pytest.mark.parametrize(
     "name", ["qwen-image", "qwen-image-edit", "wan2.2-t2v", "wan2.2-i2v", "flux", "z-image", "sd3", "hunyuan-video"]
 )
-def test_the_last_preview_is_the_picture_itself(name, load_tiny, make_stepper):
+def test_a_preview_is_the_picture_of_a_run_that_stops_there(name, load_tiny, make_stepper):
     pipeline = load_tiny(name)
-    request = make_request(pipeline, 0, preview_every=2, output_type="media")
+    # HunyuanVideo's decoder, unlike Wan's, normalizes over all frames, and a preview has one.
+    frames = {"num_frames": 1} if name == "hunyuan-video" else {}
+    request = make_request(pipeline, 0, preview_every=2, output_type="media", **frames)  # of four steps
     outcomes = run(make_stepper(name), {"a": request})["a"]
-    previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
-    assert len(previews) == 2
+    (preview,) = [outcome.preview for outcome in outcomes if outcome.preview is not None]  # none at the end
+
+    def stop(pipeline, step, timestep, values):
+        pipeline._interrupt = step == 1
+        return {}
+
+    theirs = pipeline(**pipeline_arguments(pipeline, request), callback_on_step_end=stop)
+    stopped = outputs.collect(pipeline, theirs, "media")
+    picture = stopped["frames"][0, 0] if "frames" in stopped else stopped["images"][0]
+    assert (preview.int() - picture.int()).abs().max() <= 1
     output = results({"a": outcomes})["a"]
-    picture = output["frames"][0, 0] if "frames" in output else output["images"][0]
-    # HunyuanVideo's decoder, unlike Wan's, normalizes over all frames; the preview has one.
-    rounding = 20 if name == "hunyuan-video" else 1
-    assert (previews[-1].int() - picture.int()).abs().max() <= rounding
-    assert (previews[0].int() - picture.int()).abs().max() > rounding
+    end = output["frames"][0, 0] if "frames" in output else output["images"][0]
+    assert (preview.int() - end.int()).abs().max() > 1
 
 
 def test_a_family_without_previews_says_so_once(load_tiny, make_stepper, caplog):

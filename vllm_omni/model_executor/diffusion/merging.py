@@ -171,6 +171,14 @@ def count_rows(call: PendingCall, rule: MergeRule) -> int:
     raise Unmergeable("no argument has rows")
 
 
+def num_tokens(call: PendingCall, rule: MergeRule) -> tuple[int, int]:
+    """Of a row of a call: those of the sequences that may be padded, and those of its longest other sequence."""
+    padded = [call.kwargs.get(name) for name in rule.padded]
+    others = [call.kwargs.get(name) for name in rule.rows]
+    lengths = [value.shape[1] for value in others if isinstance(value, Tensor) and value.ndim == 3]
+    return sum(value.shape[1] for value in padded if isinstance(value, Tensor)), max(lengths, default=0)
+
+
 def group_key(call: PendingCall, rule: MergeRule, fingerprints: Fingerprints) -> Hashable:
     """Equal for calls that may be computed together.
 

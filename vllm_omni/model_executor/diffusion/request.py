@@ -92,6 +92,9 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
         if parameter not in accepted:
             raise InvalidRequest(f"{name} takes no {parameter}")
         arguments[parameter] = value
+    is_guided = params.negative_prompt is not None or "negative_prompt_embeds" in params.extra_args
+    if name.startswith("QwenImage") and params.true_cfg_scale is None and not is_guided:
+        arguments["true_cfg_scale"] = 1.0  # the same; of its own default, diffusers would warn in the server's log
     _check_size(pipeline, arguments)
     if params.fps is not None:  # where the model does not know of it, it is a property of the file alone
         for parameter in FRAME_RATES:
@@ -108,15 +111,19 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
 
 
 def _check_size(pipeline: Any, arguments: Mapping[str, Any]) -> None:
-    """What would become nothing, or no number, where the pipeline rounds down and divides."""
+    """What a pipeline would round down without a word to the user; or what would become no number, where it divides."""
     processor = getattr(pipeline, "image_processor", None) or getattr(pipeline, "video_processor", None)
     grid = getattr(getattr(processor, "config", None), "vae_scale_factor", 1)
     patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
     if isinstance(patch, list | tuple):  # of a video: frames, height, width; the processor knows of images' patches
         grid *= patch[-1]
     for name in ("height", "width"):
-        if arguments.get(name, grid) < grid:
-            raise InvalidRequest(f"{name} = {arguments[name]}: must be at least {grid}", param=name)
+        pixels = arguments.get(name, grid)
+        if pixels % grid:
+            below = pixels // grid * grid
+            nearest = f"{below} or {below + grid}" if below else f"{grid}"
+            said = f"{name} = {pixels}: must be a multiple of {grid} for {type(pipeline).__name__}: {nearest}"
+            raise InvalidRequest(said, param=name)
     scheduler = getattr(pipeline, "scheduler", None)
     if arguments.get("num_inference_steps") == 1 and getattr(scheduler, "config", {}).get("shift_terminal"):
         said = f"num_inference_steps = 1: the scheduler of {type(pipeline).__name__} needs at least 2"

@@ -22,6 +22,7 @@ from vllm_omni.model_executor.diffusion.merging import (
     count_rows,
     group_key,
     merge,
+    num_tokens,
 )
 from vllm_omni.model_executor.diffusion.merging import split as split_output
 from vllm_omni.model_executor.diffusion.request import DiffusionRequest, pipeline_arguments
@@ -31,6 +32,9 @@ from vllm_omni.model_executor.diffusion.suspended import CopiedPipeline, Pending
 
 logger = logging.getLogger(__name__)
 
+# What padding may add to a forward: so many tokens, or such a share of its own; beyond, a second one costs less.
+MAX_PADDING_TOKENS = 512
+MAX_PADDING_SHARE = 0.25
 MAX_CACHED_CALLS = 4  # unnamed calls of one denoiser in a step; a pipeline with more does not tell its steps
 
 
@@ -210,17 +214,28 @@ class PipelineStepper:
         return running.request_id
 
     def _parts(self, group: Sequence[_Running]) -> Iterator[list[_Running]]:
-        """Of at most ``max_rows`` rows, in order."""
+        """Of at most ``max_rows`` rows, and without much padding; those of like lengths together, else in order."""
+        if len(group) == 1:
+            yield list(group)
+            return
         part: list[_Running] = []
-        num_rows = 0
-        for running in group:
-            rows = self._count_rows(running.call.pending) if len(group) > 1 else 0
-            if part and num_rows + rows > self._max_rows:
+        num_rows = num_own = 0  # rows of the part, and the tokens that are their own
+        for running in sorted(group, key=lambda one: self._num_tokens(one.call.pending)[0]):
+            rows = self._count_rows(running.call.pending)
+            length, others = self._num_tokens(running.call.pending)  # no shorter than those before
+            own = num_own + rows * (length + others)
+            padding = (num_rows + rows) * (length + others) - own
+            is_padded = padding > max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * own)
+            if part and (num_rows + rows > self._max_rows or is_padded):
                 yield part
-                part, num_rows = [], 0
+                part, num_rows, own = [], 0, rows * (length + others)
             part.append(running)
-            num_rows += rows
+            num_rows, num_own = num_rows + rows, own
         yield part
+
+    def _num_tokens(self, call: PendingCall | None) -> tuple[int, int]:
+        assert call is not None
+        return num_tokens(call, self._rules[call.component])
 
     def _count_rows(self, call: PendingCall | None) -> int:
         assert call is not None
@@ -341,7 +356,8 @@ class PipelineStepper:
         height, width = arguments.get("height"), arguments.get("width")
 
         def show(pipeline: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            if (step + 1) % every == 0 and self._can_preview:
+            is_last = step + 1 == running.call.progress.num_steps  # the picture itself is about to come
+            if (step + 1) % every == 0 and not is_last and self._can_preview:
                 try:
                     running.preview = outputs.preview(pipeline, values["latents"], height, width)
                 except Exception as exc:
