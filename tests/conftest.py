@@ -20,6 +20,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+_STARTUP = str(Path(__file__).parent / "startup")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

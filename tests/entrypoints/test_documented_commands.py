@@ -5,6 +5,7 @@ Those of the documents about HTTP are run against a server in ``openai/test_docu
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -53,9 +54,15 @@ def run(command: list[str], cwd: Path, **variables: str | None) -> str:
     """``None`` takes a variable away."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {name: value for name, value in (os.environ | {"PATH": programs} | variables).items() if value is not None}
-    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what `make` has started as well
+            raise
+    assert process.returncode == 0, f"{command}\n{out}\n{err}"
+    return out
 
 
 def commands(document: str) -> list[list[str]]:
@@ -215,8 +222,8 @@ def read_morse(path: Path, letters: dict[str, str]) -> str:
     dot = 480  # samples
     is_on = np.abs(samples.reshape(-1, dot)).mean(axis=1) > 0.1
     text, letter = "", ""
-    for on, signal in groupby(is_on):
-        length = len(list(signal))
+    for on, part in groupby(is_on):
+        length = len(list(part))
         if on:
             letter += {1: ".", 3: "-"}[length]
         elif length >= 3:
