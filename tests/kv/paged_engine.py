@@ -318,7 +318,6 @@ class PagedEngine:
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # the null block
         side = self.connector.scheduler
-        assert side is not None
         assert not (side.prefills or side.decodes or side.reserves or side.loads or side.drops)
         for connector in self.ranks:
             assert connector.worker is not None

@@ -266,11 +266,20 @@ def test_a_prompt_larger_than_the_relay_is_announced_as_an_error_and_computed_by
     source, target = engines(engines.hub(PAGE_BYTES)), engines()
     prompt = make_prompt(100)
     params = source.run_prefill("1", prompt)
-    assert "have 12800 bytes, and the relay 4096" in params["error"] and "pages" not in params
+    assert "take 16384 bytes of the relay, which has 4096 in all" in params["error"] and "pages" not in params
     target.add("1", prompt, **params)
     target.run()
     assert target.tokens["1"] == answer(prompt, NUM_TOKENS)
     assert "the source has announced no pages" in caplog.text
+    engines.assert_nothing_is_left()
+
+
+def test_what_buffers_take_of_the_relay_counts_as_well(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni.kv.pages.BUFFER_BYTES", 1)  # a buffer, and so a chunk of the slab, for each page
+    source = engines(engines.hub(3 * PAGE_BYTES))
+    assert "pages" in source.run_prefill("1", make_prompt(12))
+    release(engines.hubs[0], source.params["1"])
+    assert "error" in source.run_prefill("2", make_prompt(13))
     engines.assert_nothing_is_left()
 
 

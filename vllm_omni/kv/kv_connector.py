@@ -112,11 +112,13 @@ class RelayKVConnector(KVConnectorBase_V1):
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    scheduler: SchedulerSide  # of the scheduler's role alone
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         _check(vllm_config, kv_cache_config)
-        self.scheduler = SchedulerSide(kv_cache_config) if role is KVConnectorRole.SCHEDULER else None
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler = SchedulerSide(kv_cache_config)
         self.worker: WorkerSide | None = None  # with the caches
 
     # -- worker -------------------------------------------------------------------------------------------------------
@@ -172,49 +174,41 @@ class RelayKVConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ranks = [metadata[key] for key in sorted(metadata)]
-        assert self.scheduler is not None and all(isinstance(one, Caches) for one in ranks)
+        assert all(isinstance(one, Caches) for one in ranks)
         self.scheduler.ranks = tuple(one.format for one in ranks)
 
     def on_new_request(self, request: Request) -> None:
-        assert self.scheduler is not None
         self.scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        assert self.scheduler is not None
         return self.scheduler.num_new_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        assert self.scheduler is not None
         if num_external_tokens:
             self.scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self.scheduler is not None
         return self.scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        assert self.scheduler is not None
         if connector_output.kv_connector_worker_meta is not None:
             assert isinstance(connector_output.kv_connector_worker_meta, Leased)
             self.scheduler.take_leased(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self.scheduler is not None
         return False, self.scheduler.finish(request)
 
     def has_pending_push_work(self) -> bool:
         # Or the last request's buffers would be dropped with the next request's first step.
-        return self.scheduler is not None and bool(self.scheduler.drops)
+        return bool(self.scheduler.drops)
 
     def num_announced_tokens(self, request: Request) -> int:
         """Tokens of a waiting request's prompt whose pages will be pulled when it is admitted, the last one's as well,
         which is computed again."""
-        assert self.scheduler is not None
         return self.scheduler.num_announced_tokens(request)
 
     def abort_announced(self, request_ids: Iterable[str]) -> None:
         """Prefill tasks that had ended when they were aborted: nobody may have heard of their pages."""
-        assert self.scheduler is not None
         for request_id in request_ids:
             self.scheduler.abort_announced(request_id)
 

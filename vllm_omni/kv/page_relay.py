@@ -33,6 +33,7 @@ from vllm_omni.relay import Payload, TensorRef
 from vllm_omni.relay.base import TIMEOUT_S, Clock
 from vllm_omni.relay.codec import decode, encode
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.relay.slab import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -149,26 +150,29 @@ class PageSource:
         refused: dict[str, str] = {}
         while self._waiting:
             request_id, num_pages = self._waiting[0]
-            try:
-                self._buffers[request_id] = buffers = self._lease(request_id, num_pages)
-                granted[request_id] = buffers.refs
-            except RelayError as exc:
-                self._hub.abort(_key(request_id))
-                if isinstance(exc, PoolExhausted) and not exc.is_final:
-                    break
-                refused[request_id] = str(exc)
+            shapes = [group.buffer_shapes(num_pages) for group in self._caches.format.groups]
+            num_bytes = sum(_size(shape) for of_group in shapes for shape in of_group)
+            if num_bytes > (of_relay := self._hub.options.num_bytes):
+                refused[request_id] = (
+                    f"the pages of its prompt take {num_bytes} bytes of the relay, which has {of_relay} in all; "
+                    "VLLM_OMNI_RELAY_BYTES makes it larger"
+                )
+            # Asked first: to lease a part and to give it back would tell the readers, in every step.
+            elif num_bytes > of_relay - self._hub.num_bytes_leased:
+                break
+            else:
+                try:
+                    self._buffers[request_id] = buffers = self._lease(request_id, shapes)
+                    granted[request_id] = buffers.refs
+                except RelayError as exc:
+                    self._hub.abort(_key(request_id))
+                    if isinstance(exc, PoolExhausted):  # in pieces too small, or a large prompt's place is taken
+                        break
+                    refused[request_id] = str(exc)
             self._waiting.popleft()
         return granted, refused
 
-    def _lease(self, request_id: str, num_pages: int) -> _Buffers:
-        shapes = [group.buffer_shapes(num_pages) for group in self._caches.format.groups]
-        num_bytes = sum(prod(shape) for of_group in shapes for shape in of_group)
-        if num_bytes > self._hub.options.num_bytes:
-            raise PoolExhausted(
-                f"the pages of a prompt have {num_bytes} bytes, and the relay {self._hub.options.num_bytes} in all; "
-                "VLLM_OMNI_RELAY_BYTES makes it larger",
-                is_final=True,
-            )
+    def _lease(self, request_id: str, shapes: list[list[tuple[int, ...]]]) -> _Buffers:
         buffers = _Buffers([], [])
         for of_group in shapes:
             leased = [self._hub.lease(_key(request_id), shape, torch.uint8) for shape in of_group]
@@ -213,6 +217,11 @@ class PageSource:
     def close(self) -> None:
         for request_id in list(self._buffers):
             self.drop(request_id)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    """Bytes of a slab that a buffer takes."""
+    return -(-prod(shape) // CHUNK_BYTES) * CHUNK_BYTES
 
 
 def _key(request_id: str) -> str:

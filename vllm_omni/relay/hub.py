@@ -129,6 +129,11 @@ class RelayHub:
         buffer = relay.empty(request_id, shape, dtype)
         return buffer, relay.put_nowait(request_id, buffer, num_readers=UNTIL_RELEASED_FOR_ALL)
 
+    @property
+    def num_bytes_leased(self) -> int:
+        """Of ``options.num_bytes``, what is put and not yet released."""
+        return self._get_publisher().statistics().num_bytes_leased
+
     def renew(self, ref: TensorRef) -> bool:
         """See ``Relay.renew``."""
         return self._get_publisher().renew(ref)
