@@ -66,6 +66,11 @@ def test_images_alone_give_their_own_costs() -> None:
     assert fitted.language_s(LanguageLoad(1, 10)) == 0
 
 
+def test_images_of_one_size_cost_in_proportion() -> None:
+    fitted = CostModel.fit([Sample(0.05, num_embeds=196), Sample(0.05, num_embeds=196)])
+    assert fitted.images_s(392) == pytest.approx(0.1)
+
+
 def test_an_iteration_that_stood_still_is_not_among_the_medians() -> None:
     load = LanguageLoad(4, 1000)
     alike = [Sample(3e-3, load), Sample(900e-3, load), Sample(3.1e-3, load)]

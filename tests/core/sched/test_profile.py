@@ -141,6 +141,11 @@ def test_without_an_image_the_language_model_is_measured(monkeypatch: pytest.Mon
     budgets = world.scheduler.budgets
     assert isinstance(budgets, SloBudgets)
     assert budgets.is_fitted and budgets.layer_s(NUM_EMBEDS) == 0
+    for number in range(4):  # which the first images change
+        world.add(str(number), 8, f"{NUM_EMBEDS}{'abcd'[number]}", max_tokens=4)
+    while world.scheduler.requests:
+        step(world)
+    assert budgets.layer_s(NUM_EMBEDS) == pytest.approx(TRUE.images_s(NUM_EMBEDS) / world.runner.NUM_LAYERS, rel=0.1)
 
 
 def test_an_engine_with_little_room_is_measured_with_what_fits(dummy_image: None) -> None:

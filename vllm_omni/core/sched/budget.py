@@ -166,6 +166,11 @@ class SloBudgets:
         self._log: SampleLog | None = SampleLog() if cost is None else None
         self._num_samples_to_fit = FIRST_FIT
 
+    def go_on_learning(self, log: SampleLog) -> None:
+        """From what was measured before on: of some batches it says nothing."""
+        self._log = log
+        self._num_samples_to_fit = len(log.samples) + FIRST_FIT
+
     @property
     def is_fitted(self) -> bool:
         return self.cost != CostModel.free()

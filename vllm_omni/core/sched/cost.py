@@ -123,9 +123,12 @@ class CostModel:
             ValueError: nothing was measured.
         """
         language, images = [], []
+        samples = list(samples)
+        # Of batches of one size nobody knows which part is fixed: none, as was measured on the CPU.
+        has_fixed_part = len({sample.num_embeds for sample in samples if sample.num_embeds}) > 1
         for sample in samples:
             if sample.num_embeds:
-                images.append(([1.0, sample.num_embeds], sample.seconds))
+                images.append(([float(has_fixed_part), sample.num_embeds], sample.seconds))
             else:
                 language.append(([1.0, *map(float, sample.load)], sample.seconds))
         if not language and not images:

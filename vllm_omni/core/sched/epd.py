@@ -163,6 +163,8 @@ class EPDScheduler(TimedScheduler):
             cost = None
         budgets = self._make_slo_budgets(cost)
         budgets.num_layers_of_batch = profile.log.num_layers_of_batch
+        if not profile.is_complete:
+            budgets.go_on_learning(profile.log)
         assert self.epd.tpot_ms is not None
         profile.tell(budgets, self.epd.tpot_ms / 1000, now)
         return budgets

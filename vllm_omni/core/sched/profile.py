@@ -109,6 +109,7 @@ class Profile:
             hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
             self._block_hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._phases: Iterator[Phase] = iter(())
+        self.is_complete = True  # as far as it has got: nothing that the engine does was left out
         self._image = self._make_image()
         self._num_requests = 0
         self.budgets: MeasuringBudgets | None = None  # of the phase that is running
@@ -131,7 +132,10 @@ class Profile:
         if self.began_at is None:
             self.began_at = now
             self._phases = self._rounds()
-        phase = None if self.is_late(now) else next(self._phases, None)
+        if self.is_late(now):
+            self.is_complete = False
+            return []
+        phase = next(self._phases, None)
         if phase is None:
             return []
         self.budgets = MeasuringBudgets(phase, self.log)
@@ -176,6 +180,7 @@ class Profile:
             return DummyImage.of(self._vllm_config)
         except Exception:  # of a model's own processor: then its first images tell
             logger.warning("epd: no image to profile with", exc_info=True)
+            self.is_complete = False
             return None
 
     def _rounds(self) -> Iterator[Phase]:
