@@ -1,8 +1,10 @@
-"""The plugin adds to vLLM and replaces nothing; each test in a Python of its own, where vLLM is as it was."""
+"""The plugin adds to vLLM and replaces nothing; in Pythons of their own, where vLLM is as it was."""
 
 import subprocess
 import sys
 import textwrap
+
+import pytest
 
 
 def run(code: str) -> str:
@@ -64,10 +66,14 @@ def test_nothing_of_vllm_is_replaced() -> None:
     assert int(output.splitlines()[-1]) > 10_000
 
 
-def test_plain_engine_process_is_not_touched() -> None:
-    """A process that vLLM spawned for another engine: no thread of ours, no handler in its log."""
-    output = run("""
-        import logging, multiprocessing, threading
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """What a process that vLLM forked for another engine says, and then the log of the one that registers."""
+    return run("""
+        import logging, multiprocessing, os, threading
+        os.environ['VLLM_LOGGING_STREAM'] = 'ext://sys.stdout'
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
         from vllm_omni.plugin import register
 
         def main():
@@ -80,17 +86,7 @@ def test_plain_engine_process_is_not_touched() -> None:
         child.start()
         child.join()
         assert child.exitcode == 0
-    """)
-    assert output.splitlines()[-2:] == ["['MainThread']", "[]"]
 
-
-def test_our_log_follows_vllms() -> None:
-    output = run("""
-        import logging, os
-        os.environ['VLLM_LOGGING_STREAM'] = 'ext://sys.stdout'
-        from vllm.config.logging import LoggingConfig
-        from vllm.logger import configure_logging
-        from vllm_omni.plugin import register
         register()
         configure_logging(LoggingConfig(log_level='INFO'))
         logger = logging.getLogger('vllm_omni.engine.stage')
@@ -98,7 +94,16 @@ def test_our_log_follows_vllms() -> None:
         logger.debug('not shown')
         configure_logging(LoggingConfig(log_level='WARNING'))
         logger.info('not shown')
-    """)
-    (line,) = [line for line in output.splitlines() if "shown" in line or "stage" in line]
+    """).splitlines()
+
+
+def test_plain_engine_process_is_not_touched(said: list[str]) -> None:
+    """No thread of ours, no handler in its log."""
+    place = said.index("['MainThread']")
+    assert said[place + 1] == "[]"
+
+
+def test_our_log_follows_vllms(said: list[str]) -> None:
+    (line,) = [line for line in said if "shown" in line or "stage" in line]
     assert "INFO" in line
     assert line.endswith("stage thinker: starting")
