@@ -88,7 +88,9 @@ def test_an_answer_that_ends_with_a_stop_string_has_its_parts(llm: OmniLLM) -> N
 def test_several_answers_of_one_request_have_parts_of_their_whole(llm: OmniLLM) -> None:
     (output,) = ask(llm, make_prompt(12, has_image=True), n=2, temperature=1.0, seed=0)
     assert len(output.outputs) == 2
-    assert sum(output.latency_parts[STAGE].values()) == pytest.approx(output.stage_durations["total"], abs=0.05)
+    parts = output.latency_parts[STAGE]
+    assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], abs=0.05)
+    assert parts["encode_execution"] and parts["prefill_execution"] and parts["decode_execution"]
 
 
 def test_slos_of_the_deployment_and_of_requests_are_judged(llm: OmniLLM) -> None:

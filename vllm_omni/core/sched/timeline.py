@@ -56,7 +56,8 @@ class TimedScheduler(StreamScheduler):
         if not self._is_timed:
             return kv_transfer_params, ec_transfer_params
         timeline = self._take(request) or Timeline(self._task_of(request))
-        timeline.add(Mark.ENDED, max(self._now, timeline.first(Mark.QUEUED) or 0.0))
+        # Its last token came with the step; an encode task, which has none, may end before upstream looks at that.
+        timeline.add(Mark.ENDED, self._now if request.num_output_tokens else self.clock())
         return {**(kv_transfer_params or {}), TIMELINE: timeline.pack()}, ec_transfer_params
 
     def _take(self, request: Request) -> Timeline | None:
@@ -130,7 +131,8 @@ class TimedScheduler(StreamScheduler):
     def _send(self, request: Request, outputs: dict[int, EngineCoreOutputs]) -> None:
         timeline = self._take(request)
         assert timeline is not None, "what computes towards a token has one"
-        for output in outputs[request.client_index].outputs:
+        of_client = outputs.get(request.client_index)
+        for output in of_client.outputs if of_client is not None else ():
             if output.request_id == request.request_id:
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), TIMELINE: timeline.pack()}
 
