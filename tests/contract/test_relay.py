@@ -82,6 +82,15 @@ async def test_a_buffer_of_the_relay_arrives_as_it_was_filled(pair: Pair) -> Non
     assert torch.equal(await pair.consumer.get(ref), torch.arange(15.0).reshape(3, 5))
 
 
+@only(*LEASING)
+async def test_a_buffer_may_be_written_until_somebody_is_told_of_it(pair: Pair) -> None:
+    buffer = pair.producer.empty("request", (3, 5), torch.float32)
+    ref = await pair.producer.put("request", buffer)
+    assert pair.producer.renew(ref)
+    buffer.copy_(torch.arange(15.0).reshape(3, 5))
+    assert torch.equal(await pair.consumer.get(ref), torch.arange(15.0).reshape(3, 5))
+
+
 async def test_a_part_of_a_buffer_arrives_alone(pair: Pair) -> None:
     buffer = pair.producer.empty("request", (8, 4), torch.float32)
     buffer.copy_(torch.arange(32.0).reshape(8, 4))

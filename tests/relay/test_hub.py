@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_omni.errors import RelayBroken
+from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.relay import Payload, TensorRef
 from vllm_omni.relay.codec import decode, encode
 from vllm_omni.relay.hub import INLINE_BYTES, RelayHub, RelayOptions
@@ -118,3 +118,28 @@ def test_without_room_there_is_no_stream() -> None:
     hub = make_hub(num_bytes=1 << 20, credits=1 << 16)
     assert hub.open_stream("request", SMALL) is None
     hub.close()
+
+
+def test_a_leased_buffer_is_written_after_its_reference_is_known(producer: RelayHub, consumer: RelayHub) -> None:
+    buffer, ref = producer.lease("request", (4, 1024), torch.float32)
+    assert producer.num_bytes_leased == buffer.nbytes
+    buffer.copy_(LARGE[:4096].view(4, 1024))
+    for _ in range(2):  # each reader releases for itself
+        assert torch.equal(consumer.get_blocking(ref), buffer)
+        consumer.release(ref)
+        assert producer.renew(ref)
+    consumer.release(ref, for_all=True)
+    assert producer.num_bytes_leased == 0 and not producer.renew(ref)
+
+
+def test_an_abort_ends_what_was_leased(producer: RelayHub, consumer: RelayHub) -> None:
+    _, ref = producer.lease("request", (4096,), torch.uint8)
+    producer.abort("request")
+    assert producer.num_bytes_leased == 0 and not producer.renew(ref)
+    with pytest.raises(RelayBroken):
+        consumer.get_blocking(ref)
+
+
+def test_bytes_that_ride_in_their_reference_cannot_be_leased(consumer: RelayHub) -> None:
+    with pytest.raises(ConfigError, match="name another transport"):
+        consumer.lease("request", (4,), torch.uint8)

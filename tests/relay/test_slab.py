@@ -93,3 +93,18 @@ def _await_io_thread() -> None:
 
     for _ in range(2):
         io_thread().submit(nothing()).result(10)
+
+
+def test_a_lease_that_is_renewed_lives_as_long_as_a_new_one() -> None:
+    now = 0.0
+    relay = ShmRelay(4 * PAGE, lease_s=10, clock=lambda: now)
+    renewed, forgotten = relay.put_nowait("request", page(1)), relay.put_nowait("request", page(2))
+    now = 6.0
+    assert relay.renew(renewed)
+    now = 12.0
+    assert relay.statistics().num_leases == 1
+    assert relay.renew(renewed) and not relay.renew(forgotten)
+    assert relay.get_blocking(renewed)[0] == 1
+    relay.release(renewed, for_all=True)
+    assert not relay.renew(renewed)
+    relay.close()

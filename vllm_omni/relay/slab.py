@@ -120,7 +120,7 @@ class SlabRelay(Relay):
     def renew(self, ref: TensorRef) -> bool:
         with self._lock:
             lease = self._leases.get(ref.lease)
-            if lease is None or lease.is_revoked:
+            if lease is None or lease.is_revoked or self._is_released(lease):
                 return not ref.lease
             lease.expires_at = self._clock() + self._lease_s
             return True
