@@ -32,7 +32,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken, RelayError
+from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken
 from vllm_omni.relay import Payload
 from vllm_omni.relay.codec import decode, encode
 from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, process_hub
@@ -178,6 +178,8 @@ class RelayECConnector(ECConnectorBase):
         self._pulling: dict[str, Future[torch.Tensor]] = {}
         self._report = RelayECReport()
         self._threads: ThreadPoolExecutor | None = None
+        if role is ECConnectorRole.WORKER and self.is_producer and self._puts:
+            self.hub.prepare()  # what is wrong with its relay is told at the start
 
     def shutdown(self) -> None:
         if self._threads is not None:
@@ -293,7 +295,7 @@ class RelayECConnector(ECConnectorBase):
             del self._pulling[identifier]
             try:
                 self._encoder_cache[identifier] = pulling.result()
-            except RelayError as exc:
+            except Exception as exc:  # whatever it is, the image can be encoded here
                 logger.warning("the embeddings of image %s are lost: %s", identifier, exc)
                 self._report.lost[identifier] = str(exc)
                 self._wanted.pop(identifier, None)

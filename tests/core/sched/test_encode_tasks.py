@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -184,6 +185,23 @@ def test_a_cache_of_one_image_serves_task_after_task() -> None:
     world.steps(6)
     assert set(world.ended) == {"1", "2", "3"}
     assert world.runner.num_encodes == 4
+
+
+def test_a_paused_engine_begins_no_encode_and_no_pull() -> None:
+    world = World(epd={"token_budget": 16, "image_budget": 8, "num_encode_layers": 1})
+    world.add("1", 4)
+    world.step()
+    world.add("2", "8a", 1)
+    world.step()  # an encode is under way
+    world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    world.add_task("3", "8b")
+    world.add("4", "8c", 1, elsewhere=("8c",))
+    outputs = world.steps(8)
+    assert not any(encodes(output) or pulls(output) for output in outputs)
+    world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    outputs = world.steps(3)  # the first prefills what had been encoded
+    assert pulls(outputs[0]) == ["8c"]
+    assert [image for output in outputs for image in encodes(output)] == ["8b"]
 
 
 # -- what ends otherwise ----------------------------------------------------------------------------------------------

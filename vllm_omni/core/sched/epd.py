@@ -576,17 +576,18 @@ class EPDScheduler(TimedScheduler):
 
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, tpot_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
-        if self.pause_state is not PauseState.UNPAUSED and not self._is_encoding:
-            return output  # what begins now would end with other weights
+        is_paused = self.pause_state is not PauseState.UNPAUSED  # what begins now would end with other weights
+        if is_paused and not self._is_encoding:
+            return output
         max_embeds = None
-        if not self._is_encoding and self.pause_state is PauseState.UNPAUSED:
+        if not self._is_encoding and not is_paused:
             if self._num_encodes_put_off < self.epd.patience and self._has_prefill_to_protect(output, load):
                 self._num_encodes_put_off += 1
             else:
                 stock_budget = self.max_num_encoder_input_tokens
                 max_embeds = self.budgets.num_embeds(load, tpot_s) if self.epd.is_on else stock_budget
         encodes: list[EncodeItem] = []
-        if max_embeds is not None or self._sources or len(self.encode_tasks):
+        if max_embeds is not None or (not is_paused and (self._sources or len(self.encode_tasks))):
             encodes = self._begin(output, max_embeds)
         if encodes:
             self._num_encodes_put_off = 0
