@@ -447,19 +447,19 @@ class Bench:
         tried: dict[float, Point] = {}
         wanted: set[float] = set()
         for rule in self.options.rules:
-            low, high = -1, len(SHARES)  # the last good one, the first bad one
+            low, high = -1, len(self.options.shares)  # the last good one, the first bad one
             while high - low > 1:
-                share = SHARES[(low + high) // 2]
+                share = self.options.shares[(low + high) // 2]
                 if share not in tried:
                     rate = self._rate(name, share)
                     number = max(self.options.min_requests, self.options.num_requests // 4)
                     cell = await self._cell(name, TUNING_SEED + 1, rate, number)
                     tried[share] = Point(self.slo, [cell])
                 if tried[share].attainment(rule) >= ATTAINMENT:
-                    low = SHARES.index(share)
+                    low = self.options.shares.index(share)
                 else:
-                    high = SHARES.index(share)
-            wanted |= {SHARES[one] for one in (low, high) if 0 <= one < len(SHARES)}
+                    high = self.options.shares.index(share)
+            wanted |= {self.options.shares[one] for one in (low, high) if 0 <= one < len(self.options.shares)}
         return wanted
 
     async def _points(self, wanted: Mapping[str, set[float]]) -> dict[str, dict[float, Point]]:
@@ -475,11 +475,11 @@ class Bench:
     def _missing(self, points: Mapping[float, Point], rule: str) -> set[float]:
         """The next share below or above, where the reported seeds do not agree with the search."""
         good = {share for share, point in points.items() if point.attainment(rule) >= ATTAINMENT}
-        places = [SHARES.index(share) for share in points]
+        places = [self.options.shares.index(share) for share in points]
         if not good and min(places) > 0:
-            return {SHARES[min(places) - 1]}
-        if len(good) == len(points) and max(places) + 1 < len(SHARES):
-            return {SHARES[max(places) + 1]}
+            return {self.options.shares[min(places) - 1]}
+        if len(good) == len(points) and max(places) + 1 < len(self.options.shares):
+            return {self.options.shares[max(places) + 1]}
         return set()
 
     def _row(self, name: str, equal: Point, points: Mapping[float, Point], at_once: Sequence[float]) -> dict[str, Any]:
@@ -587,6 +587,7 @@ class Options:
     num_at_once: int = 60
     num_unloaded: int = 12
     rules: tuple[str, ...] = (STRICT, PAPER)
+    shares: tuple[float, ...] = SHARES  # rates at which goodput is looked for, of what the baseline does all at once
 
 
 def main() -> None:
@@ -613,7 +614,7 @@ def main() -> None:
     if given.short:
         options = replace(options, repeats=2, max_cell_s=15.0, rules=(STRICT,))
     if given.quick:
-        options = Options(llava.TINY, 8, 1, 8, 1.0, num_at_once=4, num_unloaded=3, rules=(STRICT,))
+        options = Options(llava.TINY, 6, 1, 6, 1.0, num_at_once=4, num_unloaded=3, rules=(STRICT,), shares=SHARES[8:])
         workloads = workloads[:1]
     with tempfile.TemporaryDirectory() as directory:
         path = llava.build(Path(directory), options.shape)
