@@ -133,6 +133,15 @@ def test_a_pull_is_what_upstreams_book_says() -> None:
     assert world.sent["1"][0].marks[1:3] == [(Mark.PULL_BEGAN, 0), (Mark.PULL_ENDED, 3)]
 
 
+def test_what_ends_without_a_token_ends_now_and_not_with_the_last_step() -> None:
+    world = World()
+    request = world.add("1", 5)
+    world.now = 5  # encoded meanwhile
+    request.status = RequestStatus.FINISHED_STOPPED
+    params, _ = world.scheduler._free_request(request)
+    assert Timeline.unpack(params[TIMELINE]).marks == [(Mark.QUEUED, 0), (Mark.ENDED, 5)]
+
+
 def test_an_abort_leaves_nothing() -> None:
     world = World()
     world.add("1", 20)
