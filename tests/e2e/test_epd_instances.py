@@ -4,6 +4,8 @@ The last tests kill instances one after the other; those before them need all.
 """
 
 import asyncio
+import base64
+import io
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +27,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.stage import StageState, StageStatus
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.errors import StageFailed, StageUnavailable
 
 pytestmark = [
@@ -242,11 +246,6 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
 
 
 def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, checkpoint: Path) -> None:
-    import base64
-    import io
-
-    from vllm_omni.entrypoints.openai.app import build_omni_app
-
     file = io.BytesIO()
     make_image(0).save(file, "png")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -284,25 +283,46 @@ def test_whoever_waits_goes_on_when_an_instance_is_back(omni: OmniLLM, group: In
     engine = group.engines["language/PD0"]
 
     async def run() -> list[int]:
-        outputs = read(omni, "waits", make_image(0))
-        started = await begin_first_task(group, "language/E0", outputs)
+        reading = asyncio.create_task(collect(omni, "waits", 0))
+        await begun(group, "language/E0")
         engine.status = StageStatus(StageState.RESTARTING, "it is said to have died", 0)
-        return await started
-
-    async def begin_first_task(group: InstanceGroup, name: str, outputs: AsyncIterator[Any]) -> asyncio.Task[Any]:
-        async def read_all() -> list[int]:
-            return [token async for output in outputs for token in output.outputs[0].token_ids]
-
-        reading = asyncio.create_task(read_all())
-        await begun(group, name)
-        asyncio.get_running_loop().call_later(0.5, come_back)
-        return reading
-
-    def come_back() -> None:
+        while group._work["language/E0"]:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0)
+        assert not any(group._work.values()) and not reading.done()
         engine.status = StageStatus(StageState.RUNNING)
+        return await reading
 
     with only(group, "E|PD"):
-        assert len(omni._run(run())) == LONG
+        assert len(omni._run(run())) == NUM_TOKENS
+
+
+def test_who_does_not_begin_in_time_is_passed_over(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
+    """The same pages go to another instance."""
+    stopped = group.engines["language/D0"]._lease._started
+    deployment = group.deployment
+    group.deployment = msgspec.structs.replace(deployment, admission_timeout_s=0.2)
+
+    async def run() -> list[int]:
+        reading = asyncio.create_task(collect(omni, "moved", 0, LONG))
+        await begun(group, "language/D0")
+        group._work["language/PD0"] -= 1e6
+        return await reading
+
+    before = group.statistics()
+    for process in stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with only(group, "E|P|D|PD"):
+            # Until it has chosen who prefills, and who decodes.
+            group._work["language/PD0"] += 1e6
+            assert omni._run(run()) == stock.long
+    finally:
+        group.deployment = deployment
+        for process in stopped:
+            os.kill(process.pid, signal.SIGCONT)
+    after = group.statistics()
+    assert (after.num_redone, after.num_migrations) == (before.num_redone + 1, before.num_migrations + 1)
+    assert after.num_tasks["language/P0"] == before.num_tasks["language/P0"] + 1
 
 
 # -- deaths, one after the other ---------------------------------------------------------------------------------------
@@ -322,6 +342,12 @@ async def read(omni: OmniLLM, request_id: str, image: Image.Image, **more: Any) 
             yield output
 
 
+async def collect(omni: OmniLLM, request_id: str, number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    """The reply to one of the images."""
+    outputs = [output async for output in read(omni, request_id, make_image(number), max_tokens=num_tokens)]
+    return [token for output in outputs for token in output.outputs[0].token_ids]
+
+
 async def tokens_through_a_death(omni: OmniLLM, group: InstanceGroup, kind: str, **more: Any) -> list[int]:
     """A long reply of which an instance dies that has a task of it, or is writing it."""
     tokens: list[int] = []
@@ -336,17 +362,13 @@ def test_deaths_lose_no_request_while_anybody_lives(omni: OmniLLM, group: Instan
     """The last test of these engines."""
 
     async def with_many(kind: str) -> list[list[int]]:
-        requests = [asyncio.create_task(collect(number)) for number in range(4)]
+        requests = [asyncio.create_task(collect(omni, f"many-{n}", n)) for n in range(4)]
         await begun(group, f"language/{kind}0")
         kill(group, kind)
         return await asyncio.gather(*requests)
 
-    async def collect(number: int) -> list[int]:
-        found = [output async for output in read(omni, f"many-{number}", make_image(number), max_tokens=NUM_TOKENS)]
-        return [token for output in found for token in output.outputs[0].token_ids]
-
     async def all_of_them() -> list[list[int]]:
-        return await asyncio.gather(*(collect(number) for number in range(4)))
+        return await asyncio.gather(*(collect(omni, f"many-{number}", number) for number in range(4)))
 
     with only(group, "PD"):
         want = omni._run(all_of_them())
