@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -294,35 +293,6 @@ def test_whoever_waits_goes_on_when_an_instance_is_back(omni: OmniLLM, group: In
 
     with only(group, "E|PD"):
         assert len(omni._run(run())) == NUM_TOKENS
-
-
-def test_who_does_not_begin_in_time_is_passed_over(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
-    """The same pages go to another instance."""
-    stopped = group.engines["language/D0"]._lease._started
-    deployment = group.deployment
-    group.deployment = msgspec.structs.replace(deployment, admission_timeout_s=0.2)
-
-    async def run() -> list[int]:
-        reading = asyncio.create_task(collect(omni, "moved", 0, LONG))
-        await begun(group, "language/D0")
-        group._work["language/PD0"] -= 1e6
-        return await reading
-
-    before = group.statistics()
-    for process in stopped:
-        os.kill(process.pid, signal.SIGSTOP)
-    try:
-        with only(group, "E|P|D|PD"):
-            # Until it has chosen who prefills, and who decodes.
-            group._work["language/PD0"] += 1e6
-            assert omni._run(run()) == stock.long
-    finally:
-        group.deployment = deployment
-        for process in stopped:
-            os.kill(process.pid, signal.SIGCONT)
-    after = group.statistics()
-    assert (after.num_redone, after.num_migrations) == (before.num_redone + 1, before.num_migrations + 1)
-    assert after.num_tasks["language/P0"] == before.num_tasks["language/P0"] + 1
 
 
 # -- deaths, one after the other ---------------------------------------------------------------------------------------

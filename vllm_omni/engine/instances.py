@@ -320,10 +320,10 @@ class InstanceGroup(StageNode):
         return Offer(name, does[name])
 
     def _may_move(self, journey: _Journey, offer: Offer) -> bool:
-        """Whether another instance that is alive has less to do."""
+        """Whether another instance that is alive would have no more to do with the request than this one has."""
         mine = journey.load.work(offer.does, self._cost)
         others = [one.name for one in self._offers(journey) if one.name != offer.name]
-        return any(self._work[name] + mine < self._work[offer.name] for name in others)
+        return any(self._work[name] + mine <= self._work[offer.name] for name in others)
 
     # -- a task -------------------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class InstanceGroup(StageNode):
         """Run a request on an instance; while it has given nothing, another may get it.
 
         Raises:
-            _NotBegun: it gave nothing in time, and another has less to do.
+            _NotBegun: it gave nothing in time, and another has no more to do.
         """
         request_id = journey.request_id if journey.num_tasks == 1 else f"{journey.request_id}-t{journey.num_tasks}"
         engine = self.engines[offer.name]
