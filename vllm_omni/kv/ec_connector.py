@@ -5,7 +5,7 @@ An *encode task* is a request with ``extra_args["ec_transfer_params"] = {"encode
 ``{"images": {identifier: payload}}``, and ends with ``{"num_encoded": n}``: how many images it had to encode itself.
 
 ``EPDScheduler`` books a pull as it books an encode: the image takes its room, is in flight, and then is ready or lost.
-So vLLM's own way (``has_cache_item``, room and load in one step) is not gone: a step never waits for another process,
+vLLM's own way (``has_cache_item``: room and load in one step) is not taken, so that no step waits for another process,
 and an image that is lost is encoded as one that was never elsewhere.
 
 Leases are the front end's: a put ends when it is released for all. Whoever pulls releases its own reading.

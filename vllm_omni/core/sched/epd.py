@@ -367,7 +367,7 @@ class EPDScheduler(TimedScheduler):
                 logger.error("request %s: %s", request_id, failure.message)
                 params = {"error": failure.message, "invalid": failure.is_invalid}
                 outputs.append((request.client_index, self._ending(request, None, params)))
-        assert not failures, "whoever ends is forgotten"
+        failures.clear()  # whoever had ended by itself
         return outputs
 
     @staticmethod
