@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -242,6 +243,35 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
     with only(group, "E|P|D"):
         for number in range(4):
             omni._run(leave_early(0.005 * 4**number))
+
+
+def test_who_does_not_begin_in_time_is_passed_over(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
+    """The same pages go to another instance."""
+    stopped = group.engines["language/D0"]._lease._started
+    deployment = group.deployment
+    group.deployment = msgspec.structs.replace(deployment, admission_timeout_s=0.2)
+
+    async def run() -> list[int]:
+        reading = asyncio.create_task(collect(omni, "moved", 0, LONG))
+        await begun(group, "language/D0")
+        group._work["language/PD0"] -= 1e6
+        return await reading
+
+    before = group.statistics()
+    for process in stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with only(group, "E|P|D|PD"):
+            # Until it has chosen who prefills, and who decodes.
+            group._work["language/PD0"] += 1e6
+            assert omni._run(run()) == stock.long
+    finally:
+        group.deployment = deployment
+        for process in stopped:
+            os.kill(process.pid, signal.SIGCONT)
+    after = group.statistics()
+    assert (after.num_redone, after.num_migrations) == (before.num_redone + 1, before.num_migrations + 1)
+    assert after.num_tasks["language/P0"] == before.num_tasks["language/P0"] + 1
 
 
 def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, checkpoint: Path) -> None:

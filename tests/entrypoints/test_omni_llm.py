@@ -20,7 +20,7 @@ from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image
 from vllm_omni import AsyncOmni, Omni, OmniLLM
 from vllm_omni.config import load_config
 from vllm_omni.engine.stage import StageEngine
-from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
@@ -335,16 +335,16 @@ def run_stage(omni: OmniLLM, stage: str, prompt_token_ids: list[int], args: dict
 
 
 def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: OmniLLM) -> None:
-    output = run_stage(omni, "talker", [264] * 5, {"payloads": [b"\xc1 garbage"], "speaker_index": 0})
-    assert "RelayBroken" in output.multimodal_output["error"]
+    with pytest.raises(StageFailed, match="'talker': RelayBroken"):
+        run_stage(omni, "talker", [264] * 5, {"payloads": [b"\xc1 garbage"], "speaker_index": 0})
     assert generate(omni)[0].multimodal_output["audio"].shape == (20 * 480,)
 
 
 @pytest.mark.parametrize("codec_ids", [[0, 10_000], [-1], [0] * 20_000], ids=["too large", "negative", "too many"])
 def test_codes_that_the_vocoder_cannot_say_fail_their_request_alone(omni: OmniLLM, codec_ids: list[int]) -> None:
     args = {"codec_ids": codec_ids, "start": 0, "keep": [0, len(codec_ids)], "speaker": "Chelsie", "seed": 0}
-    output = run_stage(omni, "token2wav", [0], args)
-    assert output.multimodal_output["invalid"]
+    with pytest.raises(InvalidRequest, match="'token2wav': ValueError"):
+        run_stage(omni, "token2wav", [0], args)
     assert generate(omni)[0].multimodal_output["audio"].shape == (20 * 480,)
 
 
