@@ -4,6 +4,8 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null 
 # For pip, for example: make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
+# Processes that run tests, each with engines of its own. With 0, pytest runs them itself, as --pdb needs.
+TEST_WORKERS ?= 2
 FUZZ_CASES ?= 500000
 
 VENV := .venv
@@ -36,7 +38,7 @@ HAS_CXX := $(shell command -v $(CXX))
 
 help:
 	@echo "make demo    set up .venv, build a tiny checkpoint, answer in text and speech"
-	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=...)"
+	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=..., TEST_WORKERS=2)"
 	@echo "make check   ruff, ruff format --check, mypy"
 	@echo "make format  mend what ruff can mend"
 	@echo "make native  compile csrc with g++, and with nvcc if there is one, into vllm_omni/ops/_native"
@@ -89,7 +91,7 @@ $(NATIVE)/libvllm_omni_cuda.so: $(NATIVE_API) csrc/kernels/cuda/block_copy.cu $(
 	$(NVCC) $(NATIVE_FLAGS) -arch=sm_75 $(COMPILER_FLAGS:%=-Xcompiler %) -o $@ $(filter %.cpp %.cu,$^)
 
 test: $(STAMP) native
-	$(RUN_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

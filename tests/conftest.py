@@ -1,9 +1,12 @@
 """What tests of several packages share: the settings of an engine on a small machine, and a checkpoint for it."""
 
+import logging
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,37 @@ for name, value in {
 
 _STARTUP = str(Path(__file__).parent / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+
+# What one of `pytest -n`'s workers runs alone: files that share a server, and those with so many engines that two at a
+# time would need more than a small machine's memory.
+_TOGETHER = (r"tests/entrypoints/openai/", r"tests/e2e/test_(ec|kv|nixl|epd)_")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``, a worker takes whole files, whose engines are then made once.
+
+    They are taken in the order of collection, in which the long ones are not the last: in the end, one worker is not
+    left alone for long.
+    """
+    if config.option.dist != "load":  # of `-n`, if no other was asked for
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByEngines(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((place for place in _TOGETHER if re.match(place, nodeid)), super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False
+    return ByEngines(config, log)
+
+
+@pytest.fixture(autouse=True)
+def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``caplog``, whatever ran before: the plugin makes our logger vLLM's child, which tells the root nothing."""
+    logger = logging.getLogger("vllm_omni")
+    monkeypatch.setattr(logger, "parent", logging.root)
+    logger.setLevel(logging.NOTSET)  # forget what loggers below it know of their levels
 
 
 @pytest.fixture(scope="session")

@@ -1,63 +1,28 @@
 """A tiny LLaVA-1.5 with budgets answers as vLLM does, and its towers give the same embeddings."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.reference import llava
+from tests.e2e.engines import MARKS, OMNI, engine_here, greedy, make_image, tokens_of
 from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.cost import CostModel
 from vllm_omni.core.sched.profile import PREFIX
 from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
+from vllm_omni.model_executor.models.language import tiny_llava as llava
 
-pytestmark = [
-    pytest.mark.slow,
-    # vLLM's own, of a worker in this process.
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning"),
-]
+pytestmark = MARKS
 
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "block_size": 32,
-    "async_scheduling": False,
-    "limit_mm_per_prompt": {"image": 2},
-}
-EPD_ENGINE = {
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
-    "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
-}
-NUM_TOKENS = 8
 CHOICES = ["w7", "w9"]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava.build(tmp_path_factory.mktemp("llava"))
-
-
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine core in this process: its steps are looked at."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
 def make_prompts() -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    images = [
-        Image.fromarray(rng.integers(0, 255, (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3), dtype=np.uint8)) for _ in range(6)
-    ]
+    images = [make_image(seed) for seed in range(6)]
     prompts: list[dict[str, Any]] = [{"prompt": f"<s> w{n} w{n + 1} w{n + 2}"} for n in range(4)]
     prompts += [
         {"prompt": f"<s> w{n} <image> w{n + 3}", "multi_modal_data": {"image": image}}
@@ -72,39 +37,36 @@ class Run:
 
     def __init__(self, checkpoint: Path, **engine: Any) -> None:
         self.steps: list[SchedulerOutput] = []
-        llm = LLM(str(checkpoint), **{**ENGINE, **engine})
-        core = llm.llm_engine.engine_core.engine_core
-        schedule = core.scheduler.schedule
-        runner = core.model_executor.driver_worker.worker.model_runner
         self.embeds: dict[str, torch.Tensor] = {}
-
-        def watched(*args: Any) -> SchedulerOutput:
-            self.embeds |= runner.encoder_cache
-            self.steps.append(schedule(*args))
-            return self.steps[-1]
-
-        core.scheduler.schedule = watched
         prompts = make_prompts()
-        params = [SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True) for _ in prompts]
+        params = [greedy() for _ in prompts]
         for constrained in (1, 5):  # a text and an image
-            params[constrained] = SamplingParams(
-                temperature=0, max_tokens=NUM_TOKENS, structured_outputs=StructuredOutputsParams(choice=CHOICES)
-            )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+            params[constrained] = greedy(ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=CHOICES))
+        with engine_here(checkpoint, async_scheduling=False, **engine) as llm:
+            core = llm.llm_engine.engine_core.engine_core
+            schedule = core.scheduler.schedule
+            runner = core.model_executor.driver_worker.worker.model_runner
+
+            def watched(*args: Any) -> SchedulerOutput:
+                self.embeds |= runner.encoder_cache
+                self.steps.append(schedule(*args))
+                return self.steps[-1]
+
+            core.scheduler.schedule = watched
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            encoder = getattr(runner, "encoder", None)
+            self.num_layers_of_batch = encoder.num_layers_of_batch if encoder else None
         self.embeds = {name: one for name, one in self.embeds.items() if not name.startswith(PREFIX)}
         self.texts = [output.outputs[0].text for output in outputs]
-        self.tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        self.num_layers_of_batch = runner.encoder.num_layers_of_batch if getattr(runner, "encoder", None) else None
-        llm.llm_engine.engine_core.shutdown()
+        self.tokens = tokens_of(outputs)
 
 
 @pytest.fixture(scope="module")
-def stock(checkpoint: Path) -> Iterator[Run]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield Run(checkpoint)
+def stock(llava_checkpoint: Path) -> Run:
+    return Run(llava_checkpoint)
 
 
+EPD_ENGINE = {name: OMNI[name] for name in ("worker_cls", "scheduler_cls")}
 COST = CostModel(
     step_s=1e-3,
     decode_s=1e-4,
@@ -124,11 +86,21 @@ COST = CostModel(
         {"tpot_ms": 5.0, "cost": vars(COST)},
         {"tpot_ms": 5.0},
         {"tpot_ms": 5.0, "profile_s": 0},
+        {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "encode_in": "thread"},
+        {"tpot_ms": 5.0, "encode_in": "thread"},
     ],
-    ids=["one image, a layer a step", "batches, two layers a step", "from costs", "costs measured", "costs learned"],
+    ids=[
+        "one image, a layer a step",
+        "batches, two layers a step",
+        "from costs",
+        "costs measured",
+        "costs learned",
+        "one image, in a thread",
+        "costs measured, in a thread",
+    ],
 )
-def test_with_budgets_it_answers_as_stock_does(checkpoint: Path, stock: Run, epd: dict[str, Any]) -> None:
-    run = Run(checkpoint, **EPD_ENGINE, additional_config={EPD_CONFIG: epd})
+def test_with_budgets_it_answers_as_stock_does(llava_checkpoint: Path, stock: Run, epd: dict[str, Any]) -> None:
+    run = Run(llava_checkpoint, **EPD_ENGINE, additional_config={EPD_CONFIG: epd})
     assert run.tokens == stock.tokens
     assert len({tuple(tokens) for tokens in stock.tokens[4:9]}) > 1  # or the images would not matter
     assert {run.texts[1].strip(), run.texts[5].strip()} <= set(CHOICES)
@@ -146,9 +118,45 @@ def test_with_budgets_it_answers_as_stock_does(checkpoint: Path, stock: Run, epd
         assert sliced and all(step.num_scheduled_tokens for step in sliced)
 
 
-def test_without_budgets_images_are_encoded_where_stock_does(checkpoint: Path, stock: Run) -> None:
-    run = Run(checkpoint, **EPD_ENGINE)
+def test_without_budgets_images_are_encoded_where_stock_does(llava_checkpoint: Path, stock: Run) -> None:
+    run = Run(llava_checkpoint, **EPD_ENGINE)
     assert run.tokens == stock.tokens
     assert run.num_layers_of_batch is None
     assert sum(len(step.scheduled_encoder_inputs) for step in run.steps) == 6
     assert not any(isinstance(step, EPDSchedulerOutput) for step in run.steps)
+
+
+@pytest.mark.parametrize("encode_in", ["slices", "thread"])
+def test_an_image_that_cannot_be_encoded_fails_its_request_alone(
+    llava_checkpoint: Path, stock: Run, encode_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epd = {"token_budget": 24, "image_budget": 2 * llava.NUM_IMAGE_TOKENS, "encode_in": encode_in}
+    epd["num_encode_layers"] = 1
+    with engine_here(llava_checkpoint, **OMNI, additional_config={EPD_CONFIG: epd}) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        model = core.model_executor.driver_worker.worker.model_runner.model
+        embed_multimodal = model.embed_multimodal
+
+        def refuse_black(**inputs: Any) -> Any:
+            for pixels in inputs["pixel_values"]:
+                if bool((pixels == pixels[..., :1, :1]).all()):
+                    raise ValueError("nothing to be seen")
+            return embed_multimodal(**inputs)
+
+        monkeypatch.setattr(model, "embed_multimodal", refuse_black)
+        text, image = make_prompts()[0], make_prompts()[4]
+        black = Image.new("RGB", (llava.IMAGE_SIZE, llava.IMAGE_SIZE))
+        unseen = {"prompt": "<s> <image>", "multi_modal_data": {"image": black}}
+        # In one batch with the other image.
+        outputs = [one.outputs[0] for one in llm.generate([text, unseen, image], greedy(), use_tqdm=False)]
+        assert [one.finish_reason for one in outputs] == ["length", "error", "length"]
+        assert [list(outputs[n].token_ids) for n in (0, 2)] == [stock.tokens[0], stock.tokens[4]]
+
+        # One that is given up while its image is encoded, and another with the same image.
+        llm.llm_engine.add_request("decodes", text, greedy(max_tokens=50))
+        llm.llm_engine.step()
+        llm.llm_engine.add_request("gives up", make_prompts()[6], greedy())
+        llm.llm_engine.step()
+        assert core.scheduler._is_encoding
+        llm.llm_engine.abort_request(["gives up", "decodes"])
+        assert tokens_of(llm.generate([make_prompts()[6]], greedy(), use_tqdm=False)) == [stock.tokens[6]]

@@ -1,46 +1,32 @@
 """Prefill in one process, decode in another: a tiny LLaVA-1.5 answers as one stock engine does."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
-from PIL import Image
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.reference import llava
+from tests.e2e.engines import (
+    MARKS,
+    NUM_TOKENS,
+    OMNI,
+    STOCK,
+    engine_apart,
+    engine_here,
+    kill,
+    make_image,
+    stock_answers,
+    tokens_of,
+)
 from vllm_omni.core.sched.budget import EPD_CONFIG
-from vllm_omni.relay import hub as relay_hub
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
-pytestmark = [
-    pytest.mark.slow,
-    # vLLM's own, of a worker in this process.
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-]
+pytestmark = MARKS
 
-BLOCK_SIZE = 32
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "max_num_seqs": 16,
-    "block_size": BLOCK_SIZE,
-    "async_scheduling": False,
-    "limit_mm_per_prompt": {"image": 2},
-}
-OMNI = {
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
-    "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
-}
-PAGE_BYTES = 2 * 2 * BLOCK_SIZE * 64 * 4  # layers, heads, tokens, keys and values of 32 numbers, float32
-NUM_TOKENS = 8
+PAGE_BYTES = 2 * 2 * STOCK["block_size"] * 64 * 4  # layers, heads, tokens, keys and values of 32 numbers, float32
 
 
 def kv_config(role: str) -> dict[str, Any]:
@@ -52,17 +38,9 @@ def kv_config(role: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava.build(tmp_path_factory.mktemp("llava"))
-
-
 def make_prompts() -> list[dict[str, Any]]:
     """Texts up to four blocks long, and images that a block's end cuts in two."""
-    rng = np.random.default_rng(0)
-    images = [
-        Image.fromarray(rng.integers(0, 255, (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3), dtype=np.uint8)) for _ in range(4)
-    ]
+    images = [make_image(seed) for seed in range(3)]
 
     def words(count: int, first: int) -> str:
         return " ".join(f"w{(first + 7 * number) % 100}" for number in range(count))
@@ -91,10 +69,6 @@ def make_params() -> list[SamplingParams]:
     ]
 
 
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 def logprobs_of(outputs: list[RequestOutput]) -> list[list[dict[int, float]]]:
     return [
         [{token: one.logprob for token, one in position.items()} for position in output.outputs[0].logprobs or ()]
@@ -103,13 +77,8 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[list[dict[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def stock(checkpoint: Path) -> list[RequestOutput]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        llm = LLM(str(checkpoint), **ENGINE)
-        outputs = llm.generate(make_prompts(), make_params(), use_tqdm=False)
-        llm.llm_engine.engine_core.shutdown()
-    return outputs
+def stock(llava_checkpoint: Path) -> list[RequestOutput]:
+    return stock_answers(llava_checkpoint, make_prompts(), make_params())
 
 
 class Router:
@@ -151,26 +120,17 @@ def router() -> Iterator[Router]:
 class Target:
     """A decode instance in this process, whose steps are looked at."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, llm: LLM) -> None:
         self.steps: list[SchedulerOutput] = []
-        self.llm = LLM(
-            str(checkpoint),
-            **{**ENGINE, **OMNI},
-            kv_transfer_config=kv_config("kv_consumer"),
-            additional_config={
-                "relay": {"transport": "shm"},
-                EPD_CONFIG: {"token_budget": 64, "image_budget": 32, "num_encode_layers": 2},
-            },
-        )
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        schedule = scheduler.schedule
+        self.llm = llm
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = self.scheduler.schedule
 
         def watched(*args: Any) -> SchedulerOutput:
             self.steps.append(schedule(*args))
             return self.steps[-1]
 
-        scheduler.schedule = watched
-        self.scheduler = scheduler
+        self.scheduler.schedule = watched
 
     def take_steps(self) -> list[SchedulerOutput]:
         steps, self.steps = self.steps, []
@@ -186,27 +146,28 @@ def num_encodes(steps: list[SchedulerOutput]) -> int:
 
 
 @pytest.fixture(scope="module")
-def target(checkpoint: Path, stock: list[RequestOutput]) -> Iterator[Target]:
-    # Behind the stock engine: vLLM has one connector for a process, which would hear of that one's caches, too.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(relay_hub, "_process_hub", None)
-        made = Target(checkpoint)
-    yield made
-    made.llm.llm_engine.engine_core.shutdown()
+def target(llava_checkpoint: Path, stock: list[RequestOutput]) -> Iterator[Target]:
+    engine = {
+        "kv_transfer_config": kv_config("kv_consumer"),
+        "additional_config": {
+            "relay": {"transport": "shm"},
+            EPD_CONFIG: {"token_budget": 64, "image_budget": 32, "num_encode_layers": 2},
+        },
+    }
+    with engine_here(llava_checkpoint, **OMNI, **engine) as llm:
+        yield Target(llm)
 
 
 @pytest.fixture(scope="module")
-def source(checkpoint: Path) -> Iterator[LLM]:
-    """A prefill instance in processes of its own, which computes a prompt in several chunks."""
-    made = LLM(
-        str(checkpoint),
-        **{**ENGINE, **OMNI, "max_num_batched_tokens": 48},
-        kv_transfer_config=kv_config("kv_producer"),
-        additional_config={"relay": {"transport": "tcp", "num_bytes": 64 * PAGE_BYTES}},
-    )
-    yield made
-    made.llm_engine.engine_core.shutdown()
+def source(llava_checkpoint: Path) -> Iterator[LLM]:
+    """A prefill instance in a process of its own, which computes a prompt in several chunks."""
+    engine = {
+        "max_num_batched_tokens": 48,
+        "kv_transfer_config": kv_config("kv_producer"),
+        "additional_config": {"relay": {"transport": "tcp", "num_bytes": 64 * PAGE_BYTES}},
+    }
+    with engine_apart(llava_checkpoint, **OMNI, **engine) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize("round", ["fresh", "cached"])
@@ -240,9 +201,7 @@ def test_pages_of_a_source_that_was_killed_are_computed(
     answers = router.decode(target.llm, announced[:num_pulled], prompts[:num_pulled], params[:num_pulled])
     steps = target.take_steps()
     assert num_computed(steps) == num_pulled * NUM_TOKENS
-    for process in psutil.Process().children(recursive=True):
-        if process.name().startswith("VLLM") or "multiprocessing.spawn" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
+    kill(source)
     answers += router.decode(target.llm, announced[num_pulled:], prompts[num_pulled:], params[num_pulled:])
     assert tokens_of(answers) == tokens_of(stock)
     assert num_computed(target.take_steps()) > len(prompts[num_pulled:]) * NUM_TOKENS

@@ -1,54 +1,45 @@
-"""A tiny Llama's pages go between engines of one rank and of two, with a head for each rank and with the same one."""
+"""A tiny Llama's pages go between engines of one rank and of two that have the same head.
+
+With a head for each rank they go through the router, in ``test_epd_instances.py``.
+"""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
-from tests.e2e.test_kv_migration import OMNI, Router, kv_config, tokens_of
+from tests.e2e.engines import MARKS, OMNI, engine_apart, engine_here, greedy, tokens_of
+from tests.e2e.test_kv_migration import Router, kv_config
 from tests.reference import llama
 
-pytestmark = pytest.mark.slow
+pytestmark = MARKS
 
-NUM_TOKENS = 8
 PROMPTS: list[dict[str, Any]] = [
     {"prompt_token_ids": [5 + (number * 7 + place * place) % 100 for place in range(length)]}
     for number, length in enumerate((5, 33, 100, 100))
 ]
 
 
-def make_engine(checkpoint: Path, tp_size: int, **engine: Any) -> LLM:
-    return LLM(
-        str(checkpoint),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        block_size=32,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        tensor_parallel_size=tp_size,
-        kv_transfer_config=kv_config("kv_both"),
-        additional_config={"relay": {"transport": "shm", "num_bytes": 4 << 20}},
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, LLM]]:
+    """By number of ranks."""
+    checkpoint = llama.build(tmp_path_factory.mktemp("llama"), num_key_value_heads=1)
+    engine = {
         **OMNI,
-        **engine,
-    )
-
-
-@pytest.fixture(scope="module", params=[2, 1], ids=["a head for each rank", "one head for both"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, LLM]]:
-    checkpoint = llama.build(tmp_path_factory.mktemp("llama"), request.param)
-    made = {tp_size: make_engine(checkpoint, tp_size) for tp_size in (1, 2)}
-    yield made
-    for engine in made.values():
-        engine.llm_engine.engine_core.shutdown()
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {},
+        "kv_transfer_config": kv_config("kv_both"),
+        "additional_config": {"relay": {"transport": "shm", "num_bytes": 4 << 20}},
+    }
+    with engine_apart(checkpoint, tensor_parallel_size=2, **engine) as two, engine_here(checkpoint, **engine) as one:
+        yield {1: one, 2: two}
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["to two ranks", "to one rank"])
 def test_a_target_with_other_ranks_answers_as_one_engine_does(engines: dict[int, LLM], sizes: tuple[int, int]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = greedy()
     expected = tokens_of(engines[1].generate(PROMPTS, params, use_tqdm=False))
     router = Router()
     source, target = (engines[size] for size in sizes)

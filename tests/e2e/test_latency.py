@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from prometheus_client import REGISTRY
 
-from tests.reference import llava
+from tests.e2e.engines import STOCK, make_image
 from vllm_omni import OmniLLM
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.outputs import OmniRequestOutput
 
 pytestmark = pytest.mark.slow
@@ -23,23 +22,13 @@ STAGE = "language"
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
-    checkpoint: Path = llava.build(tmp_path_factory.mktemp("llava"))
-    with OmniLLM(
-        checkpoint,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        epd=BUDGETS,
-        log_stats=True,
-    ) as llm:
+def llm(llava_checkpoint: Path) -> Iterator[OmniLLM]:
+    with OmniLLM(llava_checkpoint, **STOCK, epd=BUDGETS, log_stats=True) as llm:
         yield llm
 
 
 def make_prompt(seed: int, *, has_image: bool) -> dict[str, Any]:
-    pixels = np.random.default_rng(seed).integers(0, 255, (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3), dtype=np.uint8)
-    media = {"multi_modal_data": {"image": Image.fromarray(pixels)}} if has_image else {}
+    media = {"multi_modal_data": {"image": make_image(seed)}} if has_image else {}
     return {"prompt": f"<s> w{seed}{' <image>' if has_image else ''} w3", **media}
 
 

@@ -245,8 +245,8 @@ def test_parent_killed_while_its_child_imports(run: Run, one_stage: Path) -> Non
     program.expect_nothing_left(IMPORT_TIMEOUT_S)
 
 
-def test_parent_of_two_workers_killed_while_requests_run(run: Run) -> None:
-    program = run("generate", "thinker.tensor_parallel_size=2")
+def test_parent_of_two_workers_killed_while_requests_run(run: Run, llava_checkpoint: Path) -> None:
+    program = run("generate", "language.tensor_parallel_size=2", model=llava_checkpoint)
     program.wait_for_event("generating")
     shared_memory = program.note_shared_memory()
     assert any("psm_" in path for path in shared_memory), "an engine core speaks to its workers through it"
@@ -304,10 +304,10 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
     program.expect_nothing_left()
 
 
-def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run) -> None:
+def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run, llava_checkpoint: Path) -> None:
     """One of two workers; nothing of the dead engine stays while the server lives. (A core: test_stage_death.py.)"""
-    program = run("lose a stage", "thinker.tensor_parallel_size=2")
-    (pid,) = program.wait_for_event(r"thinker has pid (\d+), life 1").groups()
+    program = run("lose a stage", "language.tensor_parallel_size=2", model=llava_checkpoint)
+    (pid,) = program.wait_for_event(r"language has pid (\d+), life 1").groups()
     program.wait_for_event("generating")
     engine_core = psutil.Process(int(pid))
     processes = [engine_core, *engine_core.children()]
@@ -316,10 +316,10 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run)
     assert any("psm_" in path for path in shared_memory)
     num_sockets = len(program.sockets())
     processes[1].kill()
-    died = "stage 'thinker': (restarting: )?its engine has died: .+"
+    died = "stage 'language': (restarting: )?its engine has died: .+"
     program.wait_for_event(f"request failed: {died}", timeout_s=5)
-    program.wait_for_event("unhealthy: stage 'thinker': restarting: its engine .+", timeout_s=5)
-    program.wait_for_event(r"thinker has pid \d+, life 2")
+    program.wait_for_event("unhealthy: stage 'language': restarting: its engine .+", timeout_s=5)
+    program.wait_for_event(r"language has pid \d+, life 2")
     assert not any(process.is_running() for process in processes)
     assert not [path for path in shared_memory if os.path.exists(path)]
     assert len(program.sockets()) <= num_sockets

@@ -31,6 +31,15 @@ async def test_turns_go_round() -> None:
     assert Counter([await choose(balance) for _ in range(6)]) == dict.fromkeys(NAMES, 2)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "least_work"])
+async def test_each_task_has_turns_of_its_own(policy: str) -> None:
+    """Requests of two tasks, one after the other: nobody is left out."""
+    balance = InstanceBalance("llm", policy)
+    tasks = {"E": ["E0", "E1"], "P": ["PD0", "PD1"]}
+    chosen = [await balance.choose(names, task, {}, None, ()) for _ in range(2) for task, names in tasks.items()]
+    assert sorted(chosen) == ["E0", "E1", "PD0", "PD1"]
+
+
 async def test_who_has_least_to_do_is_next() -> None:
     balance = InstanceBalance("llm", "least_work")
     assert await choose(balance, {"P0": 3.5, "P1": 0.5, "P2": 0.75}) == "P1"

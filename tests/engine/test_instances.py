@@ -1,7 +1,9 @@
 """What an ``InstanceGroup`` does to prompts; requests themselves are in ``tests/e2e/test_epd_instances.py``."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -11,7 +13,10 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
+from tests.reference import llama
+from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import has_counted_media, name_media, without_media
+from vllm_omni.errors import ConfigError
 
 
 def make_prompt(*names: str, pixels: tuple[float, ...] = (0.0, 1.0)) -> dict[str, Any]:
@@ -60,3 +65,12 @@ def test_images_that_are_known_are_left_out_and_their_places_stay() -> None:
     assert [place.offset for place in rest["mm_placeholders"]["image"]] == [8]
     assert torch.equal(rest["mm_kwargs"]["image"][0]["pixel_values"].data, torch.ones(3, 2, 2))
     assert without_media(prompt, lambda name: True)["mm_hashes"] == {}
+
+
+@pytest.mark.parametrize(
+    ("mix", "advice"), [("E:1,PD:1", "give EPD:1"), ("E:2,P:1,D:1", "give P:1,D:1"), ("EP:1,D:1", "give P:1,D:1")]
+)
+def test_an_encoder_is_refused_where_there_is_nothing_to_encode(tmp_path: Path, mix: str, advice: str) -> None:
+    model = llama.build(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"'language': epd: this model reads text alone.*{advice}"):
+        OmniLLM(model, epd=mix, skip_tokenizer_init=True)

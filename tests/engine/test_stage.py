@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tests.reference import llava
 from vllm_omni.config import load_config
 from vllm_omni.engine.stage import Door, StageEngine
 from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.model_executor.pipeline import load_pipeline
 
 

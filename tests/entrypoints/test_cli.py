@@ -16,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_omni import __version__
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.model_executor.models.language import tiny_llava
 from vllm_omni.plugin import register
 
 VLLM = Path(sys.executable).with_name("vllm")
@@ -87,6 +88,15 @@ def test_tiny_writes_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "qwen2_5_omni"
 
 
+def test_tiny_writes_a_language_model_that_reads_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["tiny", "llava-1.5", str(tmp_path / "tiny"), "--seed", "3"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "llava"
+    written = (tmp_path / "tiny" / "model.safetensors").read_bytes()
+    assert (tiny_llava.build(tmp_path / "again", seed=3) / "model.safetensors").read_bytes() == written
+    assert (tiny_llava.build(tmp_path / "other", seed=4) / "model.safetensors").read_bytes() != written
+
+
 def test_tiny_writes_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["tiny", "wan2.2-t2v", str(tmp_path / "tiny")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
@@ -101,7 +111,9 @@ def test_tiny_writes_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["qwen2_5_omni", "DIR", "--seed", "one"], "--seed: invalid int value: 'one'"),
         (["qwen2_5_omni", "DIR", "--variant", "wyde"], "no variant 'wyde'"),
         (["qwen_image", "DIR"], "invalid value 'qwen_image': did you mean 'qwen-image'?"),
-        (["qwen-image", "DIR", "--variant", "wide"], "no variant 'wide': a pipeline has one shape"),
+        (["qwen-image", "DIR", "--variant", "wide"], "no variant 'wide': qwen-image has one shape"),
+        (["llava", "DIR"], "invalid value 'llava': did you mean 'llava-1.5'?"),
+        (["llava-1.5", "DIR", "--variant", "wide"], "no variant 'wide': llava-1.5 has one shape"),
         (["qwen2_5_omni"], "DIR"),
     ],
 )

@@ -19,13 +19,15 @@ import soundfile
 import yaml
 
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
-from tests.reference import llava
 from tests.test_image_format import decode
 from vllm_omni.config import load_config
 from vllm_omni.engine.instances import make_instances
 from vllm_omni.entrypoints.cli.generate import parse_generate_args
+from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.entrypoints.cli.quiet import VARIABLES
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.epd_config import BUDGET_KEYS
+from vllm_omni.model_executor.models.language import tiny_llava
 from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -125,16 +127,24 @@ def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatc
 
 
 def test_commands_of_the_guide_to_instances(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That instances come of them, ``tests/e2e/test_epd_instances.py`` shows, and the example."""
+    """But for its requests to a server, which are asked in ``tests/e2e/test_epd_instances.py``."""
     monkeypatch.chdir(checkout)
-    llava.build(checkout / "llava-hf" / "llava-1.5-7b-hf")
-    served = [parse_serve_args([word for word in command[2:] if word != "--omni"]) for command in commands("epd.md")]
-    mixes = [make_instances(parsed.load_config().stages[0]) for parsed in served]
+    tiny_llava.build(checkout / "llava-hf" / "llava-1.5-7b-hf")
+    (make_checkpoint,) = [command for command in commands("epd.md") if command[1] == "tiny"]
+    run(make_checkpoint, checkout)
+    served = [command for command in commands("epd.md") if "serve" in command[:2]]
+    assert all(command[0] == "vllm-omni" or "--omni" in command for command in served)
+    parsed = [parse_serve_args([word for word in command[2:] if word != "--omni"]) for command in served]
+    mixes = [make_instances(one.load_config().stages[0]) for one in parsed]
     assert [[one.name for one in mix] for mix in mixes] == [
         ["language/E0", "language/PD0"],
         ["language/E0", "language/P0", "language/D0", "language/D1"],
         ["thinker/E0", "thinker/PD0"],
+        ["language/E0", "language/PD0"],
     ]
+    (program,) = [block for block in BLOCKS["epd.md"] if block.is_program]
+    (checkout / "program.py").write_text(program.text)
+    assert run([sys.executable, "program.py"], checkout).split()[-1].startswith("w")
     (deployment,) = [block for block in BLOCKS["epd.md"] if block.language == "yaml"]
     (checkout / "deploy.yaml").write_text(deployment.text)
     (stage,) = load_config("llava-hf/llava-1.5-7b-hf", deploy_config="deploy.yaml").stages
@@ -158,18 +168,29 @@ def check_generate(command: list[str]) -> None:
     assert options.args.output
 
 
-def test_commands_of_the_command_line(checkout: Path) -> None:
+def test_commands_of_the_command_line(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What starts stages is a process, as for a user; what does not is called here, where all is imported already."""
+    monkeypatch.chdir(checkout)
+    monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(checkout))
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)  # the commands set them, and the test's end takes them back
     images = [checkout / "build" / f"cat-{index}.png" for index in range(2)]
     for command in commands("cli.md"):
         if "serve" in command:
             continue
         if command[1] == "tiny":
             shutil.rmtree(checkout / command[-1], ignore_errors=True)
-        if ">" in command:
-            command, (_, path) = command[:-2], command[-2:]
-            (checkout / path).write_text(run(command, checkout))
-        elif "doctor" in command:  # it is right to complain of this machine, but not to fail
-            assert "vllm" in run(command, checkout, VLLM_OMNI_RUNTIME_DIR=str(checkout))
+        if command[0] == "vllm-omni" and command[1] != "generate":
+            command, path = (command[:-2], command[-1]) if ">" in command else (command, None)
+            capfd.readouterr()
+            main(command[1:])
+            out = capfd.readouterr().out
+            if path is not None:
+                Path(path).write_text(out)
+            if "doctor" in command:  # it is right to complain of this machine, but not to fail
+                assert "vllm" in out
         else:
             out = run(command, checkout)
             if "-n" in command:  # images go to files, and their paths to stdout

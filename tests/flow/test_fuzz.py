@@ -23,7 +23,7 @@ from tests.flow.reference import TooLarge
 from vllm_omni.errors import CallAborted, GraphError, PlanError
 from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink, credit
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "20000"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "6000"))
 NUM_PROCESSES = 2
 DEADLINE_S = 30.0
 

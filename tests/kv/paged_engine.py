@@ -7,19 +7,13 @@ token than ``answer`` says.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -30,6 +24,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests import text_model
+from tests.text_model import MAX_MODEL_LEN
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.kv.kv_connector import RelayKVConnector, WorkerSide
 from vllm_omni.kv.pages import PagedCaches
@@ -40,36 +36,8 @@ BLOCK_SIZE = 4
 NUM_LAYERS = 2
 NUM_HEADS = 2
 HEAD_SIZE = 4
-MAX_MODEL_LEN = 128
 VOCAB_SIZE = 64
 MAX_STEPS = 400
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": NUM_HEADS * HEAD_SIZE,
-    "intermediate_size": 8,
-    "num_attention_heads": NUM_HEADS,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_key_value_heads": NUM_HEADS,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "torch_dtype": "float32",
-}
-
-
-@cache
-def _base_config() -> VllmConfig:
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(LLAMA))
-        return EngineArgs(
-            model=directory,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
-            async_scheduling=False,
-        ).create_engine_config()
 
 
 def kept(token: int, position: int, layer: int, head: int) -> torch.Tensor:
@@ -118,12 +86,16 @@ class PagedEngine:
         additional_config: dict[str, Any] | None = None,
     ) -> None:
         init_none_hash(sha256)
-        config = copy.copy(_base_config())
-        config.scheduler_config = copy.copy(config.scheduler_config)
+        config = text_model.make_config(
+            num_layers=NUM_LAYERS,
+            num_heads=NUM_HEADS,
+            head_size=HEAD_SIZE,
+            vocab_size=VOCAB_SIZE,
+            block_size=BLOCK_SIZE,
+        )
         config.scheduler_config.max_num_seqs = max_num_seqs
         config.scheduler_config.max_num_batched_tokens = max_num_batched_tokens
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
         config.cache_config.enable_prefix_caching = prefix_caching

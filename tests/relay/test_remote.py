@@ -39,8 +39,9 @@ from vllm_omni.relay.wire import (
 )
 
 NUM_BYTES = 4 << 20
-NOTICED_S = 4.0  # in which a death is, also on a machine that is busy with something else
-SLACK_S = 1.0
+# In which a death is noticed, and an answer comes late, also on a machine whose cores are busy with other tests.
+NOTICED_S = 20.0
+SLACK_S = 4.0
 
 
 @pytest.fixture
@@ -446,6 +447,12 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
+async def stop(process: subprocess.Popen[str], end: signal.Signals) -> None:
+    """Returns when none of its threads runs any more: one that has not heard of the signal still answers."""
+    process.send_signal(end)
+    await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "vanished"])
 async def test_a_producer_s_death_is_noticed(
     quick_heartbeat: None, start: Callable[[str], subprocess.Popen[str]], consumer: TcpRelay, end: signal.Signals
@@ -458,7 +465,7 @@ async def test_a_producer_s_death_is_noticed(
     assert len(await reader.read(timeout_s=5)) == 1
     waiting = asyncio.create_task(reader.read())
     await asyncio.sleep(0)
-    os.kill(producer.pid, end)
+    await stop(producer, end)
     with pytest.raises(RelayBroken):
         await consumer.get(second, timeout_s=NOTICED_S)
     with pytest.raises(RelayBroken):
@@ -480,6 +487,6 @@ async def test_what_a_dead_consumer_was_reading_is_freed(
     assert await asyncio.to_thread(process.stdout.readline) == "reading\n"
     relay.abort("request")
     assert relay.statistics().num_leases == 2  # both are being read
-    os.kill(process.pid, end)
+    await stop(process, end)
     assert await until(lambda: relay.statistics().num_leases == 0, NOTICED_S)
     assert writer.num_credits == 4

@@ -1,3 +1,5 @@
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +61,26 @@ def test_slices_compute_what_one_forward_computes(encoder: SlicedEncoder, tower:
     assert not encoder.is_under_way
 
 
+@pytest.mark.parametrize(
+    ("until", "num_layers"), [(0.0, 1), (1.0, 1), (2.0, 2), (2.9, 2), (4.0, 4), (100.0, 6)], ids=str
+)
+def test_by_the_clock_no_layer_is_begun_that_would_end_too_late(tower: Tower, until: float, num_layers: int) -> None:
+    """Each of the tower's layers takes a second."""
+    encoder = SlicedEncoder([tower], clock=lambda: float(sum(line.isdigit() for line in tower.log)))
+    begin(encoder, tower, torch.randn(1, 8))
+    assert encoder.go_on(None, until).num_layers == num_layers
+    encoder.close()
+
+
+def test_what_a_layer_takes_is_known_from_the_slices_before(tower: Tower) -> None:
+    encoder = SlicedEncoder([tower], clock=lambda: float(sum(line.isdigit() for line in tower.log)))
+    begin(encoder, tower, torch.randn(1, 8))
+    encoder.go_on(None, until=2.0)
+    assert encoder.go_on(None, until=3.5).num_layers == 1
+    assert encoder.go_on(None, until=5.0).num_layers == 2
+    encoder.close()
+
+
 def test_nothing_runs_between_two_grants(encoder: SlicedEncoder, tower: Tower) -> None:
     begin(encoder, tower, torch.randn(1, 8))
     assert tower.log == []
@@ -113,3 +135,45 @@ def test_closed_in_the_middle_it_leaves_no_thread_and_no_boundary(tower: Tower) 
     encoder.close()
     assert thread is not None and not thread.is_alive()
     assert not any(layer._forward_pre_hooks for layer in tower.layers)
+
+
+def test_beside_the_caller_a_forward_ends_by_itself(encoder: SlicedEncoder, tower: Tower) -> None:
+    results = begin(encoder, tower, x := torch.randn(3, 8))
+    encoder.run_beside()
+    wait_for(encoder)
+    assert torch.equal(results[0], tower(x))
+    assert not encoder.is_under_way
+    begin(encoder, tower, torch.randn(1, 8))
+    assert encoder.go_on(None).num_layers == NUM_LAYERS
+
+
+def test_what_a_forward_beside_raises_comes_out_where_its_end_is_asked_for(
+    encoder: SlicedEncoder, tower: Tower
+) -> None:
+    begin(encoder, tower, torch.randn(1, 7))
+    encoder.run_beside()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        wait_for(encoder)
+    assert not encoder.is_under_way
+
+
+def test_a_forward_beside_can_be_given_up(encoder: SlicedEncoder, tower: Tower) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def forward() -> None:
+        reached.set()
+        goes_on.wait(10)
+        tower(torch.randn(1, 8))
+
+    encoder.begin(forward)
+    encoder.run_beside()
+    assert reached.wait(10)
+    threading.Timer(0.0, goes_on.set).start()
+    encoder.cancel()
+    assert not encoder.is_under_way
+
+
+def wait_for(encoder: SlicedEncoder) -> None:
+    deadline = time.monotonic() + 10
+    while not encoder.poll():
+        assert time.monotonic() < deadline

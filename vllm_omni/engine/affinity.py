@@ -5,7 +5,7 @@ From: HydraInfer, section 4.3 (among several targets: round robin), and what Omn
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +29,11 @@ class InstanceBalance:
     def __init__(self, stage: str, policy: str) -> None:
         self._stage = stage
         self._is_sticky = policy == "affinity"
-        self._first: LoadBalance = RoundRobin() if policy == "round_robin" else LeastOutstanding()
+        # Of each task its own: with one turn for all, two instances that encode and two that do the rest, taken in
+        # turn, would leave one of each without a request.
+        self._first: defaultdict[str, LoadBalance] = defaultdict(
+            RoundRobin if policy == "round_robin" else LeastOutstanding
+        )
         self._registry = MemoryRegistry()
         self._known: OrderedDict[Any, str] = OrderedDict()  # piece or image -> the instance that had it last
 
@@ -48,9 +52,9 @@ class InstanceBalance:
         if name is None:
             role = f"{self._stage}:{task}"
             instances = [Instance(role, one) for one in sorted(names)]
-            policy = self._first
+            policy = self._first[task]
             if self._is_sticky and session is not None:
-                policy = SessionLoadBalance(role, self._registry, self._first)
+                policy = SessionLoadBalance(role, self._registry, policy)
             # What is outstanding is compared, never counted.
             name = (await policy.choose(instances, work, session)).instance_id  # type: ignore[arg-type]
         if self._is_sticky:

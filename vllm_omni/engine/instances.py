@@ -18,6 +18,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm.config import ModelConfig
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 EC, KV = "ec_transfer_params", "kv_transfer_params"
 """Keys of ``SamplingParams.extra_args``, and of vLLM's outputs, for what connectors tell each other."""
+
+WORK_UNITS = 10**9  # of a token or a second: work is counted in whole ones, since of floats something would stay
 
 MAX_DEATHS = 2  # instances that died while they had a request; the next would be told that it is the request's fault
 
@@ -81,6 +84,20 @@ def make_instances(config: StageConfig) -> list[Instance]:
         Instance(config.name, kind, number, instance_args(config, kind, number), (kind, number) == (front, 0))
         for kind, number in kinds
     ]
+
+
+def check_mix(config: StageConfig, model: ModelConfig) -> None:
+    """Raises:
+    ConfigError: the mix is not one for this model.
+    """
+    mix = config.deployment.instances
+    where = f"stage {config.name!r}: epd"
+    if model.is_encoder_decoder:
+        raise ConfigError(f"{where}: an encoder-decoder model has no instances: leave them out")
+    if model.supports_multimodal_inputs and not any("E" in kind for kind in mix):
+        raise ConfigError(f"{where}: {no_encoder(mix)}")
+    if not model.supports_multimodal_inputs and any("E" in kind and kind != "EPD" for kind in mix):
+        raise ConfigError(f"{where}: {needless_encoder(mix)}")
 
 
 def instance_args(config: StageConfig, kind: str, number: int) -> dict[str, Any]:
@@ -158,7 +175,6 @@ class InstanceGroup(StageNode):
         self.engines = {engine.name: engine for engine in engines}
         self.kinds = {engine.name: engine.instance.kind for engine in engines if engine.instance is not None}
         self.front = next(engine for engine in engines if engine.instance is not None and engine.instance.is_front)
-        self._check_mix()
         self._hub = hub
         self._balance = InstanceBalance(self.name, self.deployment.balance)
         self._cost = EPDConfig.parse(config.budgets).cost
@@ -172,17 +188,6 @@ class InstanceGroup(StageNode):
         self._loop: asyncio.AbstractEventLoop | None = None
         for engine in engines:
             engine.on_status = self._on_status
-
-    def _check_mix(self) -> None:
-        mix = self.deployment.instances
-        if self.front.vllm_config.model_config.is_encoder_decoder:
-            raise ConfigError(f"stage {self.name!r}: epd: an encoder-decoder model has no instances: leave them out")
-        reads_images = self.front.vllm_config.model_config.supports_multimodal_inputs
-        encodes = any("E" in kind for kind in mix)
-        if reads_images and not encodes:
-            raise ConfigError(f"stage {self.name!r}: epd: {no_encoder(mix)}")
-        if not reads_images and any("E" in kind and kind != "EPD" for kind in mix):
-            raise ConfigError(f"stage {self.name!r}: epd: {needless_encoder(mix)}")
 
     # -- health -------------------------------------------------------------------------------------------------------
 
@@ -321,16 +326,19 @@ class InstanceGroup(StageNode):
 
     def _may_move(self, journey: _Journey, offer: Offer) -> bool:
         """Whether another instance that is alive would have no more to do with the request than this one has."""
-        mine = journey.load.work(offer.does, self._cost)
+        mine = self._work_of(journey, offer)
         others = [one.name for one in self._offers(journey) if one.name != offer.name]
         return any(self._work[name] + mine <= self._work[offer.name] for name in others)
+
+    def _work_of(self, journey: _Journey, offer: Offer) -> int:
+        return round(WORK_UNITS * journey.load.work(offer.does, self._cost))
 
     # -- a task -------------------------------------------------------------------------------------------------------
 
     async def _serve(self, journey: _Journey, offer: Offer) -> AsyncGenerator[OmniRequestOutput, None]:
         """Have an instance do its tasks; what it answers goes to the user if these are the last."""
-        engine, work = self.engines[offer.name], journey.load.work(offer.does, self._cost)
-        self._work[offer.name] += work  # type: ignore[assignment]  # a Counter may hold floats
+        engine, work = self.engines[offer.name], self._work_of(journey, offer)
+        self._work[offer.name] += work
         self._num_tasks[offer.name] += 1
         journey.num_tasks += 1
         try:
@@ -354,7 +362,7 @@ class InstanceGroup(StageNode):
             journey.todo = journey.todo[len(offer.does) :]
             journey.avoided.clear()
         finally:
-            self._work[offer.name] -= work  # type: ignore[assignment]
+            self._work[offer.name] -= work
 
     def _note_death(self, journey: _Journey, engine: StageEngine) -> None:
         """Go on elsewhere, unless tokens of the reply would change or the request seems to be what kills them.

@@ -24,7 +24,7 @@ from vllm.transformers_utils.config import get_config
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.diffusion_params import DiffusionParams
-from vllm_omni.engine.instances import InstanceGroup, make_instances
+from vllm_omni.engine.instances import InstanceGroup, check_mix, make_instances
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.request_processor import RequestProcessor
@@ -152,9 +152,12 @@ class Orchestrator:
         if not stage.deployment.is_split:
             engine = StageEngine(stage, spec, log_stats=self._log_stats)
             return [engine], engine
-        engines = [
-            StageEngine(stage, spec, log_stats=self._log_stats, instance=instance) for instance in make_instances(stage)
-        ]
+        make_engine = partial(StageEngine, stage, spec, log_stats=self._log_stats)
+        instances = make_instances(stage)
+        front = next(instance for instance in instances if instance.is_front)
+        speaker = make_engine(instance=front)
+        check_mix(stage, speaker.vllm_config.model_config)  # before vLLM complains of the others in its own words
+        engines = [speaker if instance is front else make_engine(instance=instance) for instance in instances]
         return engines, InstanceGroup(stage, engines, self.hub)
 
     def front(self, stage: str) -> StageEngine:

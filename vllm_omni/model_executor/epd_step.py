@@ -8,10 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.stage_model import StreamSchedulerOutput
+
+ENCODE_IN, SLICES, THREAD = "encode_in", "slices", "thread"
+"""Key of an ``epd`` section, and where images are encoded: between the steps, or in a thread beside them."""
 
 
 class EncodeItem(NamedTuple):
@@ -52,9 +58,12 @@ class EPDSchedulerOutput(StreamSchedulerOutput):
 
     # A batch that begins with this step; empty while another is under way.
     encodes: list[EncodeItem] = field(default_factory=list)
-    # How many layers of the tower the batch under way may go on by in this step; None: to its end. Layers rather than
-    # seconds, because all ranks of a tensor-parallel stage must stop at the same one.
+    # How many layers of the tower the batch under way is planned to go on by in this step; None: to its end.
     num_encode_layers: int | None = None
+    # What is left of the iteration for the runner's step, its language forward first; None: it counts layers. A runner
+    # that can keep to it looks at its clock instead of the plan, which knows neither how long this forward was nor who
+    # else has the machine. Who cannot: ranks, which must stop at the same layer, and devices that work behind the host.
+    max_seconds: float | None = None
 
 
 @dataclass
@@ -62,9 +71,10 @@ class EncodeReport:
     """What a step did of the batch under way."""
 
     encoded: list[str]  # identifiers, now in the encoder cache; empty unless the batch has ended
-    num_layers: int  # gone by in this step
+    num_layers: int  # gone by in this step; 0 of a batch that was encoded beside the steps
     num_layers_of_batch: int  # between the batch's begin and its end
     seconds: float  # that this step spent on it
+    failed: dict[str, str] = field(default_factory=dict)  # identifiers of a batch that the encoder failed on -> why
 
 
 @dataclass
@@ -72,3 +82,21 @@ class EPDModelRunnerOutput(ModelRunnerOutput):
     encode_report: EncodeReport | None = None
     # When the step's encodes in front of its forward began and ended, by ``time.time``; None: it had none.
     encode_times: tuple[float, float] | None = None
+
+
+def encodes_in_thread(config: VllmConfig) -> bool:
+    """Whether an engine's images are encoded beside its steps; not if it has no images, or no language model beside.
+
+    Raises:
+        ConfigError: it would be, and cannot.
+    """
+    if config.additional_config.get("epd", {}).get(ENCODE_IN) != THREAD:
+        return False
+    if config.is_mm_encoder_only or not config.model_config.supports_multimodal_inputs:
+        return False
+    if config.parallel_config.world_size > 1 or not current_platform.is_cpu():
+        raise ConfigError(
+            f"epd.{ENCODE_IN} = {THREAD!r}: only on a CPU and with one rank, of which each would end at another time; "
+            f"give {SLICES!r}"
+        )
+    return True

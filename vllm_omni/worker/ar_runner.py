@@ -6,6 +6,7 @@ One class serves CPU and GPU: it is mixed over whichever V1 runner the platform 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from vllm_omni.model_executor.epd_step import (
     EncodeReport,
     EPDModelRunnerOutput,
     EPDSchedulerOutput,
+    encodes_in_thread,
 )
 from vllm_omni.model_executor.stage_model import (
     STAGE_ARGS,
@@ -37,7 +39,7 @@ from vllm_omni.model_executor.stage_model import (
 from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import process_hub
-from vllm_omni.worker.sliced_encoder import SlicedEncoder
+from vllm_omni.worker.sliced_encoder import Slice, SlicedEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,12 @@ class ARModelRunner(GPUModelRunner):
         self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
         self.encoder: SlicedEncoder | None = None  # made for the first batch of images that has a scheduler's order
+        self.encodes_in_thread = encodes_in_thread(self.vllm_config)
+        self._put_off: list[str] = []  # images that the thread encoded, to be given to an EC connector
         self._encode_batch: EncodeBatch | None = None  # under way
+        # Elsewhere the host's clock sees what was launched, and several ranks must stop at the same layer.
+        self._is_by_clock = self.device.type == "cpu" and self.parallel_config.tensor_parallel_size == 1
+        self._step_began_at = 0.0
         self._encode_report: EncodeReport | None = None  # of a step that has not been sampled yet
         self._ec_output: ECConnectorOutput | None = None  # likewise
         self._encode_times: tuple[float, float] | None = None  # likewise
@@ -163,6 +170,7 @@ class ARModelRunner(GPUModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         # Around the whole step, with tokens or without: upstream's own place is in front of a forward, and what is
         # encoded beside it would be reported a step too late.
+        self._step_began_at = time.perf_counter()
         with self._ec_connector(scheduler_output) as ec_output:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if isinstance(scheduler_output, EPDSchedulerOutput):
@@ -219,15 +227,47 @@ class ARModelRunner(GPUModelRunner):
             batch = EncodeBatch(step.encodes, step.ec_manager_metadata)
             self._encode_batch = batch
             self._sliced_encoder().begin(lambda: self._execute_mm_encoder(batch) and None)
+            if self.encodes_in_thread:
+                self._sliced_encoder().run_beside()
         if self._encode_batch is None:
             return None  # it has ended, and the scheduler does not know yet
         encoder = self._sliced_encoder()
-        done = encoder.go_on(step.num_encode_layers)
-        encoded = []
-        if done.has_ended:
-            encoded = [item.feature.identifier for item in self._encode_batch.items]
+        images = [item.feature.identifier for item in self._encode_batch.items]
+        try:
+            if self.encodes_in_thread:
+                if not encoder.poll():
+                    return None
+                self._save_put_off()
+                done = Slice(has_ended=True, num_layers=0, seconds=0.0)
+            else:
+                done = self._go_on(encoder, step)
+        except Exception as exc:  # an exception here would end the engine; who asked for the image alone must fail
+            logger.error("images %s cannot be encoded", ", ".join(images), exc_info=exc)
             self._encode_batch = None
-        return EncodeReport(encoded, done.num_layers, encoder.num_layers_of_batch, done.seconds)
+            self._put_off.clear()
+            return EncodeReport([], 0, encoder.num_layers_of_batch, 0.0, dict.fromkeys(images, str(exc)))
+        if done.has_ended:
+            self._encode_batch = None
+        return EncodeReport(
+            images if done.has_ended else [], done.num_layers, encoder.num_layers_of_batch, done.seconds
+        )
+
+    def _go_on(self, encoder: SlicedEncoder, step: EPDSchedulerOutput) -> Slice:
+        if step.max_seconds is not None and self._is_by_clock:
+            return encoder.go_on(None, until=self._step_began_at + step.max_seconds)
+        return encoder.go_on(step.num_encode_layers)
+
+    def maybe_save_ec_to_connector(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+        # A connector belongs to the thread of the steps.
+        if self.encodes_in_thread and threading.current_thread() is not threading.main_thread():
+            self._put_off.append(mm_hash)
+        else:
+            super().maybe_save_ec_to_connector(encoder_cache, mm_hash)
+
+    def _save_put_off(self) -> None:
+        for mm_hash in self._put_off:
+            super().maybe_save_ec_to_connector(self.encoder_cache, mm_hash)
+        self._put_off.clear()
 
     def _sliced_encoder(self) -> SlicedEncoder:
         if self.encoder is None:
@@ -274,6 +314,7 @@ class ARModelRunner(GPUModelRunner):
         if self.encoder is not None:
             self.encoder.cancel()
             self._encode_batch = None
+            self._put_off.clear()
         if has_ec_transfer() and isinstance(connector := get_ec_transfer(), RelayECConnector):
             connector.forget_wanted()
         super().reset_encoder_cache()

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+WEIGHT = 0.25
+"""Of the last layer in what a layer is expected to take."""
+
 
 class Slice(NamedTuple):
     """What one grant of layers did."""
@@ -24,7 +27,7 @@ class _Cancelled(BaseException):
 
 
 class SlicedEncoder:
-    """Runs a forward in a thread of its own, and only while the caller waits in ``go_on``.
+    """Runs a forward in a thread of its own, and only while the caller waits in ``go_on``; or else ``run_beside``.
 
     Of the two there is one that computes at any time: vLLM's CPU kernels share scratch memory between threads, and two
     forwards at once end in wrong numbers or a crash. The thread is there for its stack alone, which keeps the place in
@@ -32,9 +35,10 @@ class SlicedEncoder:
 
     Args:
         towers: modules that encode. A boundary is before each child of each ``ModuleList`` in them.
+        clock: in seconds.
     """
 
-    def __init__(self, towers: Iterable[nn.Module]) -> None:
+    def __init__(self, towers: Iterable[nn.Module], clock: Callable[[], float] = time.perf_counter) -> None:
         layers = {
             id(layer): layer
             for tower in towers
@@ -48,54 +52,85 @@ class SlicedEncoder:
         self._forward: Callable[[], None] | None = None
         self._error: BaseException | None = None
         self._is_cancelled = False
+        self._clock = clock
         self._num_left: int | None = None
+        self._until: float | None = None
+        self._layer_s = 0.0  # what a layer of this batch takes; 0: not known yet
+        self._layer_began_at: float | None = None  # None: not in this slice
+        self._is_beside = False  # of the forward under way, until its end is known
         self._num_passed = 0  # layers of the forward
         self._to_encoder = threading.Semaphore(0)
         self._to_caller = threading.Semaphore(0)
 
     @property
     def is_under_way(self) -> bool:
-        return self._forward is not None
+        return self._forward is not None or self._is_beside
 
     def begin(self, forward: Callable[[], None]) -> None:
         """Take a forward; nothing of it runs before ``go_on``."""
-        assert self._forward is None, "one forward at a time"
+        assert not self.is_under_way, "one forward at a time"
         self._forward = forward
         self._num_passed = 0
+        self._layer_s = 0.0
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sliced-encoder", daemon=True)
             self._thread.start()
 
-    def go_on(self, num_layers: int | None) -> Slice:
+    def go_on(self, num_layers: int | None, until: float | None = None) -> Slice:
         """Run up to so many layers, and what lies between them; None: to the end.
 
         What is before the first layer goes with the first slice, what is behind the last layer with the last.
+
+        Args:
+            until: by the clock: no layer but the first is begun that would end later, if it takes as long as those
+                before it.
 
         Raises:
             Exception: the forward's own.
         """
         assert self._forward is not None, "nothing has begun"
         assert num_layers is None or num_layers > 0
-        num_before, began_at = self._num_passed, time.perf_counter()
+        num_before, began_at = self._num_passed, self._clock()
         self._num_left = num_layers
+        self._until = until
+        self._layer_began_at = None
         self._to_encoder.release()
         self._to_caller.acquire()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_error()
         has_ended = self._forward is None
         if has_ended:
             self.num_layers_of_batch = max(1, self._num_passed)
-        return Slice(has_ended, self._num_passed - num_before, time.perf_counter() - began_at)
+        return Slice(has_ended, self._num_passed - num_before, self._clock() - began_at)
+
+    def run_beside(self) -> None:
+        """Let the forward run to its end by itself, whatever the caller computes meanwhile; ``poll`` tells of the end.
+
+        Only where the encoder's kernels share nothing with the caller's.
+        """
+        assert self._forward is not None, "nothing has begun"
+        self._num_left = self._until = None
+        self._is_beside = True
+        self._to_encoder.release()
+
+    def poll(self) -> bool:
+        """Whether the forward that runs beside the caller has ended. Raises what it raised."""
+        assert self._is_beside, "nothing runs beside the caller"
+        if not self._to_caller.acquire(blocking=False):
+            return False
+        self._is_beside = False
+        self._raise_error()
+        return True
 
     def cancel(self) -> None:
         """Give up the forward under way, if there is one."""
-        if self._forward is None:
+        if not self.is_under_way:
             return
         self._is_cancelled = True
-        self._to_encoder.release()
+        if not self._is_beside:
+            self._to_encoder.release()
         self._to_caller.acquire()
-        self._is_cancelled = False
+        self._is_cancelled = self._is_beside = False
+        self._error = None
 
     def close(self) -> None:
         """Give up what is under way, end the thread and take the boundaries out of the towers."""
@@ -107,6 +142,11 @@ class SlicedEncoder:
             self._to_encoder.release()
             self._thread.join()
             self._thread = None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _run(self) -> None:
         while True:
@@ -127,11 +167,21 @@ class SlicedEncoder:
     def _at_boundary(self, layer: nn.Module, args: object) -> None:
         if threading.current_thread() is not self._thread:
             return  # a forward that nobody slices: vLLM's profiling run
-        if self._num_left == 0:
+        now = self._clock()
+        is_late = False
+        if self._layer_began_at is not None:
+            layer_s = now - self._layer_began_at
+            self._layer_s += (layer_s - self._layer_s) * WEIGHT if self._layer_s else layer_s
+            is_late = self._until is not None and now + self._layer_s > self._until
+        if self._num_left == 0 or is_late:
             self._to_caller.release()
             self._to_encoder.acquire()
             if self._is_cancelled:
                 raise _Cancelled
+            now = self._clock()
+        self._layer_began_at = now
+        if self._is_cancelled:
+            raise _Cancelled
         if self._num_left is not None:
             self._num_left -= 1
         self._num_passed += 1

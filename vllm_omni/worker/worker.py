@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+from vllm.model_executor.model_loader import base_loader
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.worker.ar_runner import ARModelRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+NUM_ENCODES_BESIDE = 8
+NUM_TOKENS_BESIDE = 16
+
+
+@contextmanager
+def torch_kernels_for_encoders() -> Iterator[None]:
+    """Of models that are loaded meanwhile, all but the language model computes linear layers with torch's kernels.
+
+    vLLM's share scratch memory between threads. It packs the weights at the end of loading, and then it is too late:
+    its loaders call the function replaced here, and have no hook in front of it. If they came to call another one, the
+    comparison at the start would refuse to go on, or the process would crash in it.
+    """
+    upstream = base_loader.process_weights_after_loading
+
+    def process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        language = {
+            id(module) for name in model._language_model_names for module in model.get_submodule(name).modules()
+        }
+        for module in model.modules():
+            if id(module) not in language:
+                module._cpu_skip_gemm_dispatch = True
+        upstream(model, *args, **kwargs)
+
+    base_loader.process_weights_after_loading = process
+    try:
+        yield
+    finally:
+        base_loader.process_weights_after_loading = upstream
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for what sums of another order differ by."""
+    return torch.allclose(one, other, rtol=0.0, atol=1e-6 * max(1.0, other.abs().max().item()))
 
 
 class CPUARModelRunner(ARModelRunner, CPUModelRunner):
@@ -21,6 +62,47 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_threads = StepThreads(self.vllm_config.additional_config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with torch_kernels_for_encoders() if self.encodes_in_thread else nullcontext():
+            super().load_model(*args, **kwargs)
+
+    @torch.inference_mode()
+    def check_encode_in_thread(self) -> None:
+        """Encode beside forwards of the language model, and compare with what each gives alone.
+
+        Raises:
+            ConfigError: the numbers are others.
+        """
+        assert self.mm_budget is not None
+        inputs = self._get_mm_dummy_batch(self.mm_budget.get_modality_with_max_tokens(), 1)
+        num_tokens = min(NUM_TOKENS_BESIDE, self.max_num_tokens)
+        generator = torch.Generator().manual_seed(0)  # the process's own is the requests'
+        self.inputs_embeds.gpu[:num_tokens].normal_(generator=generator)
+
+        def encode() -> torch.Tensor:
+            return torch.cat([one.flatten() for one in self.model.embed_multimodal(**inputs)])
+
+        def speak() -> torch.Tensor:
+            hidden: torch.Tensor = self._dummy_run(num_tokens, force_attention=True)[0].clone()
+            return hidden
+
+        for name, values in inputs.items():
+            if isinstance(values, torch.Tensor) and values.is_floating_point():
+                inputs[name] = torch.empty_like(values).normal_(generator=generator)
+        image, words = encode(), speak()
+        encoder, are_same = self._sliced_encoder(), True
+        images: list[torch.Tensor] = []
+        encoder.begin(lambda: images.extend(encode() for _ in range(NUM_ENCODES_BESIDE)))
+        encoder.run_beside()
+        while not encoder.poll():
+            are_same &= _are_close(speak(), words)
+        if not are_same or not all(_are_close(one, image) for one in images):
+            raise ConfigError(
+                "epd.encode_in = 'thread': beside each other, this model's image encoder and its language model "
+                "compute other numbers than alone: give 'slices'"
+            )
+        self.inputs_embeds.gpu[:num_tokens].zero_()
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.step_threads.take(scheduler_output.total_num_scheduled_tokens)
@@ -34,6 +116,12 @@ class CPUARWorker(CPUWorker):
         super().init_device()
         # Upstream builds its own runner in init_device and loads weights later, so replacing it here costs no weights.
         self.model_runner = CPUARModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.model_runner.encodes_in_thread:
+            self.model_runner.check_encode_in_thread()
+        return times
 
     def relay_statistics(self) -> dict[str, dict[str, int]]:
         """Of this rank's relays, by backend; asked for by ``StageEngine.relay_statistics``."""

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 from vllm.config import ECTransferConfig, LoRAConfig, SpeculativeConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -33,6 +28,7 @@ from vllm.v1.outputs import DraftTokenIds, ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests import text_model
 from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
@@ -41,46 +37,15 @@ from vllm_omni.relay.codec import encode
 
 S = TypeVar("S", bound=Scheduler)
 
-MAX_MODEL_LEN = 128
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 1,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 16,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "torch_dtype": "float32",
-}
-
-
-@cache
-def _base_config() -> VllmConfig:
-    """Of a text model: the parts for images are put into the scheduler, so that no processor is needed."""
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(LLAMA))
-        return EngineArgs(
-            model=directory,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
-            async_scheduling=False,
-        ).create_engine_config()
-
 
 def make_config(engine: Engine, additional_config: dict[str, Any] | None = None) -> VllmConfig:
-    config = copy.copy(_base_config())
-    config.scheduler_config = copy.copy(config.scheduler_config)
+    """Of a text model: the parts for images are put into the scheduler, so that no processor is needed."""
+    config = text_model.make_config(num_layers=1, num_heads=1, head_size=8, vocab_size=16, block_size=BLOCK_SIZE)
     config.scheduler_config.max_num_seqs = engine.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = engine.max_num_batched_tokens
     config.scheduler_config.policy = engine.policy
     config.scheduler_config.disable_chunked_mm_input = not engine.chunked_images
     config.scheduler_config.async_scheduling = engine.is_async
-    config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = engine.num_blocks
     config.cache_config.enable_prefix_caching = engine.prefix_caching
     if engine.max_adapters:
@@ -148,6 +113,7 @@ def make_request(planned: PlannedRequest, engine: Engine) -> Request:
             for image in planned.images
         ],
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256) if engine.prefix_caching else None,
+        resumable=planned.resumable,
     )
 
 
@@ -170,9 +136,26 @@ def token(request_id: str, position: int) -> int:
     return (number * 31 + position * 7) % 9
 
 
-def answer(planned: PlannedRequest) -> list[int]:
-    """All tokens of a request that is not aborted, whatever else its engine does."""
-    return [token(planned.request_id, len(planned.prompt) + number) for number in range(planned.max_tokens)]
+def answer(*inputs: PlannedRequest) -> list[int]:
+    """All tokens of a request that is not aborted, or of a session's inputs, whatever else its engine does."""
+    tokens: list[int] = []
+    length = 0
+    for planned in inputs:
+        length += len(planned.prompt)
+        tokens += [token(planned.request_id, length + number) for number in range(planned.max_tokens)]
+        length += planned.max_tokens - 1  # vLLM forgets a session's last token when the next input comes
+    return tokens
+
+
+def answers(stream: Stream) -> dict[str, list[int]]:
+    """Of all requests that are not aborted."""
+    aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
+    inputs: dict[str, list[PlannedRequest]] = {}
+    for _, requests in sorted(stream.arrivals.items()):
+        for request in requests:
+            if request.request_id not in inputs or request.resumable:  # the one that ends a session is none
+                inputs.setdefault(request.request_id, []).append(request)
+    return {request_id: answer(*its) for request_id, its in inputs.items() if request_id not in aborted}
 
 
 class SynthesisedRunner:
@@ -183,32 +166,39 @@ class SynthesisedRunner:
         self.images: dict[str, list[MultiModalFeatureSpec]] = {}
         self.encoder_cache: set[str] = set()
         self.num_encodes = 0
+        # Of requests that decode: their tokens. An asynchronous scheduler takes drafts to be right until it is told.
+        self.lengths: dict[str, int] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in output.finished_req_ids:
             self.images.pop(request_id, None)
+            self.lengths.pop(request_id, None)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self.lengths.pop(request_id, None)
         self.encoder_cache -= set(output.free_encoder_mm_hashes)
         starts = dict(
             zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)
         )
         for new in output.scheduled_new_reqs:
-            self.images[new.req_id] = new.mm_features
+            self.images[new.req_id] = list(new.mm_features)
+            self.lengths.pop(new.req_id, None)  # a session's next input
             starts[new.req_id] = new.num_computed_tokens
         for request_id, inputs in output.scheduled_encoder_inputs.items():
             self._encode(self.images[request_id][one].identifier for one in inputs)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._check_images(request_id, starts[request_id], starts[request_id] + num_tokens)
         ids = list(output.num_scheduled_tokens)
-        requests = self.scheduler.requests
+        sampled: list[list[int]] = []
+        for one in ids:
+            if self.scheduler.requests[one].is_prefill_chunk:
+                sampled.append([])
+                continue
+            drafts = output.scheduled_spec_decode_tokens.get(one, [])
+            length = self.lengths.get(one, starts[one] + output.num_scheduled_tokens[one] - len(drafts))
+            sampled.append(self._tokens(one, length, drafts))
+            self.lengths[one] = length + len(sampled[-1])
         return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={one: index for index, one in enumerate(ids)},
-            sampled_token_ids=[
-                []
-                if requests[one].is_prefill_chunk
-                else self._tokens(requests[one], output.scheduled_spec_decode_tokens.get(one, []))
-                for one in ids
-            ],
+            req_ids=ids, req_id_to_index={one: index for index, one in enumerate(ids)}, sampled_token_ids=sampled
         )
 
     def _encode(self, names: Iterator[str]) -> None:
@@ -225,10 +215,12 @@ class SynthesisedRunner:
                 )
 
     @staticmethod
-    def _tokens(request: Request, drafts: list[int]) -> list[int]:
+    def _tokens(request_id: str, length: int, drafts: list[int]) -> list[int]:
         """The drafts up to the first that is wrong, and one more."""
-        position = request.num_computed_tokens - len(drafts)  # of the first of them
-        right = [token(request.request_id, position + number) for number in range(len(drafts) + 1)]
+        right = [token(request_id, length + number) for number in range(len(drafts) + 1)]
+        if -1 in drafts:  # the scheduler is asynchronous, and knows how many they are
+            rng = random.Random(f"{request_id} {length}")
+            drafts = [one if rng.random() < 0.7 else 9 for one in right[:-1]]
         num_accepted = next((n for n, draft in enumerate(drafts) if draft != right[n]), len(drafts))
         return right[: num_accepted + 1]
 
@@ -245,6 +237,7 @@ class LayeredRunner(SynthesisedRunner):
         self.num_layers_left = 0
         self.num_embeds = 0
         self.layer_s: Callable[[int], float] = lambda num_embeds: 0.0  # what a layer is reported to have taken
+        self.language_s = 0.0  # what the forward of this step took
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         assert not output.scheduled_encoder_inputs, "an encode stands in front of a forward"
@@ -267,7 +260,10 @@ class LayeredRunner(SynthesisedRunner):
             assert self.is_async or output.num_encode_layers is None, "layers are granted, and there is no batch"
             return None  # it ended in the step before, whose report the scheduler does not have yet
         num_layers = self.num_layers_left
-        if output.num_encode_layers is not None:
+        layer_s = self.layer_s(self.num_embeds)
+        if output.max_seconds is not None and layer_s:
+            num_layers = min(num_layers, max(1, int((output.max_seconds - self.language_s) / layer_s)))
+        elif output.num_encode_layers is not None:
             assert output.num_encode_layers >= 1
             num_layers = min(num_layers, output.num_encode_layers)
         self.num_layers_left -= num_layers
@@ -275,7 +271,7 @@ class LayeredRunner(SynthesisedRunner):
         if not self.num_layers_left:
             encoded, self.under_way = self.under_way, []
             self._encode(iter(encoded))
-        return EncodeReport(encoded, num_layers, self.NUM_LAYERS, num_layers * self.layer_s(self.num_embeds))
+        return EncodeReport(encoded, num_layers, self.NUM_LAYERS, num_layers * layer_s)
 
 
 class RelayedRunner(LayeredRunner):
@@ -382,10 +378,14 @@ def drive(
     runner = runner or SynthesisedRunner(scheduler)
     steps: list[Step] = []
     in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Step]] = deque()
+    known: set[str] = set()
     number = 0
     while number < stream.num_steps or scheduler.has_requests() or in_flight:
         assert number < max_steps, f"seed {stream.seed}: after {number} steps these are left: {_left(scheduler)}"
         for planned in stream.arrivals.get(number, ()):
+            if planned.request_id in known and planned.request_id not in scheduler.requests:
+                continue  # of a session that was aborted
+            known.add(planned.request_id)
             scheduler.add_request(make_request(planned, stream.engine))
         number += 1
         output = scheduler.schedule()
@@ -398,7 +398,7 @@ def drive(
             scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
         while in_flight and (len(in_flight) > stream.engine.is_async or not output.total_num_scheduled_tokens):
             _update(scheduler, *in_flight.popleft())
-        if stream.engine.num_spec_tokens:
+        if stream.engine.num_spec_tokens and not stream.engine.is_async:  # there they stay with the runner
             scheduler.update_draft_token_ids(_make_drafts(scheduler, stream, number))
     return steps
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 BLOCK_SIZE = 4
 IMAGE_TOKEN = 9
+MAX_SESSIONS, MAX_SESSION_LEN = 2, 48
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PlannedRequest:
     adapter: int = 0  # none
     encode_only: bool = False
     elsewhere: tuple[str, ...] = ()  # names of images that another engine has encoded
+    # Of a session, whose inputs have one id: whether another may come. One that says no has no input, and ends it.
+    resumable: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Engine:
     chunked_images: bool = True
     is_async: bool = False
     max_adapters: int = 0  # in one batch; 0: the engine has none
-    num_spec_tokens: int = 0  # drafts of a step, not where it is asynchronous; 0: the engine drafts none
+    num_spec_tokens: int = 0  # drafts of a step; 0: the engine drafts none
     ec_role: str | None = None  # of a RelayECConnector
 
 
@@ -144,6 +147,37 @@ def with_migration(stream: Stream) -> Stream:
                 names = {image.name for image in request.images if rng.random() < 0.7}
                 request = replace(request, elsewhere=tuple(sorted(names)))
             changed.arrivals[step].append(request)
+    return changed
+
+
+def with_sessions(stream: Stream) -> Stream:
+    """The same, where some requests are sessions, which get more text and images later, and end later still.
+
+    ``MAX_SESSIONS`` of them: one that waits for input keeps its blocks, and vLLM takes them from nobody.
+    """
+    rng = random.Random(f"sessions of {stream.seed}")
+    changed = Stream(stream.seed, stream.engine, aborts=stream.aborts)
+    lengths = {image.name: image.length for request in stream.requests for image in request.images}
+    short = [one.request_id for one in stream.requests if len(one.prompt) + one.max_tokens <= MAX_SESSION_LEN]
+    sessions = rng.sample(short, min(MAX_SESSIONS, len(short)))
+    for step, requests in stream.arrivals.items():
+        for request in requests:
+            is_session = request.request_id in sessions
+            changed.arrivals.setdefault(step, []).append(replace(request, resumable=is_session))
+            num_tokens, at = len(request.prompt) + request.max_tokens, step
+            while is_session:
+                at += rng.randint(1, 12)
+                parts: list[int | Image] = [rng.randint(1, 6)]
+                if lengths and rng.random() < 0.5:
+                    name = rng.choice(sorted(lengths))
+                    parts += [Image(name, 0, lengths[name]), 1]
+                prompt, images = make_prompt(rng, parts)
+                max_tokens = rng.randint(1, 6)
+                num_tokens += len(prompt) + max_tokens
+                is_session = num_tokens <= MAX_SESSION_LEN
+                more = replace(request, prompt=prompt, images=images, max_tokens=max_tokens, resumable=True)
+                end = replace(request, prompt=(0,), images=())
+                changed.arrivals.setdefault(at, []).append(more if is_session else end)
     return changed
 
 

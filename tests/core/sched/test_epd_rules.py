@@ -325,7 +325,7 @@ def test_a_prefill_beside_decodes_is_cut_to_the_tpot_and_alone_it_is_not() -> No
     world.add("2", 127)
     output = world.scheduler.schedule()
     assert seconds(world, output) <= 0.010
-    assert 100 < scheduled(output)["2"] < 127
+    assert scheduled(output) == {"1": 1, "2": 95}
 
 
 def test_the_layers_beside_a_decode_fill_its_tpot() -> None:
@@ -341,6 +341,19 @@ def test_the_layers_beside_a_decode_fill_its_tpot() -> None:
     layer_s = TRUE.images_s(100) / 20
     taken_s = seconds(world, output) + output.num_encode_layers * layer_s
     assert 0.010 - layer_s < taken_s <= 0.010
+
+
+def test_a_runner_is_told_what_the_last_iteration_and_the_scheduler_have_left_of_this_one() -> None:
+    world = make_costed()
+    now = 0.0
+    world.scheduler.clock = lambda: now  # type: ignore[method-assign]
+    world.add("1", 8)
+    world.step()  # ended at 0, and 1 goes on
+    world.add("2", "100a", 1)
+    now = 0.004
+    output = world.scheduler.schedule()
+    assert isinstance(output, EPDSchedulerOutput) and output.encodes
+    assert output.max_seconds == pytest.approx(0.006)
 
 
 def test_measured_iterations_correct_the_budgets() -> None:

@@ -102,14 +102,16 @@ def simulate(is_ours: bool, rate: float | None, number: int = 120, slo: Slo = SL
             context = request.num_computed_tokens - num_tokens
             is_decode = context >= request.num_prompt_tokens
             load = (load.with_decode if is_decode else load.with_prefill)(num_tokens, context)
+        language_s = COST.language_s(load) * rng.lognormvariate(0, 0.08)
         if isinstance(runner, Layers):
             noise = rng.lognormvariate(0, 0.08)
+            runner.language_s = language_s
             runner.layer_s = lambda num_embeds, noise=noise: COST.images_s(num_embeds) / NUM_LAYERS * noise  # type: ignore[misc]
         runner_output = runner.execute(output)
         report = getattr(runner_output, "encode_report", None)
         num_images = sum(map(len, output.scheduled_encoder_inputs.values()))
         encode_s = report.seconds if report else COST.images_s(NUM_EMBEDS * num_images) * rng.lognormvariate(0, 0.08)
-        now += COST.language_s(load) * rng.lognormvariate(0, 0.08) + encode_s
+        now += language_s + encode_s
         for of_client in scheduler.update_from_output(output, runner_output).values():
             for one in of_client.outputs:
                 arrived_at = times[int(one.request_id)]

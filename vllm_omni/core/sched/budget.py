@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, medians
 from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.epd_step import ENCODE_IN, SLICES, THREAD
+from vllm_omni.names import suggest
 from vllm_omni.slo import SHARE_OF_GAPS
 
 EPD_CONFIG = "epd"
@@ -30,11 +32,14 @@ class EPDConfig:
     num_encode_layers: int | None = None  # of the tower, beside one iteration with tokens; None: to the end
     tpot_ms: float | None = None  # default of the requests' own
     ttft_ms: float | None = None
-    margin: float = 0.9  # of the TPOT that an iteration is planned to take
+    # Of the TPOT: what an iteration is planned to take. On two cores of a shared host one iteration in a hundred takes
+    # 1.4 times as long as the median one of the same batch, and the way to the client is part of a gap, too.
+    margin: float = 0.7
     min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter: nothing waits for ever
     patience: int = 64  # steps for which an encode, or a request that is too late, gives way in a row
     cost: CostModel | None = None  # of this machine, if it was fitted before; None: batches are measured at the start
     profile_s: float = 5.0  # at most, for that; 0: the first iterations are measured instead
+    encode_in: str = SLICES  # between the steps of the language model, or in a THREAD beside them
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -43,6 +48,10 @@ class EPDConfig:
                 continue
             if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value}: must be greater than 0")
+        if self.encode_in not in (SLICES, THREAD):
+            raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN}: {suggest(self.encode_in, (SLICES, THREAD))}")
+        if self.encode_in == THREAD and not self.is_on:
+            raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN} = {THREAD!r}: needs budgets: give tpot_ms as well")
         if self.tpot_ms is None and (self.token_budget is None) != (self.image_budget is None):
             raise ConfigError(f"{EPD_CONFIG}: give both token_budget and image_budget, or tpot_ms")
 
@@ -62,19 +71,26 @@ class EPDConfig:
 class Budgets(Protocol):
     """What ``EPDScheduler`` asks before and after each iteration."""
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
+    def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
         """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens.
 
         ``num_encoding``: embeddings of the batch of images under way.
         """
         ...
 
-    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
+    def num_embeds(self, decodes: LanguageLoad, limit_s: float | None) -> int:
         """The most embeddings of one batch of images."""
         ...
 
-    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
+    def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
         """How many layers a batch of so many embeddings goes on by beside ``load``; at least one."""
+        ...
+
+    def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
+        """What an iteration is planned to take, with decodes of which one asks for ``tpot_s``; None: no limit.
+
+        ``is_hurried``: with less care for them, because somebody's first token would be late.
+        """
         ...
 
     def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
@@ -98,14 +114,17 @@ class FixedBudgets:
         self._image_budget = image_budget
         self._num_encode_layers = num_encode_layers
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
+    def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
         return max(0, self._token_budget - decodes.num_decodes)
 
-    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
+    def num_embeds(self, decodes: LanguageLoad, limit_s: float | None) -> int:
         return self._image_budget
 
-    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
+    def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
         return self._num_encode_layers
+
+    def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
+        return None
 
     def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
         return 0.0
@@ -117,12 +136,21 @@ class FixedBudgets:
         pass
 
 
-QUANTILE, STEP = 0.9, 0.05
-"""Of ten iterations one may take longer than was planned; by how much an iteration corrects what is planned, in ``ln``.
-"""
+HURRIED_MARGIN = 0.95
+"""Of the TPOT, where a first token would be late otherwise: of the gaps, some may be."""
+
+STEP = 0.03
+"""By how much an iteration corrects what is expected of the next ones, in ``ln``."""
 
 FIRST_FIT, LAST_FIT = 8, 2048
 """Samples, where a cost model is found out while the engine runs."""
+
+BATCH_GRID = 16
+"""A batch that is cut to its time has a multiple of so many tokens.
+
+Kernels are made for sizes: oneDNN compiles one for each number of rows that it meets, which takes as long as computing
+some hundred of them; CUDA graphs are captured for some sizes and padded up to the next.
+"""
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -157,7 +185,7 @@ class SloBudgets:
 
     def __init__(self, cost: CostModel | None, margin: float, max_tokens: int, max_embeds: int) -> None:
         self.cost = cost or CostModel.free()
-        self.language_factor = 1.0  # the QUANTILE of measured over modelled
+        self.language_factor = 1.0  # the median of measured over modelled
         self.encode_factor = 1.0
         self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
         self._margin = margin
@@ -182,23 +210,30 @@ class SloBudgets:
         """One layer of a batch of images: what an iteration with an encode takes at least."""
         return self.cost.images_s(num_embeds) * self.encode_factor / self.num_layers_of_batch
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, tpot_s: float | None, num_encoding: int) -> int:
-        if tpot_s is None:
+    def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
+        if limit_s is None:
             return self._max_tokens
-        left_s = tpot_s * self._margin - self.layer_s(num_encoding)
-        return largest(lambda n: self.language_s(decodes.with_prefill(n, context)) <= left_s, self._max_tokens)
+        left_s = limit_s - self.layer_s(num_encoding)
+        num_tokens = largest(lambda n: self.language_s(decodes.with_prefill(n, context)) <= left_s, self._max_tokens)
+        beyond = (decodes.num_decodes + num_tokens) % BATCH_GRID
+        return num_tokens - beyond if num_tokens > beyond else num_tokens
 
-    def num_embeds(self, decodes: LanguageLoad, tpot_s: float | None) -> int:
-        if tpot_s is None:
+    def num_embeds(self, decodes: LanguageLoad, limit_s: float | None) -> int:
+        if limit_s is None:
             return self._max_embeds
-        left_s = tpot_s * self._margin - self.language_s(decodes)
+        left_s = limit_s - self.language_s(decodes)
         return max(1, largest(lambda n: self.layer_s(n) <= left_s, self._max_embeds))
 
-    def num_layers(self, load: LanguageLoad, num_embeds: int, tpot_s: float | None) -> int | None:
-        if tpot_s is None or not self.layer_s(num_embeds):
+    def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
+        if limit_s is None or not self.layer_s(num_embeds):
             return None
-        left_s = tpot_s * self._margin - self.language_s(load)
+        left_s = limit_s - self.language_s(load)
         return max(1, int(left_s / self.layer_s(num_embeds)))
+
+    def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
+        if tpot_s is None:
+            return None
+        return tpot_s * (max(HURRIED_MARGIN, self._margin) if is_hurried else self._margin)
 
     def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
         return self.language_s(load) + self.cost.images_s(num_embeds) * self.encode_factor
@@ -228,16 +263,14 @@ class SloBudgets:
             self._log = None  # from here on the correction does
 
     def _corrected(self, factor: float, modelled_s: float, measured_s: float) -> float:
-        """A step towards the quantile that is planned with: up where it was exceeded, and down where it was not.
+        """A step towards the median of measured over modelled; the margin is for what takes longer than that.
 
-        Of the same length however much it was exceeded, so that an iteration from which the machine was taken away
-        counts no more than any other; and long enough that a machine twice as slow is noticed within
-        ``ln 2 / (STEP * QUANTILE)`` iterations.
+        Of the same length however far it is, so that an iteration from which the machine was taken away counts no more
+        than any other; and long enough that a machine twice as slow is noticed within ``ln 2 / STEP`` iterations.
         """
         if modelled_s <= 0:
             return factor
-        step = QUANTILE if measured_s > modelled_s * factor else QUANTILE - 1
-        return factor * math.exp(STEP * step)
+        return factor * math.exp(STEP if measured_s > modelled_s * factor else -STEP)
 
 
 @dataclass

@@ -15,10 +15,11 @@ of images that are elsewhere (``kv/ec_connector.py``) are pulled as others are e
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -44,13 +45,27 @@ from vllm_omni.core.sched.profile import Profile
 from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
-from vllm_omni.model_executor.epd_step import EncodeItem, EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.model_executor.epd_step import (
+    EncodeItem,
+    EncodeReport,
+    EPDModelRunnerOutput,
+    EPDSchedulerOutput,
+    encodes_in_thread,
+)
 from vllm_omni.slo import Slo, slo_of
 from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
-TPOT_FACTOR_OF_LOST = 4.0
+TPOT_FACTOR_OF_LOST = 2.5
+MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
+
+
+class Iteration(NamedTuple):
+    """One that is under way."""
+
+    load: LanguageLoad
+    scheduled_at: float
 
 
 class EPDScheduler(TimedScheduler):
@@ -92,13 +107,15 @@ class EPDScheduler(TimedScheduler):
         self._pulls: dict[str, str] = {}  # identifiers under way -> request whose payload it is
         self._encoding: dict[str, str] = {}  # identifiers under way -> request that it was begun for
         self._failures: dict[str, Failure] = {}  # by request: to be told
+        self._suspects: set[str] = set()  # identifiers of a batch that could not be encoded
         self._num_ranks = self.vllm_config.parallel_config.tensor_parallel_size  # that pull, each for itself
         self._num_ranks_pulled: Counter[str] = Counter()  # of pulls under way
         self._known_hits: dict[str, int] = {}  # of waiting requests with images: tokens that the prefix cache has
-        self._under_way: deque[tuple[LanguageLoad, float]] = deque()  # iterations: their load, and when they began
+        self._under_way: deque[Iteration] = deque()
         self._last_update_at = 0.0
         self._goes_on = False  # whether the last update left requests that ran, so that nobody was waited for
         self.profile: Profile | None = None  # until it is over
+        self._encodes_in_thread = encodes_in_thread(self.vllm_config)
         if self.epd.is_on or self.relay_ec is not None:
             self._turn_on()
 
@@ -253,6 +270,7 @@ class EPDScheduler(TimedScheduler):
         super().reset_encoder_cache()
         self._pulls.clear()
         self._encoding.clear()
+        self._suspects.clear()
         self.encode_tasks.forget_asked(None)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
@@ -279,8 +297,11 @@ class EPDScheduler(TimedScheduler):
             self._sort_waiting(now)
         self.running = decodes + prefills
         tpot_s = self._tpot_s(decodes, now)
+        limit_s = self.budgets.limit_s(tpot_s)
+        if limit_s is not None and self._is_hurried(decodes, prefills, limit_s, now):
+            limit_s = self.budgets.limit_s(tpot_s, is_hurried=True)
         stock_budget = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = min(stock_budget, self._token_budget(decodes, prefills, tpot_s))
+        self.max_num_scheduled_tokens = min(stock_budget, self._token_budget(decodes, prefills, limit_s))
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -288,19 +309,25 @@ class EPDScheduler(TimedScheduler):
             # The order of admission is kept: vLLM preempts the last.
             self.running.sort(key=lambda request: admitted.get(request, len(admitted)))
         load = self._load_of(output, {request.request_id for request in decodes})
-        self._under_way.append((load, now))
-        return self._with_encodes(output, load, tpot_s)
+        self._under_way.append(Iteration(load, now))
+        return self._with_encodes(output, load, limit_s)
 
-    def _token_budget(self, decodes: list[Request], prefills: list[Request], tpot_s: float | None) -> int:
+    def _token_budget(self, decodes: list[Request], prefills: list[Request], limit_s: float | None) -> int:
         assert self.budgets is not None
+        load = self._load_of_decodes(decodes)
+        context = max((request.num_computed_tokens for request in prefills), default=0)
+        is_shared = self._is_encoding and not self._encodes_in_thread  # the iteration, with the batch of images
+        num_encoding = self._num_embeds_in_flight if is_shared else 0
+        num_prefill = self.budgets.num_tokens(load, context, limit_s, num_encoding)
+        return load.num_decodes + max(num_prefill, self.epd.min_prefill_tokens)
+
+    @staticmethod
+    def _load_of_decodes(decodes: list[Request]) -> LanguageLoad:
         load = LanguageLoad()
         for request in decodes:
             num_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             load = load.with_decode(num_tokens, request.num_computed_tokens)
-        context = max((request.num_computed_tokens for request in prefills), default=0)
-        num_encoding = self._num_embeds_in_flight if self._is_encoding else 0
-        num_prefill = self.budgets.num_tokens(load, context, tpot_s, num_encoding)
-        return load.num_decodes + max(num_prefill, self.epd.min_prefill_tokens)
+        return load
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
@@ -330,7 +357,10 @@ class EPDScheduler(TimedScheduler):
         report = model_runner_output.encode_report if isinstance(model_runner_output, EPDModelRunnerOutput) else None
         self._observe(report, now)
         if report is not None:
+            for identifier, message in report.failed.items():
+                self._lose_encode(identifier, message, was_alone=len(report.failed) == 1)
             for identifier in report.encoded:
+                self._suspects.discard(identifier)
                 self.encoder_cache_manager.finish(identifier)
                 self.note_ready(identifier)
                 begun_for = self._encoding.pop(identifier, "")
@@ -347,6 +377,22 @@ class EPDScheduler(TimedScheduler):
                 if one.new_token_ids and (slo := self.slos.get(one.request_id)) is not None:
                     slo.add_tokens(now)
         return outputs
+
+    def _lose_encode(self, identifier: str, message: str, was_alone: bool) -> None:
+        """The encoder failed: so does the request that asked; others that want the image have it tried again.
+
+        Of several images in a batch any may be the bad one: each is tried again, alone.
+        """
+        self.encoder_cache_manager.lose(identifier)
+        self.note_ready(identifier)
+        self.encode_tasks.forget_asked(identifier)
+        begun_for = self._encoding.pop(identifier, "")
+        if not was_alone:
+            self._suspects.add(identifier)
+            return
+        self._suspects.discard(identifier)
+        if begun_for in self.requests:
+            self._failures[begun_for] = Failure(f"image {identifier!r} cannot be encoded: {message}")
 
     def _update_apart(self, model_runner_output: ModelRunnerOutput) -> list[tuple[int, EngineCoreOutput]]:
         """What is told of requests that no step has scheduled."""
@@ -432,7 +478,7 @@ class EPDScheduler(TimedScheduler):
         # between them counts, and the next batch may be scheduled before the last has ended.
         seconds = now - (self._last_update_at if self._goes_on else max(scheduled_at, self._last_update_at))
         self._last_update_at = now
-        if report is not None:
+        if report is not None and report.num_layers:
             seconds -= report.seconds
             self.budgets.observe_encode(
                 self._num_embeds_in_flight, report.num_layers, report.num_layers_of_batch, report.seconds
@@ -472,8 +518,23 @@ class EPDScheduler(TimedScheduler):
         slo = self.slos.get(request.request_id)
         if slo is None:
             return False, float("inf")
-        gives_way = slo.num_steps_given_way < self.epd.patience and slo.is_lost(now, self._seconds_to_token(request))
-        return gives_way, slo.deadline - self._seconds_to_token(request)
+        left_s = self._seconds_to_token(request)
+        gives_way = slo.num_steps_given_way < self.epd.patience and slo.is_lost(now, left_s)
+        return gives_way, slo.deadline - left_s
+
+    def _is_hurried(self, decodes: list[Request], prefills: list[Request], limit_s: float, now: float) -> bool:
+        """Whether a first token would be late if everything before it went on at the pace that the limit leaves."""
+        assert self.budgets is not None
+        pace = max(MIN_PACE, 1 - self.budgets.seconds_alone(self._load_of_decodes(decodes), 0) / limit_s)
+        until = now
+        for request in itertools.chain(prefills, self.waiting):  # in the order of their slack
+            left_s = self._seconds_to_token(request)
+            until += left_s / pace
+            slo = self.slos.get(request.request_id)
+            is_late = slo is not None and slo.last_token_at is None and slo.deadline < until
+            if slo is not None and is_late and not slo.is_lost(now, left_s):
+                return True
+        return False
 
     def _seconds_to_token(self, request: Request) -> float:
         """What the request's next token takes at least, with the machine to itself."""
@@ -570,11 +631,11 @@ class EPDScheduler(TimedScheduler):
         if self.epd.tpot_ms is None:
             return True
         # With SLOs, what has lost its own is no reason to leave room in an iteration.
-        now = self._under_way[-1][1]
+        now = self._under_way[-1].scheduled_at
         slos = (self.slos.get(request_id) for request_id in output.num_scheduled_tokens)
         return any(slo is not None and slo.last_token_at is None and not slo.is_lost(now) for slo in slos)
 
-    def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, tpot_s: float | None) -> SchedulerOutput:
+    def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, limit_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
         is_paused = self.pause_state is not PauseState.UNPAUSED  # what begins now would end with other weights
         if is_paused and not self._is_encoding:
@@ -585,7 +646,8 @@ class EPDScheduler(TimedScheduler):
                 self._num_encodes_put_off += 1
             else:
                 stock_budget = self.max_num_encoder_input_tokens
-                max_embeds = self.budgets.num_embeds(load, tpot_s) if self.epd.is_on else stock_budget
+                image_s = None if self._encodes_in_thread else limit_s
+                max_embeds = self.budgets.num_embeds(load, image_s) if self.epd.is_on else stock_budget
         encodes: list[EncodeItem] = []
         if max_embeds is not None or (not is_paused and (self._sources or len(self.encode_tasks))):
             encodes = self._begin(output, max_embeds)
@@ -600,14 +662,22 @@ class EPDScheduler(TimedScheduler):
             values["ec_connector_metadata"] = self.relay_ec.build_connector_meta(output)
         elif not self._is_encoding:
             return output
-        num_layers = None
-        if output.total_num_scheduled_tokens and self._is_encoding:
-            num_layers = self.budgets.num_layers(load, self._num_embeds_in_flight, tpot_s)
+        num_layers = max_seconds = None
+        if output.total_num_scheduled_tokens and self._is_encoding and not self._encodes_in_thread:
+            num_layers = self.budgets.num_layers(load, self._num_embeds_in_flight, limit_s)
+            max_seconds = self._seconds_left(limit_s)
         # What was evicted here must have left the runner before the new images come.
         values["free_encoder_mm_hashes"] = (
             output.free_encoder_mm_hashes + self.encoder_cache_manager.get_freed_mm_hashes()
         )
-        return EPDSchedulerOutput(**values, encodes=encodes, num_encode_layers=num_layers)
+        return EPDSchedulerOutput(**values, encodes=encodes, num_encode_layers=num_layers, max_seconds=max_seconds)
+
+    def _seconds_left(self, limit_s: float | None) -> float | None:
+        """Of the iteration, which began with the end of the last if somebody got a token there; None: no limit."""
+        if limit_s is None or len(self._under_way) > 1:  # the batch before is still running: its end is not known
+            return None
+        began_at = self._last_update_at if self._goes_on else self._under_way[-1].scheduled_at
+        return max(0.0, began_at + limit_s - self.clock())
 
     def _begin(self, output: SchedulerOutput, max_embeds: int | None) -> list[EncodeItem]:
         """Take room for images to pull, and for a batch to encode of up to so many embeddings, of one image at least.
@@ -643,7 +713,8 @@ class EPDScheduler(TimedScheduler):
                         break
                     if max_embeds is None:
                         break
-                    if batch and num_embeds + size > max_embeds:
+                    names = {feature.identifier, *(item.feature.identifier for item in batch)}
+                    if batch and (names & self._suspects or num_embeds + size > max_embeds):
                         if not self._sources:
                             return batch
                         max_embeds = None  # what can be pulled is not held up

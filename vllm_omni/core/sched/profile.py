@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
-from vllm_omni.core.sched.budget import FixedBudgets, SloBudgets
+from vllm_omni.core.sched.budget import BATCH_GRID, FixedBudgets, SloBudgets
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, medians
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,9 @@ PREFIX = "\0profile"
 """Of the ids of a profile's requests and images: nobody else's begins so."""
 
 UNLIMITED = 2**31
+MAX_CUT = 128
+"""Tokens: a batch that is cut below the TPOT is seldom larger on a CPU."""
+
 TYPICAL_DECODES, TYPICAL_CONTEXT = 8, 256  # of which budgets are told
 
 
@@ -156,7 +159,8 @@ class Profile:
             logger.warning("epd: nothing was measured in %.1f s; the first iterations will tell", now - self.began_at)
             return
         decodes = LanguageLoad().with_decode(TYPICAL_DECODES, TYPICAL_CONTEXT)
-        num_layers = budgets.num_layers(decodes, self._num_embeds, tpot_s)
+        limit_s = budgets.limit_s(tpot_s)
+        num_layers = budgets.num_layers(decodes, self._num_embeds, limit_s)
         logger.info(
             "epd: %d batches measured in %.1f s. At %g ms, beside %d decodes: %d tokens of a prompt; with a layer "
             "of %d of an encode, %d tokens; of an encode alone, %s layers. cost: %s",
@@ -164,9 +168,9 @@ class Profile:
             now - self.began_at,
             tpot_s * 1000,
             TYPICAL_DECODES,
-            budgets.num_tokens(decodes, TYPICAL_CONTEXT, tpot_s, 0),
+            budgets.num_tokens(decodes, TYPICAL_CONTEXT, limit_s, 0),
             budgets.num_layers_of_batch,
-            budgets.num_tokens(decodes, TYPICAL_CONTEXT, tpot_s, self._num_embeds),
+            budgets.num_tokens(decodes, TYPICAL_CONTEXT, limit_s, self._num_embeds),
             num_layers if num_layers is not None else "all",
             json.dumps({name: float(f"{value:.4g}") for name, value in asdict(budgets.cost).items()}),
         )
@@ -206,6 +210,8 @@ class Profile:
             Phase(some, min(96, longest), 4, token_budget=48),
             Phase(num_seqs, min(16, longest), 4),
             Phase(some // 2 or 1, longest // 2, 4),
+            # The sizes to which batches are cut, so that their kernels are there.
+            *(Phase(1, size, 1) for size in range(BATCH_GRID, min(MAX_CUT, longest) + 1, BATCH_GRID)),
         ]
         if self._image is not None:
             phases[2:2] = [

@@ -9,6 +9,8 @@ from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.models.diffusers import tiny as diffusers_tiny
 
+LLAVA = "llava-1.5"  # a language model that reads images
+
 
 def tiny(args: Sequence[str]) -> None:
     """Write a tiny checkpoint with random weights, in the layout of a real one; no network is used."""
@@ -18,8 +20,10 @@ def tiny(args: Sequence[str]) -> None:
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
     )
     model_types = [name for name in bundled_model_types() if name not in (DIFFUSERS, LANGUAGE)]
-    names = [*model_types, *diffusers_tiny.PIPELINES]
-    parser.add_argument("name", metavar="NAME", choices=names, help="a model type or a pipeline: %(choices)s")
+    names = [*model_types, LLAVA, *diffusers_tiny.PIPELINES]
+    parser.add_argument(
+        "name", metavar="NAME", choices=names, help="a model type, a language model or a pipeline: %(choices)s"
+    )
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     parser.add_argument("--variant", default="base", help="one of a model type's shapes (default: %(default)s)")
@@ -28,13 +32,18 @@ def tiny(args: Sequence[str]) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and is not an empty directory: name another")
     try:
-        if options.name in diffusers_tiny.PIPELINES:
-            if options.variant != "base":
-                raise ConfigError(f"no variant {options.variant!r}: a pipeline has one shape")
-            diffusers_tiny.build(directory, options.name, seed=options.seed)
-        else:
+        if options.name in model_types:
             module = import_module(f"vllm_omni.model_executor.models.{options.name}.tiny")
             module.build(directory, seed=options.seed, variant=options.variant)
+        elif options.variant != "base":
+            raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
+        elif options.name == LLAVA:
+            # It takes seconds to import, and the names are listed without it.
+            from vllm_omni.model_executor.models.language import tiny_llava
+
+            tiny_llava.build(directory, seed=options.seed)
+        else:
+            diffusers_tiny.build(directory, options.name, seed=options.seed)
     except (ValueError, OSError) as exc:
         raise ConfigError(str(exc)) from exc
     print(directory)

@@ -42,15 +42,19 @@ router = APIRouter()  # of models that speak
 common_router = APIRouter()
 
 
+def answers(*media_types: str) -> dict[int | str, dict[str, Any]]:
+    """What the schema says of a route's answers: of these types, or upstream's errors."""
+    errors = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return {
+        HTTPStatus.OK.value: {"content": {media_type: {} for media_type in media_types}},
+        **{status.value: {"model": ErrorResponse} for status in errors},
+    }
+
+
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses={
-        HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
-        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
-        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
-        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
-    },
+    responses=answers("text/event-stream"),
     response_model=None,
 )
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Response | None:
@@ -62,12 +66,7 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
 @router.post(
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
-    responses={
-        HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
-        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
-        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
-        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
-    },
+    responses=answers("text/event-stream"),
     response_model=None,
 )
 async def create_completion(request: OmniCompletionRequest, raw_request: Request) -> Response | None:
@@ -80,12 +79,7 @@ async def create_completion(request: OmniCompletionRequest, raw_request: Request
 @router.post(
     "/v1/audio/speech",
     dependencies=[Depends(validate_json_request)],
-    responses={
-        HTTPStatus.OK.value: {"content": {"audio/*": {}, "text/event-stream": {}}},
-        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
-        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
-        HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
-    },
+    responses=answers("audio/*", "text/event-stream"),
     response_class=Response,
 )
 @with_cancellation

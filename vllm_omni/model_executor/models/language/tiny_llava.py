@@ -1,4 +1,10 @@
-"""A tiny LLaVA-1.5 with random weights that answers an image with tokens of its own."""
+"""Builds a tiny random LLaVA-1.5 checkpoint, offline, in the layout of the published ones.
+
+The result loads wherever the real checkpoint does: transformers' model and processor, and vLLM. Its weights are random
+but not arbitrary: each image is answered with tokens of its own. Its words are w0, w1, ...; any other is unknown to it.
+
+    vllm-omni tiny llava-1.5 DIRECTORY [--seed 1]
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a checkpoint; the defaults are of the tests."""
+    """Sizes of a checkpoint."""
 
     vocab_size: int = 128
     image_size: int = 56
@@ -55,8 +61,11 @@ NUM_IMAGE_TOKENS = TINY.num_image_tokens
 NUM_TOWER_LAYERS = TINY.num_tower_layers
 
 
-def build(directory: Path, shape: Shape = TINY) -> Path:
-    """Write the checkpoint; words are w0, w1, ... and an image's place is ``<image>``."""
+def build(directory: Path, shape: Shape = TINY, *, seed: int = 0) -> Path:
+    """Write a checkpoint in float32 into ``directory``; the same arguments give the same bytes.
+
+    In a prompt an image's place is ``<image>``. Returns ``directory``.
+    """
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": shape.image_size},
         crop_size={"height": shape.image_size, "width": shape.image_size},
@@ -78,8 +87,9 @@ def build(directory: Path, shape: Shape = TINY) -> Path:
         torch_dtype="float32",
     )
     config.architectures = ["LlavaForConditionalGeneration"]
-    torch.manual_seed(0)
-    write_weights(LlavaForConditionalGeneration(config), directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_weights(LlavaForConditionalGeneration(config), directory)
     (directory / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     return directory
 

@@ -1,0 +1,13 @@
+"""Checkpoints that several files serve."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.model_executor.models.language import tiny_llava as llava
+
+
+@pytest.fixture(scope="session")
+def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaVA-1.5 that never ends by itself if it is told to ignore its end."""
+    return llava.build(tmp_path_factory.mktemp("llava"))

@@ -1,0 +1,110 @@
+"""What tests of language engines share: settings for a small machine, and engines in this process or in their own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from vllm import LLM, SamplingParams, envs
+from vllm.outputs import RequestOutput
+
+from vllm_omni.model_executor.models.language import tiny_llava as llava
+from vllm_omni.relay import hub as relay_hub
+
+MARKS = [
+    pytest.mark.slow,
+    # vLLM's own, of a worker in this process.
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning"),
+]
+
+STOCK: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "limit_mm_per_prompt": {"image": 2},
+}
+"""A stock engine's."""
+
+OMNI: dict[str, Any] = {
+    **STOCK,
+    "async_scheduling": False,
+    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
+}
+"""One of ours that is no stage of a server."""
+
+NUM_TOKENS = 8
+
+Prompt = dict[str, Any]
+
+
+def make_image(seed: int) -> Image.Image:
+    """For a tiny LLaVA."""
+    shape = (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, shape, dtype=np.uint8))
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **more})
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@contextmanager
+def engine_here(checkpoint: Path, **engine: Any) -> Iterator[LLM]:
+    """An engine in this process: it starts in two seconds, and its steps can be looked at.
+
+    vLLM has one connector of each kind for a process: end a stock engine before one that has them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr(relay_hub, "_process_hub", None)
+        llm = LLM(str(checkpoint), **STOCK | engine)
+    envs.disable_envs_cache()  # an engine core turns it on: the next engine would be in this process, too
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def engine_apart(checkpoint: Path, **engine: Any) -> Iterator[LLM]:
+    """An engine in a process of its own, which may be killed; with several ranks, in several."""
+    is_one_process = engine.get("tensor_parallel_size", 1) == 1
+    if is_one_process:
+        engine["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    llm = LLM(str(checkpoint), **STOCK | engine)
+    try:
+        yield llm
+    finally:
+        if all(psutil.pid_exists(process.pid) for process in processes_of(llm)):
+            llm.llm_engine.engine_core.shutdown(timeout=1 if is_one_process else 20)  # it ends its workers
+
+
+def processes_of(llm: LLM) -> list[psutil.Process]:
+    """The engine cores of an engine apart."""
+    processes: list[psutil.Process] = llm.llm_engine.engine_core.resources.engine_manager.processes
+    return processes
+
+
+def kill(llm: LLM) -> None:
+    """An engine of one rank."""
+    for process in processes_of(llm):
+        process.kill()
+        process.join(20)
+
+
+def stock_answers(checkpoint: Path, prompts: Sequence[Any], params: Any = None, **engine: Any) -> list[RequestOutput]:
+    """What vLLM alone says, greedily unless told otherwise."""
+    with engine_here(checkpoint, **engine) as llm:
+        outputs: list[RequestOutput] = llm.generate(prompts, params or greedy(), use_tqdm=False)
+    return outputs
