@@ -52,10 +52,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ``caplog``, whatever ran before: the plugin makes our logger vLLM's child, which tells the root nothing."""
-    logger = logging.getLogger("vllm_omni")
-    monkeypatch.setattr(logger, "parent", logging.root)
-    logger.setLevel(logging.NOTSET)  # forget what loggers below it know of their levels
+    """By ``caplog``, whatever ran before.
+
+    The plugin makes our logger vLLM's child, which tells the root nothing, and libraries that vLLM imports when it
+    needs them raise the root's level.
+    """
+    monkeypatch.setattr(logging.getLogger("vllm_omni"), "parent", logging.root)
+    logging.root.setLevel(logging.WARNING)  # and forget what every logger knows of its level
 
 
 @pytest.fixture(scope="session")
