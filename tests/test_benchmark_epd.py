@@ -1,24 +1,29 @@
 """benchmarks/epd.py works, and its sums are right; what it measures here says nothing."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.epd import (
     COLUMNS,
+    REST_S,
     SHAPE,
     STRICT,
     WORKLOADS,
     Answered,
+    Asked,
     Cell,
-    Point,
+    attained,
     goals,
     goodput,
     make_requests,
     percentile,
+    run_cell,
 )
 from vllm_omni.slo import Slo
 
@@ -32,7 +37,7 @@ def test_quick_run_ends_with_a_line_of_json():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (workload,) = result["workloads"].values()
-    assert workload["slo_ms"]["ttft_ms"] > workload["slo_ms"]["tpot_ms"] > 0
+    assert workload["slo_ms"] and all(slo["ttft_ms"] > slo["tpot_ms"] > 0 for slo in workload["slo_ms"])
     assert list(workload["modes"]) == ["stock", "ours"]
     for mode, row in workload["modes"].items():
         assert row.keys() >= set(COLUMNS)
@@ -71,9 +76,34 @@ def test_both_rules_are_applied_to_each_request():
     smooth = Answered([0.05 + 0.008 * n for n in range(20)])
     stalled = Answered([0.05 + 0.005 * n + (0.05 if n > 10 else 0) for n in range(20)])
     late = Answered([0.2 + 0.008 * n for n in range(20)])
-    point = Point(slo, [Cell([smooth, stalled], 1.0, 0.0), Cell([late, smooth], 1.0, 0.0)])
-    assert point.attainment("paper") == 0.75
-    assert point.attainment(STRICT) == 0.5
+    point = [Cell([smooth, stalled], slo, 1.0, 0.0), Cell([late, smooth], slo, 1.0, 0.0)]
+    assert attained(point, "paper") == 0.75
+    assert attained(point, STRICT) == 0.5
+    strange = Cell([smooth], Slo(ttft_ms=10, tpot_ms=10), 1.0, 0.0)
+    assert attained([*point, strange], "paper") == 0.6  # each repeat by its own SLO
+
+
+def test_only_time_without_requests_is_cut():
+    class Takes:
+        def __init__(self) -> None:
+            self.dues, self.busy = [], 0
+
+        async def answer(self, one, due, slo):
+            self.dues.append(due)
+            self.busy += 1
+            await asyncio.sleep(0.3)
+            self.busy -= 1
+            return Answered([time.perf_counter() - due])
+
+    def asked(*times):
+        return [Asked(at_s, "", None, 1) for at_s in times]
+
+    mode = Takes()
+    cell = asyncio.run(run_cell(mode, asked(0.0, 0.2, 100.0, 100.1), None))
+    first, second, third, fourth = mode.dues
+    assert second - first == pytest.approx(0.2) and fourth - third == pytest.approx(0.1)
+    assert third - second >= 0.3 + REST_S  # it has been quiet
+    assert cell.seconds < 50 and [len(answer.token_s) for answer in cell.answers] == [1] * 4
 
 
 def test_goals_compare_with_the_baseline_of_as_many_engines():
