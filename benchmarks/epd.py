@@ -25,11 +25,14 @@ Nothing happens in an engine without requests; time in which a mode has none is 
 arrivals behind it come so much earlier. That changes nothing that a request meets, and makes cells of low rates several
 times shorter.
 
-SLOs are those of the unloaded stock engine: TTFT 5 times and gap 3 times its medians, measured for each workload at the
-start of each repeat, since a machine's speed drifts. A request meets its SLO by the *paper's* rule with its TTFT and
+Modes take turns of ``TURN`` requests each, so that what a machine does to one of them it does to the others: on a
+shared one the same work may take half as long again a minute later.
+
+SLOs are those of the unloaded stock engine: TTFT 5 times and gap 3 times its medians, over all that was measured of a
+workload so far, a few requests before each turn. A request meets its SLO by the *paper's* rule with its TTFT and
 90% of its gaps, by the *strict* rule with its TTFT and the 99th percentile of its gaps. Goodput is the rate at which
 90% of the requests do, searched for on a grid of rates (shares of what stock does all at once), linear between two
-points of the grid. The search is on one seed (``TUNING_SEED``), the result on others; modes take turns in each repeat.
+points of the grid. The search is on one seed (``TUNING_SEED``), the result on others.
 
 * gap p99, TTFT, stalls: at one rate for all modes, half of what stock does at most. A stall is a gap of a token
   longer than half of an unloaded encode.
@@ -100,6 +103,7 @@ PAPER, STRICT = "paper", "strict"
 REST_S = 0.1  # what an engine has left to do behind an answer is done by then
 NOTHING_TO_PROTECT = Slo(ttft_ms=1e9, tpot_ms=1e9)
 TUNING_SEED, FIRST_SEED = 1000, 1
+TURN = 50  # requests of a mode, until it is the next one's turn
 WARM_RATE, WARM_SLO = 4.0, Slo(ttft_ms=500.0, tpot_ms=15.0)
 SHARES = tuple(0.05 * 1.25**k for k in range(16))  # of stock's capacity: 0.05 to 1.42
 EQUAL_SHARE = 0.5
@@ -381,17 +385,17 @@ class Bench:
         self.workload = workload
         self.modes = modes
         self.options = options
-        self.slos: list[Slo] = []  # as the unloaded baseline's were measured; the last one counts
-        self.encode_s: list[float] = []
+        self._unloaded_s: dict[str, list[float]] = {"with image": [], "without": [], "gaps": []}
         self.capacity: dict[str, float] = {}  # of each baseline, all at once
         self._say = say
 
     async def run(self) -> dict[str, Any]:
         for mode in self.modes.values():  # kernels are compiled for each size of a batch, on all sides
             await run_cell(mode, self._requests(TUNING_SEED + 2, self.options.num_warm, WARM_RATE), WARM_SLO)
-        modes, repeats = list(self.modes), range(self.options.repeats)
+        modes = list(self.modes)
         at_once: dict[str, list[float]] = {name: [] for name in modes}
-        for repeat in repeats:
+        for repeat in range(self.options.repeats):
+            await self._unloaded()
             for name in _rotated(modes, repeat):
                 cell = await self._cell(name, FIRST_SEED + repeat, None, self.options.num_at_once)
                 at_once[name].append(len(cell.answers) / cell.seconds)
@@ -399,7 +403,6 @@ class Bench:
             self.capacity[name] = statistics.median(at_once[name])
         equal = await self._points({name: {EQUAL_SHARE} for name in modes})
         points: dict[str, dict[float, Point]] = {name: {} for name in modes}
-        await self._unloaded()
         wanted = {name: await self._search(name) for name in modes}
         for _ in range(MAX_EXTENSIONS):
             for name, found in (await self._points(wanted)).items():
@@ -410,45 +413,48 @@ class Bench:
             if not any(wanted.values()):
                 break
         return {
-            "slo_ms": [asdict(slo) for slo in self.slos],
-            "encode_ms": statistics.median(self.encode_s) * 1e3,
+            "slo_ms": asdict(self.slo),
+            "encode_ms": self.encode_s * 1e3,
             "all_at_once": at_once,
             "modes": {name: self._row(name, equal[name][EQUAL_SHARE], points[name], at_once[name]) for name in modes},
         }
 
     async def _unloaded(self) -> None:
-        """Stock's, or what stands in its place: its SLOs, and what an encode takes."""
+        """Requests to stock, or what stands in its place, one by one."""
         name = next(iter(self.modes))
         requests = self._requests(TUNING_SEED, self.options.num_unloaded, None)
         words = "w1 " * self.options.shape.num_image_tokens  # a prompt as long, of which nothing is encoded
         texts = [replace(one, prompt=one.prompt.replace("<image>", words), image=None) for one in requests]
-        with_image, without, gaps = [], [], []
+        measured = self._unloaded_s
         for one, text in zip(requests, texts, strict=True):
             answer = (await run_cell(self.modes[name], [one], None)).answers[0]
-            with_image.append(answer.token_s[0])
-            gaps += answer.gaps
-            without.append((await run_cell(self.modes[name], [text], None)).answers[0].token_s[0])
-        ttft_s, gap_s = statistics.median(with_image), statistics.median(gaps)
-        self.slos.append(Slo(TTFT_FACTOR * ttft_s * 1e3, GAP_FACTOR * gap_s * 1e3))
-        self.encode_s.append(ttft_s - statistics.median(without))
-        self._say(
-            f"{self.workload.name}: unloaded {name}: TTFT {ttft_s * 1e3:.1f} ms, of them "
-            f"{self.encode_s[-1] * 1e3:.1f} for the encode; gap {gap_s * 1e3:.2f} ms"
-        )
+            measured["with image"].append(answer.token_s[0])
+            measured["gaps"] += answer.gaps
+            measured["without"].append((await run_cell(self.modes[name], [text], None)).answers[0].token_s[0])
+
+    def _median(self, what: str) -> float:
+        return statistics.median(self._unloaded_s[what])
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(TTFT_FACTOR * self._median("with image") * 1e3, GAP_FACTOR * self._median("gaps") * 1e3)
+
+    @property
+    def encode_s(self) -> float:
+        return self._median("with image") - self._median("without")
 
     def _requests(self, seed: int, number: int, rate: float | None) -> list[Asked]:
         return make_requests(self.workload, self.options.shape, seed, number, rate)
 
     async def _cell(self, name: str, seed: int, rate: float | None, number: int) -> Cell:
-        if rate is not None:
-            number = min(number, max(self.options.min_requests, int(rate * self.options.max_cell_s)))
         requests = self._requests(seed, number, rate)
-        cell = await run_cell(self.modes[name], requests, self.slos[-1] if rate is not None else None)
+        cell = await run_cell(self.modes[name], requests, self.slo if rate is not None else None)
         what = "all at once" if rate is None else f"{rate:.2f}/s"
         self._say(
             f"{self.workload.name}, {name}, {what}: {number} in {cell.seconds:.1f} s; others {cell.others:.2f} cores; "
             f"SLO met {attained([cell], PAPER):.2f}, strictly {attained([cell], STRICT):.2f}; gap p99 "
-            f"{percentile(cell.gaps, 0.99) * 1e3:.1f} ms, TTFT p50 {percentile(cell.ttfts, 0.5) * 1e3:.0f} ms"
+            f"{percentile(cell.gaps, 0.99) * 1e3:.1f} ms, TTFT p50 {percentile(cell.ttfts, 0.5) * 1e3:.0f} ms; SLO "
+            f"{self.slo.ttft_ms:.0f} and {self.slo.tpot_ms:.1f} ms"
         )
         return cell
 
@@ -467,8 +473,8 @@ class Bench:
                 share = self.options.shares[(low + high) // 2]
                 if share not in tried:
                     rate = self._rate(name, share)
-                    number = max(self.options.min_requests, self.options.num_requests // 4)
-                    tried[share] = [await self._cell(name, TUNING_SEED + 1, rate, number)]
+                    await self._unloaded()
+                    tried[share] = [await self._cell(name, TUNING_SEED + 1, rate, min(TURN, self.options.num_requests))]
                 if attained(tried[share], rule) >= ATTAINMENT:
                     low = self.options.shares.index(share)
                 else:
@@ -478,12 +484,12 @@ class Bench:
 
     async def _points(self, wanted: Mapping[str, set[float]]) -> dict[str, dict[float, Point]]:
         points: dict[str, dict[float, Point]] = {name: {} for name in wanted}
-        for repeat in range(self.options.repeats):
+        for turn in range(math.ceil(self.options.repeats * self.options.num_requests / TURN)):
             await self._unloaded()
-            for name in _rotated(list(wanted), repeat):
+            for name in _rotated(list(wanted), turn):
                 for share in sorted(wanted[name]):
-                    rate = self._rate(name, share)
-                    cell = await self._cell(name, FIRST_SEED + repeat, rate, self.options.num_requests)
+                    number = min(TURN, self.options.num_requests)
+                    cell = await self._cell(name, FIRST_SEED + turn, self._rate(name, share), number)
                     points[name].setdefault(share, []).append(cell)
         return points
 
@@ -500,14 +506,13 @@ class Bench:
     def _row(self, name: str, equal: Point, points: Mapping[float, Point], at_once: Sequence[float]) -> dict[str, Any]:
         gaps = [gap for cell in equal for gap in cell.gaps]
         ttfts = [ttft for cell in equal for ttft in cell.ttfts]
-        half_encode_s = statistics.median(self.encode_s) / 2
         return {
             "rate": self._rate(name, EQUAL_SHARE),
             "gap_p50_ms": percentile(gaps, 0.5) * 1e3,
             "gap_p99_ms": percentile(gaps, 0.99) * 1e3,
             "ttft_p50_ms": percentile(ttfts, 0.5) * 1e3,
             "ttft_p99_ms": percentile(ttfts, 0.99) * 1e3,
-            "stalls_per_1000": 1e3 * sum(gap > half_encode_s for gap in gaps) / max(1, len(gaps)),
+            "stalls_per_1000": 1e3 * sum(gap > self.encode_s / 2 for gap in gaps) / max(1, len(gaps)),
             "all_at_once_s": statistics.median(at_once),
             "goodput_s": {
                 rule: goodput({self._rate(name, share): attained(point, rule) for share, point in points.items()})
@@ -593,13 +598,11 @@ async def measure(names: Sequence[str], workloads: Sequence[Workload], options: 
 @dataclass(frozen=True)
 class Options:
     shape: llava.Shape = SHAPE
-    num_requests: int = 200  # of a cell
+    num_requests: int = 200  # of a repeat
     repeats: int = 5
-    min_requests: int = 30
-    max_cell_s: float = 1e9  # a cell has fewer requests where they would take longer to come
     num_at_once: int = 60
     num_warm: int = 40
-    num_unloaded: int = 12
+    num_unloaded: int = 4  # before each turn
     rules: tuple[str, ...] = (STRICT, PAPER)
     shares: tuple[float, ...] = SHARES  # rates at which goodput is looked for, of what the baseline does all at once
 
@@ -608,13 +611,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of " + ", ".join(WORKLOADS))
     parser.add_argument("--modes", default=",".join(MODES), help="some of " + ", ".join(MODES))
-    parser.add_argument("--requests", type=int, default=200, help="in a cell")
-    parser.add_argument("--repeats", type=int, default=5, help="each with a seed of its own")
-    parser.add_argument("--max-cell-s", type=float, default=1e9, help="fewer requests where they would take longer")
+    parser.add_argument("--requests", type=int, default=200, help="of a mode at one rate, in each repeat")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rules", default=f"{STRICT},{PAPER}", help="whose goodput is searched for")
-    parser.add_argument(
-        "--short", action="store_true", help="two repeats, cells of 15 s, the strict rule: a first look"
-    )
+    parser.add_argument("--short", action="store_true", help="100 requests, the strict rule: a first look")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one workload: to see that it runs")
     given = parser.parse_args()
     names = given.modes.split(",")
@@ -622,14 +622,13 @@ def main() -> None:
     options = Options(
         num_requests=given.requests,
         repeats=given.repeats,
-        max_cell_s=given.max_cell_s,
         rules=tuple(given.rules.split(",")),
     )
     if given.short:
-        options = replace(options, repeats=2, max_cell_s=15.0, rules=(STRICT,))
+        options = replace(options, num_requests=100, repeats=1, rules=(STRICT,))
     if given.quick:
         options = Options(
-            llava.TINY, 6, 1, 6, 1.0, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT,), shares=SHARES[8:]
+            llava.TINY, 6, 1, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT,), shares=SHARES[8:]
         )
         workloads = workloads[:1]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or vLLM's engines would outlive this process
@@ -642,7 +641,6 @@ def main() -> None:
         "threads": os.environ["OMP_NUM_THREADS"],
         "requests": options.num_requests,
         "repeats": options.repeats,
-        "max_cell_s": options.max_cell_s,
     }
     print(report(machine, results, options.rules))
 

@@ -37,7 +37,7 @@ def test_quick_run_ends_with_a_line_of_json():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (workload,) = result["workloads"].values()
-    assert workload["slo_ms"] and all(slo["ttft_ms"] > slo["tpot_ms"] > 0 for slo in workload["slo_ms"])
+    assert workload["slo_ms"]["ttft_ms"] > workload["slo_ms"]["tpot_ms"] > 0
     assert list(workload["modes"]) == ["stock", "ours"]
     for mode, row in workload["modes"].items():
         assert row.keys() >= set(COLUMNS)
@@ -80,7 +80,7 @@ def test_both_rules_are_applied_to_each_request():
     assert attained(point, "paper") == 0.75
     assert attained(point, STRICT) == 0.5
     strange = Cell([smooth], Slo(ttft_ms=10, tpot_ms=10), 1.0, 0.0)
-    assert attained([*point, strange], "paper") == 0.6  # each repeat by its own SLO
+    assert attained([*point, strange], "paper") == 0.6  # each turn by its own SLO
 
 
 def test_only_time_without_requests_is_cut():
