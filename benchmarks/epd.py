@@ -29,13 +29,13 @@ Modes take turns of ``TURN`` requests each, so that what a machine does to one o
 shared one the same work may take half as long again a minute later.
 
 SLOs are those of the unloaded stock engine: TTFT 5 times and gap 3 times its medians, over all that was measured of a
-workload so far, a few requests before each turn. A request meets its SLO by the *paper's* rule with its TTFT and
-90% of its gaps, by the *strict* rule with its TTFT and the 99th percentile of its gaps. Goodput is the rate at which
-90% of the requests do, searched for on a grid of rates (shares of what stock does all at once), linear between two
-points of the grid. The search is on one seed (``TUNING_SEED``), the result on others.
+workload so far, a few requests before each turn. A request meets its SLO by the *paper's* rule with its TTFT and 90% of
+its gaps, by the *strict* rule with its TTFT and the 99th percentile of its gaps; it tells which (``tpot_share``).
+Goodput is the rate at which 90% of the requests do, searched for on a grid of rates (shares of what stock does all at
+once), linear between two points of the grid. The search is on one seed (``TUNING_SEED``), the result on others.
 
-* gap p99, TTFT, stalls: at one rate for all modes, half of what stock does at most. A stall is a gap of a token
-  longer than half of an unloaded encode.
+* gap p99, TTFT, stalls: at one rate for all modes, half of what stock does at most, with strict requests. A stall
+  is a gap of a token longer than half of an unloaded encode.
 * all at once: requests per second when all are there from the start and ask for no SLO.
 
 A run says how much of the machine others took in each cell (``others``, cores): ratios of cells in which they differ
@@ -82,7 +82,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.model_executor.models.language import tiny_llava as llava
-from vllm_omni.slo import SLO_ARGS, Slo, SloReport, attainment, judge
+from vllm_omni.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, judge
 from vllm_omni.worker.platforms import ar_worker_cls
 
 SHAPE = llava.Shape(
@@ -100,6 +100,7 @@ SHAPE = llava.Shape(
 TTFT_FACTOR, GAP_FACTOR = 5, 3
 ATTAINMENT = 0.9
 PAPER, STRICT = "paper", "strict"
+RULES = {PAPER: SHARE_OF_GAPS, STRICT: STRICT_SHARE_OF_GAPS}
 REST_S = 0.1  # what an engine has left to do behind an answer is done by then
 NOTHING_TO_PROTECT = Slo(ttft_ms=1e9, tpot_ms=1e9)
 TUNING_SEED, FIRST_SEED = 1000, 1
@@ -313,8 +314,8 @@ class Cell:
         return [answer.token_s[0] for answer in self.answers]
 
     @property
-    def reports(self) -> list[SloReport]:
-        return [judge(answer.token_s[0], answer.gaps, self.slo) for answer in self.answers]
+    def are_met(self) -> list[bool]:
+        return [judge(answer.token_s[0], answer.gaps, self.slo).is_met for answer in self.answers]
 
 
 async def run_cell(mode: Mode, asked: Sequence[Asked], slo: Slo | None) -> Cell:
@@ -365,11 +366,17 @@ def _own_s() -> float:
 # -- the measurement ---------------------------------------------------------------------------------------------------
 
 
-Point = list[Cell]  # all repeats of a mode at one rate
+class Where(NamedTuple):
+    rule: str
+    share: float  # of what the baseline does at most
 
 
-def attained(point: Point, rule: str) -> float:
-    return attainment([report for cell in point for report in cell.reports], is_strict=rule == STRICT)
+Point = list[Cell]  # all turns of a mode at one rate
+
+
+def attained(point: Point) -> float:
+    are_met = [is_met for cell in point for is_met in cell.are_met]
+    return sum(are_met) / len(are_met)
 
 
 class Bench:
@@ -401,8 +408,9 @@ class Bench:
                 at_once[name].append(len(cell.answers) / cell.seconds)
         for name in modes:
             self.capacity[name] = statistics.median(at_once[name])
-        equal = await self._points({name: {EQUAL_SHARE} for name in modes})
-        points: dict[str, dict[float, Point]] = {name: {} for name in modes}
+        equal_at = Where(STRICT, EQUAL_SHARE)
+        equal = await self._points({name: {equal_at} for name in modes})
+        points: dict[str, dict[Where, Point]] = {name: {} for name in modes}
         wanted = {name: await self._search(name) for name in modes}
         for _ in range(MAX_EXTENSIONS):
             for name, found in (await self._points(wanted)).items():
@@ -413,10 +421,10 @@ class Bench:
             if not any(wanted.values()):
                 break
         return {
-            "slo_ms": asdict(self.slo),
+            "slo": asdict(self.slo()),
             "encode_ms": self.encode_s * 1e3,
             "all_at_once": at_once,
-            "modes": {name: self._row(name, equal[name][EQUAL_SHARE], points[name], at_once[name]) for name in modes},
+            "modes": {name: self._row(name, equal[name][equal_at], points[name], at_once[name]) for name in modes},
         }
 
     async def _unloaded(self) -> None:
@@ -435,9 +443,9 @@ class Bench:
     def _median(self, what: str) -> float:
         return statistics.median(self._unloaded_s[what])
 
-    @property
-    def slo(self) -> Slo:
-        return Slo(TTFT_FACTOR * self._median("with image") * 1e3, GAP_FACTOR * self._median("gaps") * 1e3)
+    def slo(self, rule: str = STRICT) -> Slo:
+        ttft_ms, gap_ms = self._median("with image") * 1e3, self._median("gaps") * 1e3
+        return Slo(TTFT_FACTOR * ttft_ms, GAP_FACTOR * gap_ms, RULES[rule])
 
     @property
     def encode_s(self) -> float:
@@ -446,15 +454,16 @@ class Bench:
     def _requests(self, seed: int, number: int, rate: float | None) -> list[Asked]:
         return make_requests(self.workload, self.options.shape, seed, number, rate)
 
-    async def _cell(self, name: str, seed: int, rate: float | None, number: int) -> Cell:
+    async def _cell(self, name: str, seed: int, where: Where | None, number: int) -> Cell:
+        """``where`` None: all at once."""
+        rate = self._rate(name, where.share) if where is not None else None
         requests = self._requests(seed, number, rate)
-        cell = await run_cell(self.modes[name], requests, self.slo if rate is not None else None)
-        what = "all at once" if rate is None else f"{rate:.2f}/s"
+        cell = await run_cell(self.modes[name], requests, self.slo(where.rule) if where is not None else None)
+        what = f"{rate:.2f}/s, {where.rule}" if where is not None else "all at once"
         self._say(
             f"{self.workload.name}, {name}, {what}: {number} in {cell.seconds:.1f} s; others {cell.others:.2f} cores; "
-            f"SLO met {attained([cell], PAPER):.2f}, strictly {attained([cell], STRICT):.2f}; gap p99 "
-            f"{percentile(cell.gaps, 0.99) * 1e3:.1f} ms, TTFT p50 {percentile(cell.ttfts, 0.5) * 1e3:.0f} ms; SLO "
-            f"{self.slo.ttft_ms:.0f} and {self.slo.tpot_ms:.1f} ms"
+            f"SLO ({cell.slo.ttft_ms:.0f} and {cell.slo.tpot_ms:.1f} ms) met {attained([cell]):.2f}; gap p99 "
+            f"{percentile(cell.gaps, 0.99) * 1e3:.1f} ms, TTFT p50 {percentile(cell.ttfts, 0.5) * 1e3:.0f} ms"
         )
         return cell
 
@@ -463,49 +472,51 @@ class Bench:
         baseline = BASELINES[name]
         return share * self.capacity[baseline if baseline in self.capacity else name]
 
-    async def _search(self, name: str) -> set[float]:
-        """Shares around the goodput by each rule, on the tuning seed: the last that is good and the next one."""
-        tried: dict[float, Point] = {}
-        wanted: set[float] = set()
+    async def _search(self, name: str) -> set[Where]:
+        """Around the goodput by each rule, on the tuning seed: the last share that is good and the next one."""
+        wanted: set[Where] = set()
         for rule in self.options.rules:
             low, high = -1, len(self.options.shares)  # the last good one, the first bad one
             while high - low > 1:
-                share = self.options.shares[(low + high) // 2]
-                if share not in tried:
-                    rate = self._rate(name, share)
-                    await self._unloaded()
-                    tried[share] = [await self._cell(name, TUNING_SEED + 1, rate, min(TURN, self.options.num_requests))]
-                if attained(tried[share], rule) >= ATTAINMENT:
-                    low = self.options.shares.index(share)
+                middle = (low + high) // 2
+                where = Where(rule, self.options.shares[middle])
+                await self._unloaded()
+                cell = await self._cell(name, TUNING_SEED + 1, where, min(TURN, self.options.num_requests))
+                if attained([cell]) >= ATTAINMENT:
+                    low = middle
                 else:
-                    high = self.options.shares.index(share)
-            wanted |= {self.options.shares[one] for one in (low, high) if 0 <= one < len(self.options.shares)}
+                    high = middle
+            shares = self.options.shares
+            wanted |= {Where(rule, shares[one]) for one in (low, high) if 0 <= one < len(shares)}
         return wanted
 
-    async def _points(self, wanted: Mapping[str, set[float]]) -> dict[str, dict[float, Point]]:
-        points: dict[str, dict[float, Point]] = {name: {} for name in wanted}
+    async def _points(self, wanted: Mapping[str, set[Where]]) -> dict[str, dict[Where, Point]]:
+        points: dict[str, dict[Where, Point]] = {name: {} for name in wanted}
         for turn in range(math.ceil(self.options.repeats * self.options.num_requests / TURN)):
             await self._unloaded()
             for name in _rotated(list(wanted), turn):
-                for share in sorted(wanted[name]):
-                    number = min(TURN, self.options.num_requests)
-                    cell = await self._cell(name, FIRST_SEED + turn, self._rate(name, share), number)
-                    points[name].setdefault(share, []).append(cell)
+                for where in sorted(wanted[name]):
+                    cell = await self._cell(name, FIRST_SEED + turn, where, min(TURN, self.options.num_requests))
+                    points[name].setdefault(where, []).append(cell)
         return points
 
-    def _missing(self, points: Mapping[float, Point], rule: str) -> set[float]:
+    def _missing(self, points: Mapping[Where, Point], rule: str) -> set[Where]:
         """The next share below or above, where the reported seeds do not agree with the search."""
-        good = {share for share, point in points.items() if attained(point, rule) >= ATTAINMENT}
-        places = [self.options.shares.index(share) for share in points]
-        if not good and min(places) > 0:
-            return {self.options.shares[min(places) - 1]}
-        if len(good) == len(points) and max(places) + 1 < len(self.options.shares):
-            return {self.options.shares[max(places) + 1]}
+        shares = self.options.shares
+        of_rule = {at.share: point for at, point in points.items() if at.rule == rule}
+        are_good = {shares.index(share): attained(point) >= ATTAINMENT for share, point in of_rule.items()}
+        if not any(are_good.values()) and min(are_good) > 0:
+            return {Where(rule, shares[min(are_good) - 1])}
+        if all(are_good.values()) and max(are_good) + 1 < len(shares):
+            return {Where(rule, shares[max(are_good) + 1])}
         return set()
 
-    def _row(self, name: str, equal: Point, points: Mapping[float, Point], at_once: Sequence[float]) -> dict[str, Any]:
+    def _row(self, name: str, equal: Point, points: Mapping[Where, Point], at_once: Sequence[float]) -> dict[str, Any]:
         gaps = [gap for cell in equal for gap in cell.gaps]
         ttfts = [ttft for cell in equal for ttft in cell.ttfts]
+        attainment: dict[str, dict[float, float]] = {rule: {} for rule in self.options.rules}
+        for where, point in points.items():
+            attainment[where.rule][self._rate(name, where.share)] = attained(point)
         return {
             "rate": self._rate(name, EQUAL_SHARE),
             "gap_p50_ms": percentile(gaps, 0.5) * 1e3,
@@ -514,13 +525,10 @@ class Bench:
             "ttft_p99_ms": percentile(ttfts, 0.99) * 1e3,
             "stalls_per_1000": 1e3 * sum(gap > self.encode_s / 2 for gap in gaps) / max(1, len(gaps)),
             "all_at_once_s": statistics.median(at_once),
-            "goodput_s": {
-                rule: goodput({self._rate(name, share): attained(point, rule) for share, point in points.items()})
-                for rule in self.options.rules
-            },
+            "goodput_s": {rule: goodput(shares) for rule, shares in attainment.items()},
             "attainment": {
-                f"{self._rate(name, share):.2f}": {rule: attained(point, rule) for rule in (PAPER, STRICT)}
-                for share, point in sorted(points.items())
+                rule: {f"{rate:.2f}": share for rate, share in sorted(shares.items())}
+                for rule, shares in attainment.items()
             },
             "others": max(cell.others for cell in equal),
         }

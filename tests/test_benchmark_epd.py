@@ -5,13 +5,16 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.epd import (
     COLUMNS,
+    PAPER,
     REST_S,
+    RULES,
     SHAPE,
     STRICT,
     WORKLOADS,
@@ -37,7 +40,7 @@ def test_quick_run_ends_with_a_line_of_json():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (workload,) = result["workloads"].values()
-    assert workload["slo_ms"]["ttft_ms"] > workload["slo_ms"]["tpot_ms"] > 0
+    assert workload["slo"]["ttft_ms"] > workload["slo"]["tpot_ms"] > 0
     assert list(workload["modes"]) == ["stock", "ours"]
     for mode, row in workload["modes"].items():
         assert row.keys() >= set(COLUMNS)
@@ -72,15 +75,15 @@ def test_a_seed_gives_the_same_requests_at_every_rate_but_for_their_times():
 
 
 def test_both_rules_are_applied_to_each_request():
-    slo = Slo(ttft_ms=100, tpot_ms=10)
+    slo, strict = (Slo(ttft_ms=100, tpot_ms=10, tpot_share=RULES[rule]) for rule in (PAPER, STRICT))
     smooth = Answered([0.05 + 0.008 * n for n in range(20)])
     stalled = Answered([0.05 + 0.005 * n + (0.05 if n > 10 else 0) for n in range(20)])
     late = Answered([0.2 + 0.008 * n for n in range(20)])
     point = [Cell([smooth, stalled], slo, 1.0, 0.0), Cell([late, smooth], slo, 1.0, 0.0)]
-    assert attained(point, "paper") == 0.75
-    assert attained(point, STRICT) == 0.5
+    assert attained(point) == 0.75
+    assert attained([replace(cell, slo=strict) for cell in point]) == 0.5
     strange = Cell([smooth], Slo(ttft_ms=10, tpot_ms=10), 1.0, 0.0)
-    assert attained([*point, strange], "paper") == 0.6  # each turn by its own SLO
+    assert attained([*point, strange]) == 0.6  # each turn by its own SLO
 
 
 def test_only_time_without_requests_is_cut():

@@ -20,8 +20,8 @@ BALANCES = ("least_work", "round_robin", "affinity")
 MAX_INSTANCES = 64  # of one kind
 
 BUDGET_KEYS = (
-    "token_budget image_budget num_encode_layers tpot_ms ttft_ms margin min_prefill_tokens patience cost profile_s "
-    "encode_in"
+    "token_budget image_budget num_encode_layers tpot_ms ttft_ms tpot_share margin min_prefill_tokens patience "
+    "cost profile_s encode_in"
 ).split()
 """Fields of ``core.sched.budget.EPDConfig``, which may stand in the same section."""
 

@@ -14,7 +14,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
 
 SLO_ARGS = "slo"
-"""Key of ``SamplingParams.extra_args`` for a request's own ``ttft_ms`` and ``tpot_ms``."""
+"""Key of ``SamplingParams.extra_args`` for a request's own ``ttft_ms``, ``tpot_ms`` and ``tpot_share``."""
 
 SHARE_OF_GAPS = 0.9
 """A request meets its TPOT SLO when so many of its gaps between tokens do (HydraInfer, section 2.3)."""
@@ -22,7 +22,8 @@ SHARE_OF_GAPS = 0.9
 STRICT_SHARE_OF_GAPS = 0.99
 """The same, strictly: the 99th percentile of its gaps does."""
 
-_KEYS = ("ttft_ms", "tpot_ms")
+_TIMES = ("ttft_ms", "tpot_ms")
+_KEYS = (*_TIMES, "tpot_share")
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,21 @@ class Slo:
 
     ttft_ms: float | None = None  # from its arrival to its first token
     tpot_ms: float | None = None  # between two tokens
+    tpot_share: float | None = None  # of the gaps between tokens, which keep it; None: SHARE_OF_GAPS
 
     def __bool__(self) -> bool:
         return self.ttft_ms is not None or self.tpot_ms is not None
+
+    @property
+    def share(self) -> float:
+        return SHARE_OF_GAPS if self.tpot_share is None else self.tpot_share
 
     @classmethod
     def parse(cls, value: object) -> Slo:
         """A request's own, as it stands in ``extra_args``.
 
         Raises:
-            InvalidRequest: not a mapping, an unknown key, or a value that is no time.
+            InvalidRequest: not a mapping, an unknown key, or a value that is no time or share.
         """
         if value is None:
             return cls()
@@ -55,17 +61,24 @@ class Slo:
             if one is None:
                 continue
             # A bool is an int; a NaN is not greater than 0, and an infinite time promises nothing.
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+            is_number = isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
+            if name in _TIMES and not is_number:
                 raise InvalidRequest(
                     f"{SLO_ARGS}.{name} = {one!r}: must be milliseconds, a number greater than 0", param=SLO_ARGS
+                )
+            if name not in _TIMES and not (is_number and one <= 1):
+                raise InvalidRequest(
+                    f"{SLO_ARGS}.{name} = {one!r}: must be a share of the gaps, greater than 0 and at most 1",
+                    param=SLO_ARGS,
                 )
         return cls(**{str(name): None if one is None else float(one) for name, one in value.items()})
 
     def over(self, default: Slo) -> Slo:
-        """This one, with the default's times where it has none."""
+        """This one, with the default's values where it has none."""
         return Slo(
             default.ttft_ms if self.ttft_ms is None else self.ttft_ms,
             default.tpot_ms if self.tpot_ms is None else self.tpot_ms,
+            default.tpot_share if self.tpot_share is None else self.tpot_share,
         )
 
 
@@ -73,7 +86,7 @@ class SloReport(NamedTuple):
     """How one request did."""
 
     is_ttft_met: bool  # also where there is none to meet
-    is_tpot_met: bool  # by SHARE_OF_GAPS
+    is_tpot_met: bool  # by the SLO's share of the gaps
     is_tpot_met_strictly: bool  # by STRICT_SHARE_OF_GAPS
     ttft_s: float | None  # None: no token came
     num_gaps: int
@@ -88,7 +101,7 @@ class SloReport(NamedTuple):
         return self.is_ttft_met and self.is_tpot_met_strictly
 
 
-def enough_in_time(num_late: int, num_gaps: int, share: float = SHARE_OF_GAPS) -> bool:
+def enough_in_time(num_late: int, num_gaps: int, share: float) -> bool:
     """Whether at least ``share`` of the gaps are in time; 0.99: whether their 99th percentile (nearest rank) is."""
     return num_late <= num_gaps - math.ceil(share * num_gaps - 1e-9)
 
@@ -141,7 +154,7 @@ class SloWatch:
         is_ttft_met = ttft_ms is None or (self.ttft_s is not None and self.ttft_s <= ttft_ms / 1000)
         return SloReport(
             is_ttft_met,
-            enough_in_time(self.num_late_gaps, self.num_gaps),
+            enough_in_time(self.num_late_gaps, self.num_gaps, self.slo.share),
             enough_in_time(self.num_late_gaps, self.num_gaps, STRICT_SHARE_OF_GAPS),
             self.ttft_s,
             self.num_gaps,

@@ -157,4 +157,4 @@ class RequestLatency:
 def default_slo(vllm_config: VllmConfig) -> Slo:
     """What the deployment promises to requests of an engine that do not say."""
     epd = vllm_config.additional_config.get(EPD_CONFIG) or {}
-    return Slo(epd.get("ttft_ms"), epd.get("tpot_ms"))
+    return Slo(epd.get("ttft_ms"), epd.get("tpot_ms"), epd.get("tpot_share"))

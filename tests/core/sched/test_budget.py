@@ -137,7 +137,7 @@ def make_slo(max_gaps: int = 20) -> SloState:
 def test_the_first_token_is_due_a_ttft_after_the_arrival_and_each_other_a_tpot_after_the_last() -> None:
     slo = make_slo()
     assert slo.deadline == 101.0
-    slo.add_tokens(100.5)
+    slo.add_tokens(1, 100.5)
     assert slo.deadline == 100.6
 
 
@@ -145,7 +145,7 @@ def test_a_late_first_token_loses_the_slo() -> None:
     slo = make_slo()
     assert not slo.is_lost(101.0)
     assert slo.is_lost(101.01)
-    slo.add_tokens(101.01)
+    slo.add_tokens(1, 101.01)
     assert slo.is_lost(101.02)
 
 
@@ -156,20 +156,20 @@ def test_a_first_token_that_cannot_come_in_time_loses_the_slo_before_it_is_due()
 def test_one_gap_in_ten_may_be_late() -> None:
     slo = make_slo(max_gaps=20)
     now = 100.5
-    slo.add_tokens(now)
+    slo.add_tokens(1, now)
     for _ in range(2):
         now += 0.2
-        slo.add_tokens(now)
+        slo.add_tokens(1, now)
     assert not slo.is_lost(now)
     assert slo.is_lost(now + 0.2)  # the third, as good as there
-    slo.add_tokens(now + 0.2)
+    slo.add_tokens(1, now + 0.2)
     assert slo.is_lost(now + 0.2)
 
 
 def test_without_an_slo_nothing_is_due() -> None:
     slo = SloState(arrived_at=0.0, ttft_s=None, tpot_s=None, max_gaps=5)
     assert slo.deadline == float("inf")
-    slo.add_tokens(1e9)
+    slo.add_tokens(1, 1e9)
     assert slo.deadline == float("inf") and not slo.is_lost(1e12)
 
 

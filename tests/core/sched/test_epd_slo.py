@@ -82,7 +82,7 @@ def simulate(is_ours: bool, rate: float | None, number: int = 120, slo: Slo = SL
     now, outcome = 0.0, Outcome()
     scheduler: Scheduler
     if is_ours:
-        epd = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "cost": vars(COST)}
+        epd = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "tpot_share": slo.share, "cost": vars(COST)}
         scheduler = make_scheduler(EPDScheduler, ENGINE, {EPD_CONFIG: epd})
         scheduler.clock = lambda: now  # type: ignore[method-assign]
         runner: SynthesisedRunner = Layers(scheduler)

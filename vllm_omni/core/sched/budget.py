@@ -14,7 +14,7 @@ from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, median
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.epd_step import ENCODE_IN, SLICES, THREAD
 from vllm_omni.names import suggest
-from vllm_omni.slo import SHARE_OF_GAPS
+from vllm_omni.slo import SHARE_OF_GAPS, enough_in_time
 
 EPD_CONFIG = "epd"
 """Key of a stage's ``additional_config`` under which ``EPDConfig`` travels."""
@@ -32,6 +32,7 @@ class EPDConfig:
     num_encode_layers: int | None = None  # of the tower, beside one iteration with tokens; None: to the end
     tpot_ms: float | None = None  # default of the requests' own
     ttft_ms: float | None = None
+    tpot_share: float = SHARE_OF_GAPS  # of a request's gaps, which keep the TPOT; beyond them one may be spent
     # Of the TPOT: what an iteration is planned to take. On two cores of a shared host one iteration in a hundred takes
     # 1.4 times as long as the median one of the same batch, and the way to the client is part of a gap, too.
     margin: float = 0.7
@@ -48,6 +49,8 @@ class EPDConfig:
                 continue
             if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value}: must be greater than 0")
+        if self.tpot_share > 1:
+            raise ConfigError(f"{EPD_CONFIG}.tpot_share = {self.tpot_share}: a share of the gaps, at most 1")
         if self.encode_in not in (SLICES, THREAD):
             raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN}: {suggest(self.encode_in, (SLICES, THREAD))}")
         if self.encode_in == THREAD and not self.is_on:
@@ -284,17 +287,22 @@ class SloState:
     ttft_s: float | None
     tpot_s: float | None
     max_gaps: int  # between tokens, if the request takes all it may
+    tpot_share: float = SHARE_OF_GAPS
     last_token_at: float | None = None
     is_first_late: bool = False
+    num_gaps: int = 0
     num_late_gaps: int = 0
     num_steps_given_way: int = 0  # to requests that can still meet theirs
 
-    def add_tokens(self, now: float) -> None:
+    def add_tokens(self, num_tokens: int, now: float) -> None:
         """Tokens came; several of one iteration have gaps of nothing between them."""
         if self.last_token_at is None:
             self.is_first_late = self.ttft_s is not None and now - self.arrived_at > self.ttft_s
-        elif self.tpot_s is not None and now - self.last_token_at > self.tpot_s:
-            self.num_late_gaps += 1
+            self.num_gaps = num_tokens - 1
+        else:
+            self.num_gaps += num_tokens
+            if self.tpot_s is not None and now - self.last_token_at > self.tpot_s:
+                self.num_late_gaps += 1
         self.last_token_at = now
 
     @property
@@ -313,4 +321,15 @@ class SloState:
             if self.last_token_at is None:
                 return True
             num_late += 1
-        return num_late > (1 - SHARE_OF_GAPS) * self.max_gaps + 1e-9
+        return not enough_in_time(num_late, self.max_gaps, self.tpot_share)
+
+    def can_spare_a_gap(self, expected_gaps: float) -> bool:
+        """Whether one more late gap leaves it its SLO.
+
+        Args:
+            expected_gaps: of an answer; nobody knows when this one ends.
+        """
+        if self.tpot_s is None:
+            return True
+        num_gaps = min(self.max_gaps, max(self.num_gaps + 1, int(expected_gaps)))
+        return enough_in_time(self.num_late_gaps + 1, num_gaps, self.tpot_share)

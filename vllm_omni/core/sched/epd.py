@@ -58,6 +58,7 @@ from vllm_omni.timeline import Mark
 logger = logging.getLogger(__name__)
 
 TPOT_FACTOR_OF_LOST = 2.5
+NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
 MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
 
 
@@ -98,6 +99,7 @@ class EPDScheduler(TimedScheduler):
         self.epd = EPDConfig.parse(self.vllm_config.additional_config.get(EPD_CONFIG, {}))
         self.slos: dict[str, SloState] = {}
         self.budgets: Budgets | None = None
+        self._expected_gaps = 0.0  # of an answer, by those that have ended
         self._num_encodes_put_off = 0  # in a row
         self._num_embeds_in_flight = 0
         self.relay_ec = self.ec_connector if isinstance(self.ec_connector, RelayECConnector) else None
@@ -215,7 +217,7 @@ class EPDScheduler(TimedScheduler):
         if self.budgets is None or request.request_id in self.slos:  # the next input of a session
             return
         params = request.sampling_params
-        slo = default = Slo(self.epd.ttft_ms, self.epd.tpot_ms)
+        slo = default = Slo(self.epd.ttft_ms, self.epd.tpot_ms, self.epd.tpot_share)
         try:
             slo = slo_of(params.extra_args if params is not None else None, default)
         except InvalidRequest as exc:  # the front end refuses it; an exception here would end the engine
@@ -227,6 +229,7 @@ class EPDScheduler(TimedScheduler):
             ttft_s=slo.ttft_ms / 1000 if slo.ttft_ms is not None else None,
             tpot_s=slo.tpot_ms / 1000 if slo.tpot_ms is not None else None,
             max_gaps=max(0, request.max_tokens - 1),
+            tpot_share=slo.share,
         )
 
     def _take_params(self, request: Request) -> bool:
@@ -277,7 +280,9 @@ class EPDScheduler(TimedScheduler):
         self.encode_tasks.remove(request.request_id)
         self._sources.pop(request.request_id, None)
         self._failures.pop(request.request_id, None)
-        self.slos.pop(request.request_id, None)
+        slo = self.slos.pop(request.request_id, None)
+        if slo is not None and slo.last_token_at is not None:
+            self._expected_gaps += (slo.num_gaps - self._expected_gaps) / NUM_ANSWERS_EXPECTED
         self._known_hits.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
@@ -296,10 +301,7 @@ class EPDScheduler(TimedScheduler):
             prefills.sort(key=lambda request: self._urgency(request, now))
             self._sort_waiting(now)
         self.running = decodes + prefills
-        tpot_s = self._tpot_s(decodes, now)
-        limit_s = self.budgets.limit_s(tpot_s)
-        if limit_s is not None and self._is_hurried(decodes, prefills, limit_s, now):
-            limit_s = self.budgets.limit_s(tpot_s, is_hurried=True)
+        limit_s = self._limit_s(decodes, prefills, now)
         stock_budget = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(stock_budget, self._token_budget(decodes, prefills, limit_s))
         try:
@@ -328,6 +330,27 @@ class EPDScheduler(TimedScheduler):
             num_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             load = load.with_decode(num_tokens, request.num_computed_tokens)
         return load
+
+    def _limit_s(self, decodes: list[Request], prefills: list[Request], now: float) -> float | None:
+        """What the iteration is planned to take; None: no limit."""
+        assert self.budgets is not None
+        tpot_s = self._tpot_s(decodes, now)
+        limit_s = self.budgets.limit_s(tpot_s)
+        if limit_s is None or not self._is_hurried(decodes, prefills, limit_s, now):
+            return limit_s
+        hurried_s = self.budgets.limit_s(tpot_s, is_hurried=True)
+        assert hurried_s is not None
+        if not self._is_hurried(decodes, prefills, hurried_s, now) or not self._can_spare_a_gap(decodes, now):
+            return hurried_s
+        # Each decode loses a gap, however long that is: so the next request is brought to its token in it.
+        following = next(itertools.chain(prefills, self.waiting))
+        decodes_s = self.budgets.seconds_alone(self._load_of_decodes(decodes), 0)
+        return max(hurried_s, decodes_s + self._seconds_to_token(following))
+
+    def _can_spare_a_gap(self, decodes: list[Request], now: float) -> bool:
+        """Whether all decodes that have an SLO to lose keep it with one more gap that is late."""
+        slos = (self.slos.get(request.request_id) for request in decodes)
+        return all(slo.can_spare_a_gap(self._expected_gaps) for slo in slos if slo is not None and not slo.is_lost(now))
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
@@ -375,7 +398,7 @@ class EPDScheduler(TimedScheduler):
         for of_client in outputs.values():
             for one in of_client.outputs:
                 if one.new_token_ids and (slo := self.slos.get(one.request_id)) is not None:
-                    slo.add_tokens(now)
+                    slo.add_tokens(len(one.new_token_ids), now)
         return outputs
 
     def _lose_encode(self, identifier: str, message: str, was_alone: bool) -> None:

@@ -24,8 +24,8 @@ class _PromisedRequest(BaseModel):
 
     slo: Any = Field(
         default=None,
-        description="Milliseconds to the first token, and between two tokens, to be met by nine gaps of ten: "
-        '{"ttft_ms": 1000, "tpot_ms": 50}, or one of them.',
+        description="Milliseconds to the first token, and between two tokens, and the share of the gaps that meet the "
+        'latter (0.9): {"ttft_ms": 1000, "tpot_ms": 50, "tpot_share": 0.99}, or some of them.',
     )
 
     def check_slo(self) -> None:
