@@ -1,6 +1,7 @@
 """When a request meets its SLO, and what is no SLO."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,10 @@ SLO = Slo(ttft_ms=1000, tpot_ms=100)
         ({"ttft_ms": True}, "slo.ttft_ms = True"),
         ({"ttft_ms": math.nan}, "slo.ttft_ms = nan"),
         ({"ttft_ms": math.inf}, "slo.ttft_ms = inf"),
+        ({"tpot_share": 0}, "slo.tpot_share = 0: must be a share of the gaps"),
+        ({"tpot_share": 1.5}, "slo.tpot_share = 1.5"),
+        ({"tpot_share": "0.9"}, "slo.tpot_share = '0.9'"),
+        ({"tpot_share": True}, "slo.tpot_share = True"),
     ],
 )
 def test_what_is_no_slo_is_refused_by_name(value, said):
@@ -32,6 +37,8 @@ def test_what_is_no_slo_is_refused_by_name(value, said):
 
 def test_a_request_without_a_time_has_that_of_its_deployment():
     assert slo_of({"slo": {"ttft_ms": 500}}, SLO) == Slo(500, 100)
+    assert slo_of({"slo": {"ttft_ms": 500}}, Slo(tpot_share=0.8)) == Slo(500, None, 0.8)
+    assert not slo_of({"slo": {"tpot_share": 0.8}})  # of nothing
     assert slo_of(None, SLO) == SLO
     assert not slo_of(None)
 
@@ -41,6 +48,13 @@ def test_nine_gaps_of_ten_suffice_and_the_first_token_must_be_in_time():
     assert not judge(0.9, [0.05] * 8 + [0.2] * 2, SLO).is_met
     late_first = judge(1.1, [0.05] * 10, SLO)
     assert not late_first.is_ttft_met and late_first.is_tpot_met and not late_first.is_met
+
+
+def test_a_request_may_ask_for_another_share_of_its_gaps():
+    gaps = [0.05] * 19 + [0.2]
+    assert judge(0.9, gaps, replace(SLO, tpot_share=0.95)).is_met
+    assert not judge(0.9, gaps, replace(SLO, tpot_share=0.96)).is_met
+    assert not judge(0.9, gaps, replace(SLO, tpot_share=1.0)).is_met
 
 
 def test_the_strict_rule_is_the_99th_percentile():

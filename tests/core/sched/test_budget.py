@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -166,11 +167,39 @@ def test_one_gap_in_ten_may_be_late() -> None:
     assert slo.is_lost(now + 0.2)
 
 
+def test_a_request_may_ask_for_more_than_nine_gaps_in_ten() -> None:
+    slo = replace(make_slo(max_gaps=20), tpot_share=0.99)
+    slo.add_tokens(1, 100.5)
+    assert not slo.is_lost(100.6)
+    assert slo.is_lost(100.61)
+
+
+def test_a_gap_can_be_spared_of_as_many_as_are_expected_and_no_more_than_may_come() -> None:
+    slo = make_slo(max_gaps=20)
+    slo.add_tokens(1, 100.5)
+    assert slo.can_spare_a_gap(10.0)
+    assert not slo.can_spare_a_gap(9.0)  # one of nine would be too many
+    assert slo.can_spare_a_gap(1000.0)
+    slo.add_tokens(1, 100.7)
+    assert not slo.can_spare_a_gap(19.0) and slo.can_spare_a_gap(1000.0)
+    slo.add_tokens(1, 100.9)
+    assert not slo.can_spare_a_gap(1000.0)  # there will be 20
+
+
+def test_who_has_had_its_gaps_can_spare_of_them_whatever_is_expected() -> None:
+    slo = make_slo(max_gaps=1000)
+    slo.add_tokens(4, 100.5)
+    for _ in range(3):
+        slo.add_tokens(2, 100.5)
+    assert slo.num_gaps == 9 and slo.can_spare_a_gap(0.0)  # with the next one there are ten
+    assert not make_slo().can_spare_a_gap(0.0)
+
+
 def test_without_an_slo_nothing_is_due() -> None:
     slo = SloState(arrived_at=0.0, ttft_s=None, tpot_s=None, max_gaps=5)
     assert slo.deadline == float("inf")
     slo.add_tokens(1, 1e9)
-    assert slo.deadline == float("inf") and not slo.is_lost(1e12)
+    assert slo.deadline == float("inf") and not slo.is_lost(1e12) and slo.can_spare_a_gap(0.0)
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -187,6 +216,8 @@ def test_no_budget_is_off() -> None:
     [
         ({"token_budget": 10}, "give both token_budget and image_budget, or tpot_ms"),
         ({"tpot_ms": 0}, r"epd.tpot_ms = 0: must be greater than 0"),
+        ({"tpot_ms": 30, "tpot_share": 1.1}, r"epd.tpot_share = 1.1: a share of the gaps, at most 1"),
+        ({"tpot_ms": 30, "tpot_share": 0}, r"epd.tpot_share = 0: must be greater than 0"),
         ({"tokens": 3}, "unknown tokens; known are cost, encode_in, image_budget"),
     ],
 )

@@ -343,6 +343,28 @@ def test_the_layers_beside_a_decode_fill_its_tpot() -> None:
     assert 0.010 - layer_s < taken_s <= 0.010
 
 
+def num_layers_for_late(tpot_share: float, expected_gaps: float = 100.0) -> int:
+    """Of 20, beside a decode in 10 ms, for a prompt whose encode takes 15 ms and whose first token is due in 22."""
+    world = make_costed(tpot_share=tpot_share)
+    budgets = world.scheduler.budgets
+    assert isinstance(budgets, SloBudgets)
+    budgets.num_layers_of_batch = 20
+    world.scheduler._expected_gaps = expected_gaps
+    world.add("1", 8, max_tokens=100)
+    world.step()
+    image_s = TRUE.images_s(100)
+    world.add("2", "100a", 1, slo={"ttft_ms": 1.5e3 * image_s})
+    output = world.scheduler.schedule()
+    assert isinstance(output, EPDSchedulerOutput) and output.encodes and output.num_encode_layers is not None
+    return output.num_encode_layers
+
+
+def test_a_late_first_token_takes_a_gap_of_a_decode_that_can_spare_it() -> None:
+    assert num_layers_for_late(tpot_share=0.9) >= 20
+    assert num_layers_for_late(tpot_share=0.995) < 20
+    assert num_layers_for_late(tpot_share=0.9, expected_gaps=5.0) < 20
+
+
 def test_a_runner_is_told_what_the_last_iteration_and_the_scheduler_have_left_of_this_one() -> None:
     world = make_costed()
     now = 0.0

@@ -348,9 +348,10 @@ class EPDScheduler(TimedScheduler):
         return max(hurried_s, decodes_s + self._seconds_to_token(following))
 
     def _can_spare_a_gap(self, decodes: list[Request], now: float) -> bool:
-        """Whether all decodes that have an SLO to lose keep it with one more gap that is late."""
-        slos = (self.slos.get(request.request_id) for request in decodes)
-        return all(slo.can_spare_a_gap(self._expected_gaps) for slo in slos if slo is not None and not slo.is_lost(now))
+        """Whether the decodes that have an SLO to lose, if there are any, keep it with one more gap that is late."""
+        slos = [self.slos.get(request.request_id) for request in decodes]
+        to_lose = [slo for slo in slos if slo is not None and not slo.is_lost(now)]
+        return bool(to_lose) and all(slo.can_spare_a_gap(self._expected_gaps) for slo in to_lose)
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
