@@ -81,6 +81,63 @@ def test_what_a_layer_takes_is_known_from_the_slices_before(tower: Tower) -> Non
     encoder.close()
 
 
+class Block(nn.Module):
+    """A norm, which is no part of its own, and two matrices, of which the second takes three times as long."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(self.norm(x))
+        self.log.append("tick")
+        down = self.down(up)
+        self.log += ["tick"] * 3
+        return x + down
+
+
+@pytest.fixture
+def blocks(tower: Tower) -> Iterator[tuple[SlicedEncoder, Tower]]:
+    tower.layers = nn.ModuleList(Block(tower.log) for _ in range(NUM_LAYERS))
+    encoder = SlicedEncoder([tower], clock=lambda: float(tower.log.count("tick")))
+    yield encoder, tower
+    encoder.close()
+
+
+def test_by_the_clock_a_slice_ends_within_a_layer_if_no_more_of_it_fits(blocks: tuple[SlicedEncoder, Tower]) -> None:
+    encoder, tower = blocks
+    x = torch.randn(2, 8)
+    whole = tower(x)
+    tower.log.clear()
+    results = begin(encoder, tower, x)
+    assert encoder.go_on(None, until=4.0).seconds == 4.0  # a layer
+    assert encoder.go_on(None, until=7.5).seconds == 1.0  # of the next one what takes a second; three would be too many
+    assert encoder.go_on(None, until=8.5).seconds == 3.0  # at least a part
+    slices = []
+    while encoder.is_under_way:
+        slices.append(encoder.go_on(None, until=0.0))
+    assert [one.seconds for one in slices] == [1.0, 3.0] * (NUM_LAYERS - 2)
+    assert torch.equal(results[0], whole)
+
+
+def test_what_is_told_of_parts_of_layers_sums_to_the_layers(blocks: tuple[SlicedEncoder, Tower]) -> None:
+    encoder, tower = blocks
+    for until in (0.0, 5.0):
+        begin(encoder, tower, torch.randn(2, 8))
+        tower.log.clear()
+        told = []
+        while encoder.is_under_way:
+            told.append(encoder.go_on(None, until).num_layers)
+        assert sum(told) == pytest.approx(NUM_LAYERS) and min(told) > 0
+
+
+def test_who_counts_layers_stops_between_them(blocks: tuple[SlicedEncoder, Tower]) -> None:
+    encoder, tower = blocks
+    begin(encoder, tower, torch.randn(2, 8))
+    assert [encoder.go_on(2).seconds for _ in range(3)] == [8.0] * 3
+
+
 def test_nothing_runs_between_two_grants(encoder: SlicedEncoder, tower: Tower) -> None:
     begin(encoder, tower, torch.randn(1, 8))
     assert tower.log == []
@@ -134,7 +191,7 @@ def test_closed_in_the_middle_it_leaves_no_thread_and_no_boundary(tower: Tower) 
     thread = encoder._thread
     encoder.close()
     assert thread is not None and not thread.is_alive()
-    assert not any(layer._forward_pre_hooks for layer in tower.layers)
+    assert not any(module._forward_pre_hooks for module in tower.modules())
 
 
 def test_beside_the_caller_a_forward_ends_by_itself(encoder: SlicedEncoder, tower: Tower) -> None:

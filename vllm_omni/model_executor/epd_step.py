@@ -71,7 +71,7 @@ class EncodeReport:
     """What a step did of the batch under way."""
 
     encoded: list[str]  # identifiers, now in the encoder cache; empty unless the batch has ended
-    num_layers: int  # gone by in this step; 0 of a batch that was encoded beside the steps
+    num_layers: float  # gone by in this step; 0 of a batch that was encoded beside the steps
     num_layers_of_batch: int  # between the batch's begin and its end
     seconds: float  # that this step spent on it
     failed: dict[str, str] = field(default_factory=dict)  # identifiers of a batch that the encoder failed on -> why

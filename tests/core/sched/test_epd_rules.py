@@ -344,7 +344,7 @@ def test_the_layers_beside_a_decode_fill_its_tpot() -> None:
 
 
 def num_layers_for_late(tpot_share: float, expected_gaps: float = 100.0) -> int:
-    """Of 20, beside a decode in 10 ms, for a prompt whose encode takes 15 ms and whose first token is due in 22."""
+    """Of 20, beside a decode in 10 ms, for a prompt that takes 24 ms, 15 of them for its image, and is due in 30."""
     world = make_costed(tpot_share=tpot_share)
     budgets = world.scheduler.budgets
     assert isinstance(budgets, SloBudgets)
@@ -353,7 +353,7 @@ def num_layers_for_late(tpot_share: float, expected_gaps: float = 100.0) -> int:
     world.add("1", 8, max_tokens=100)
     world.step()
     image_s = TRUE.images_s(100)
-    world.add("2", "100a", 1, slo={"ttft_ms": 1.5e3 * image_s})
+    world.add("2", "100a", 1, slo={"ttft_ms": 2e3 * image_s})
     output = world.scheduler.schedule()
     assert isinstance(output, EPDSchedulerOutput) and output.encodes and output.num_encode_layers is not None
     return output.num_encode_layers

@@ -104,7 +104,7 @@ class Budgets(Protocol):
         """What an iteration took, without its encode."""
         ...
 
-    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+    def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
         """What so many of a batch's layers took."""
         ...
 
@@ -135,7 +135,7 @@ class FixedBudgets:
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
         pass
 
-    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+    def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
         pass
 
 
@@ -247,7 +247,7 @@ class SloBudgets:
             self._log.add_language(load, seconds)
             self._learn()
 
-    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+    def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
         self.num_layers_of_batch = num_layers_of_batch
         modelled_s = self.cost.images_s(num_embeds) * num_layers / num_layers_of_batch
         self.encode_factor = self._corrected(self.encode_factor, modelled_s, seconds)

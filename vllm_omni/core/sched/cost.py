@@ -48,18 +48,18 @@ class SampleLog:
         self.samples: list[Sample] = []
         self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
         self._encode_s = 0.0  # of the batch of images under way
-        self._num_layers_done = 0
+        self._num_layers_done = 0.0
 
     def add_language(self, load: LanguageLoad, seconds: float) -> None:
         self.samples.append(Sample(seconds, load))
 
-    def add_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+    def add_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
         self.num_layers_of_batch = num_layers_of_batch
         self._encode_s += seconds
         self._num_layers_done += num_layers
-        if self._num_layers_done >= num_layers_of_batch:
+        if self._num_layers_done > num_layers_of_batch - 1e-6:
             self.samples.append(Sample(self._encode_s, num_embeds=num_embeds))
-            self._encode_s, self._num_layers_done = 0.0, 0
+            self._encode_s, self._num_layers_done = 0.0, 0.0
 
 
 def medians(samples: Iterable[Sample]) -> list[Sample]:

@@ -82,7 +82,7 @@ class MeasuringBudgets(FixedBudgets):
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
         self._log.add_language(load, seconds)
 
-    def observe_encode(self, num_embeds: int, num_layers: int, num_layers_of_batch: int, seconds: float) -> None:
+    def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
         self._log.add_encode(num_embeds, num_layers, num_layers_of_batch, seconds)
 
 
