@@ -139,7 +139,7 @@ class FixedBudgets:
         pass
 
 
-HURRIED_MARGIN = 0.95
+HURRIED_MARGIN = 0.8
 """Of the TPOT, where a first token would be late otherwise: of the gaps, some may be."""
 
 STEP = 0.03

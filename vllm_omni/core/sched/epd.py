@@ -340,7 +340,7 @@ class EPDScheduler(TimedScheduler):
             return limit_s
         hurried_s = self.budgets.limit_s(tpot_s, is_hurried=True)
         assert hurried_s is not None
-        if not self._is_hurried(decodes, prefills, hurried_s, now) or not self._can_spare_a_gap(decodes, now):
+        if not self._can_spare_a_gap(decodes, now):
             return hurried_s
         # Each decode loses a gap, however long that is: so the next request is brought to its token in it.
         following = next(itertools.chain(prefills, self.waiting))
