@@ -12,11 +12,11 @@ by least outstanding.
 * ``2 stock``, ``2 EPD``, ``E+PD``: two engines. They are the paper's ablation (section 5.6) from the back: without
   stage-level batching, without hybrid disaggregation, full. ``E+PD`` is ``AsyncOmni`` with ``epd="E:1,PD:1"``.
 
-The model is a random LLaVA-1.5 whose tower has 24 layers, as the real one, and whose encode takes about as long as 10
-decode steps. Its language model is larger than a processor's cache: in one that fits, a step alone takes half of what it
-takes among others, and three times of that are no SLO. All engines compute with one thread each (``OMP_NUM_THREADS=1``), and have ``max_num_batched_tokens=256``:
-stock then encodes at most one image a step, which is kinder to it than its default. Every request has an image of its
-own, so that no cache answers.
+The model is a random LLaVA-1.5 whose tower has 24 layers, as the real one, and whose encode takes as long as 10 to 15
+decode steps. Its language model is larger than a processor's cache: in one that fits, a step by itself takes half of
+what it takes among others, and three times of that are no SLO. All engines compute with one thread each
+(``OMP_NUM_THREADS=1``), and have ``max_num_batched_tokens=256``: stock then encodes at most one image a step, which is
+kinder to it than its default. Every request has an image of its own, so that no cache answers.
 
 Workloads are named after the paper's datasets. **Their parameters are assumptions**: Fig. 9's numbers are not in its
 text. All requests have an image of 196 tokens, and text and answer of the lengths in ``WORKLOADS``. Arrivals are

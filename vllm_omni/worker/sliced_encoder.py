@@ -122,12 +122,12 @@ class SlicedEncoder:
         if has_ended:
             self.num_layers_of_batch = max(1, self._num_passed)
             self._num_parts_of_batch = max(1, self._num_parts_passed)
-            num_layers = self._num_passed - self._num_told
+            passed = self._num_passed - self._num_told
         else:
             num_parts = self._num_parts_passed - num_parts_before
-            num_layers = num_parts * self.num_layers_of_batch / self._num_parts_of_batch
-        self._num_told += num_layers
-        return Slice(has_ended, num_layers, self._clock() - began_at)
+            passed = num_parts * self.num_layers_of_batch / self._num_parts_of_batch
+        self._num_told += passed
+        return Slice(has_ended, passed, self._clock() - began_at)
 
     def run_beside(self) -> None:
         """Let the forward run to its end by itself, whatever the caller computes meanwhile; ``poll`` tells of the end.
