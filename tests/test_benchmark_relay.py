@@ -48,7 +48,7 @@ def test_interrupted_it_leaves_nothing_behind(number):
         # Libraries may have something to say before.
         assert any("round 1" in line for line in iter(process.stderr.readline, ""))
         process.send_signal(number)
-        process.wait(30)
+        process.communicate(timeout=30)  # reads on: who writes into a full pipe does not end
     deadline = time.monotonic() + 30  # multiprocessing's tracker removes what a killed process had open
     while left := [name for name in os.listdir("/dev/shm") if name.startswith(f"{SHM_PREFIX}{process.pid}-")]:
         assert time.monotonic() < deadline, left
