@@ -45,6 +45,9 @@ class EPDConfig:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not is_number and one.name not in ("cost", ENCODE_IN):
+                raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value!r}: must be a number")
             if one.name == "profile_s" and value == 0:
                 continue
             if isinstance(value, int | float) and value <= 0:
