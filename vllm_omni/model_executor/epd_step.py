@@ -58,6 +58,8 @@ class EPDSchedulerOutput(StreamSchedulerOutput):
 
     # A batch that begins with this step; empty while another is under way.
     encodes: list[EncodeItem] = field(default_factory=list)
+    # Images that this step's forward is the last to read. Their room is the batch's that begins with this step.
+    free_behind_forward: list[str] = field(default_factory=list)
     # How many layers of the tower the batch under way is planned to go on by in this step; None: to its end.
     num_encode_layers: int | None = None
     # What is left of the iteration for the runner's step, its language forward first; None: it counts layers. A runner

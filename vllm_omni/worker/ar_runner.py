@@ -175,6 +175,8 @@ class ARModelRunner(GPUModelRunner):
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if isinstance(scheduler_output, EPDSchedulerOutput):
                 # Behind the forward: upstream has by now taken out of the encoder cache what it was told to.
+                for identifier in scheduler_output.free_behind_forward:
+                    self.encoder_cache.pop(identifier, None)
                 self._encode_report = self._encode_beside(scheduler_output)
         self._ec_output = ec_output
         return output if output is None else self._with_report(output)

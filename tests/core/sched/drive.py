@@ -30,6 +30,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests import text_model
 from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
+from vllm_omni.core.sched.budget import SloBudgets
+from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.relay import InlineRelay, Payload
@@ -82,6 +84,8 @@ def make_scheduler(scheduler_cls: type[S], engine: Engine, additional_config: di
     # What a multimodal model's configuration would have given.
     scheduler.encoder_cache_manager = type(scheduler.encoder_cache_manager)(engine.encoder_cache_size)
     scheduler.max_num_encoder_input_tokens = engine.encoder_budget
+    if isinstance(scheduler, EPDScheduler) and isinstance(scheduler.budgets, SloBudgets):
+        scheduler.budgets = scheduler._make_slo_budgets(scheduler.epd.cost)  # which knows the cache's size
     return scheduler
 
 
@@ -234,6 +238,7 @@ class LayeredRunner(SynthesisedRunner):
         super().__init__(scheduler)
         self.is_async = scheduler.scheduler_config.async_scheduling
         self.under_way: list[str] = []
+        self.sizes: dict[str, int] = {}  # embeddings of an image, by identifier
         self.num_layers_left = 0
         self.num_embeds = 0
         self.layer_s: Callable[[int], float] = lambda num_embeds: 0.0  # what a layer is reported to have taken
@@ -246,7 +251,10 @@ class LayeredRunner(SynthesisedRunner):
         # What this step encodes is there for the next one.
         runner_output = super().execute(output)
         if isinstance(output, EPDSchedulerOutput):
+            self.encoder_cache -= set(output.free_behind_forward)
             report = self._go_on(output)
+        in_cache = sum(self.sizes.get(name, 0) for name in self.encoder_cache)
+        assert in_cache <= self.scheduler.encoder_cache_manager.cache_size, "more than there is room for"
         return EPDModelRunnerOutput(**vars(runner_output), encode_report=report)
 
     def _go_on(self, output: EPDSchedulerOutput) -> EncodeReport | None:
@@ -255,6 +263,7 @@ class LayeredRunner(SynthesisedRunner):
             self.under_way = [item.feature.identifier for item in output.encodes]
             assert not set(self.under_way) & self.encoder_cache, "an image that is there is encoded again"
             self.num_layers_left = self.NUM_LAYERS
+            self.sizes |= {item.feature.identifier: item.num_embeds for item in output.encodes}
             self.num_embeds = sum(item.num_embeds for item in output.encodes)
         if not self.under_way:
             assert self.is_async or output.num_encode_layers is None, "layers are granted, and there is no batch"

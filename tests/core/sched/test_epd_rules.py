@@ -318,6 +318,31 @@ def seconds(world: World, output: SchedulerOutput) -> float:
     return TRUE.language_s(world.scheduler._under_way[-1][0])
 
 
+def test_an_image_that_a_step_reads_last_gives_its_room_to_the_batch_that_begins_with_it() -> None:
+    engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=100)
+    world = World(engine, tpot_ms=10.0, margin=1.0, cost=vars(TRUE))
+    for number, image in enumerate(["100a", "100b", "100c"]):
+        world.add(str(number), image, 2, max_tokens=1)
+    outputs = world.steps(4)
+    assert [encodes(output) for output in outputs] == [["100a"], ["100b"], ["100c"], []]
+    assert [scheduled(output) for output in outputs] == [{}, {"0": 102}, {"1": 102}, {"2": 102}]
+    behind = [output.free_behind_forward for output in outputs if isinstance(output, EPDSchedulerOutput)]
+    assert behind == [[], ["100a"], ["100b"]]
+
+
+def test_an_encode_begins_beside_a_prompt_that_has_time_for_it_and_not_beside_one_that_has_not() -> None:
+    def begun(ttft_s: float) -> list[str]:
+        world = make_costed()
+        world.add("1", 100, slo={"ttft_ms": 1e3 * ttft_s})
+        world.add("2", "100a", 1)
+        return encodes(world.step())
+
+    prompt_s, image_s = TRUE.language_s(LanguageLoad().with_prefill(100, 0)), TRUE.images_s(400)
+    assert begun(1.1 * (prompt_s + image_s)) == ["100a"]
+    assert begun(1.1 * prompt_s) == []
+    assert begun(0.9 * prompt_s) == ["100a"], "it is too late in any case"
+
+
 def test_a_prefill_beside_decodes_is_cut_to_the_tpot_and_alone_it_is_not() -> None:
     world = make_costed()
     world.add("1", 100)
@@ -407,6 +432,20 @@ def test_a_decode_that_has_lost_its_slo_gives_way_up_to_a_multiple_of_its_tpot()
     world.add("2", 127)
     output = world.scheduler.schedule()
     assert 0.010 < seconds(world, output) <= 0.010 * TPOT_FACTOR_OF_LOST
+
+
+def test_decodes_that_have_lost_their_slo_set_no_limit_where_nobody_who_waits_is_in_time() -> None:
+    def limit_s(slo: dict[str, float]) -> float | None:
+        world = make_costed()
+        world.add("1", 8, max_tokens=4)
+        world.step()
+        world.step(seconds=0.5)
+        world.add("2", 127, slo=slo)
+        world.now += 0.001
+        return world.scheduler._limit_s(world.scheduler.running, [], world.now)
+
+    assert limit_s({"ttft_ms": 0.5}) is None
+    assert limit_s({"ttft_ms": 500.0}) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)
 
 
 def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:

@@ -41,6 +41,7 @@ ENGINE = Engine(
     prefix_caching=False,
 )
 SLO = Slo(ttft_ms=320.0, tpot_ms=11.0)  # 5 and 3 times the unloaded
+STRICT_SLO = replace(SLO, tpot_share=0.99)  # by the other, one gap in ten may be spent
 NOTHING_TO_PROTECT = Slo(ttft_ms=1e9, tpot_ms=1e9)
 
 
@@ -122,13 +123,13 @@ def simulate(is_ours: bool, rate: float | None, number: int = 120, slo: Slo = SL
 
 
 @pytest.mark.parametrize("rate", [3.0, 5.0])
-def test_a_gap_is_hardly_ever_as_long_as_stocks(rate: float) -> None:
-    assert 3 * simulate(True, rate).gap_p99() < simulate(False, rate).gap_p99()
+def test_of_who_asks_for_nearly_all_gaps_hardly_ever_one_is_as_long_as_stocks(rate: float) -> None:
+    assert 3 * simulate(True, rate, slo=STRICT_SLO).gap_p99() < simulate(False, rate).gap_p99()
 
 
 def test_at_a_rate_at_which_a_quarter_of_stocks_answers_stall_nearly_all_of_ours_keep_their_slo() -> None:
     assert simulate(False, 3.0).attainment(is_strict=True) < 0.75
-    assert simulate(True, 3.0).attainment(is_strict=True) > 0.95
+    assert simulate(True, 3.0, slo=STRICT_SLO).attainment(is_strict=True) > 0.95
 
 
 @pytest.mark.parametrize("rate", [3.0, 5.0, 7.0, 9.0])
@@ -138,11 +139,11 @@ def test_by_the_rule_that_forgives_stalls_it_is_no_worse_than_stock(rate: float)
 
 
 def test_who_asks_for_nearly_all_gaps_has_more_of_them_in_time_and_waits_longer() -> None:
-    strict, paper = (simulate(True, 7.0, slo=replace(SLO, tpot_share=share)) for share in (0.99, 0.9))
+    strict, paper = (simulate(True, 7.0, slo=slo) for slo in (STRICT_SLO, SLO))
     assert strict.attainment(is_strict=True) > 1.2 * paper.attainment(is_strict=True)
     assert strict.attainment(is_strict=False) < paper.attainment(is_strict=False)
     first = [sorted(times[0] for times in one.token_s.values()) for one in (strict, paper)]
-    assert first[0][60] > first[1][60]
+    assert first[0][108] > first[1][108]  # of 120: it is the last tenth that waits for others' gaps
 
 
 def test_unloaded_an_answer_takes_no_longer() -> None:
@@ -151,10 +152,10 @@ def test_unloaded_an_answer_takes_no_longer() -> None:
     assert mean[0] < 1.1 * mean[1]
 
 
-def test_with_nothing_to_protect_it_loses_little_throughput() -> None:
+def test_with_nothing_to_protect_it_loses_no_throughput() -> None:
     ours, stock = simulate(True, None, 60, NOTHING_TO_PROTECT), simulate(False, None, 60)
-    assert ours.seconds < stock.seconds / 0.9
+    assert ours.seconds < stock.seconds / 0.97
 
 
-def test_where_all_have_lost_their_slo_it_does_not_lose_much_either() -> None:
-    assert simulate(True, None, 60).seconds < simulate(False, None, 60).seconds / 0.8
+def test_where_nobody_who_waits_is_in_time_any_more_it_loses_little_throughput() -> None:
+    assert simulate(True, None, 60).seconds < simulate(False, None, 60).seconds / 0.9

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
-TPOT_FACTOR_OF_LOST = 2.5
+TPOT_FACTOR_OF_LOST = 2.0
 NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
 MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
 
@@ -355,13 +356,20 @@ class EPDScheduler(TimedScheduler):
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
+        factor_of_lost = math.inf if self._is_nobody_in_time(now) else TPOT_FACTOR_OF_LOST
         gaps = []
         for request in decodes:
             slo = self.slos.get(request.request_id)
             if slo is not None and slo.tpot_s is not None:
                 # Who cannot meet its SLO any more gives way, and yet does not stand still for a whole encode.
-                gaps.append(slo.tpot_s * (TPOT_FACTOR_OF_LOST if slo.is_lost(now) else 1))
-        return min(gaps, default=None)
+                gaps.append(slo.tpot_s * (factor_of_lost if slo.is_lost(now) else 1))
+        shortest = min(gaps, default=math.inf)
+        return shortest if shortest < math.inf else None
+
+    def _is_nobody_in_time(self, now: float) -> bool:
+        """Whether who waits with an SLO cannot meet it any more: then what is done per second counts."""
+        slos = [slo for request in self.waiting if (slo := self.slos.get(request.request_id)) is not None]
+        return bool(slos) and all(slo.is_lost(now) for slo in slos)
 
     def _load_of(self, output: SchedulerOutput, decoding: set[str]) -> LanguageLoad:
         load = LanguageLoad()
@@ -648,16 +656,19 @@ class EPDScheduler(TimedScheduler):
                 if not self._waits_for_profile(request):
                     yield request
 
-    def _has_prefill_to_protect(self, output: SchedulerOutput, load: LanguageLoad) -> bool:
+    def _has_prefill_to_protect(self, output: SchedulerOutput, load: LanguageLoad, max_embeds: int) -> bool:
         """Whether the step has a prompt whose first token would come later by an encode, and that matters."""
+        assert self.budgets is not None
         if not load.num_prefill_tokens or not self.epd.is_on:
             return False
         if self.epd.tpot_ms is None:
             return True
-        # With SLOs, what has lost its own is no reason to leave room in an iteration.
+        # With SLOs it matters to a first token that is in time without the encode, and with it is not.
         now = self._under_way[-1].scheduled_at
+        without_s, with_s = (self.budgets.seconds_alone(load, num_embeds) for num_embeds in (0, max_embeds))
         slos = (self.slos.get(request_id) for request_id in output.num_scheduled_tokens)
-        return any(slo is not None and slo.last_token_at is None and not slo.is_lost(now) for slo in slos)
+        of_prefills = [slo for slo in slos if slo is not None and slo.last_token_at is None]
+        return any(slo.is_lost(now, with_s) and not slo.is_lost(now, without_s) for slo in of_prefills)
 
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, limit_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
@@ -666,13 +677,14 @@ class EPDScheduler(TimedScheduler):
             return output
         max_embeds = None
         if not self._is_encoding and not is_paused:
-            if self._num_encodes_put_off < self.epd.patience and self._has_prefill_to_protect(output, load):
+            image_s = None if self._encodes_in_thread else limit_s
+            budget = self.budgets.num_embeds(load, image_s) if self.epd.is_on else self.max_num_encoder_input_tokens
+            if self._num_encodes_put_off < self.epd.patience and self._has_prefill_to_protect(output, load, budget):
                 self._num_encodes_put_off += 1
             else:
-                stock_budget = self.max_num_encoder_input_tokens
-                image_s = None if self._encodes_in_thread else limit_s
-                max_embeds = self.budgets.num_embeds(load, image_s) if self.epd.is_on else stock_budget
+                max_embeds = budget
         encodes: list[EncodeItem] = []
+        read_last = self._give_back(output) if max_embeds is not None else set()
         if max_embeds is not None or (not is_paused and (self._sources or len(self.encode_tasks))):
             encodes = self._begin(output, max_embeds)
         if encodes:
@@ -691,10 +703,33 @@ class EPDScheduler(TimedScheduler):
             num_layers = self.budgets.num_layers(load, self._num_embeds_in_flight, limit_s)
             max_seconds = self._seconds_left(limit_s)
         # What was evicted here must have left the runner before the new images come.
-        values["free_encoder_mm_hashes"] = (
-            output.free_encoder_mm_hashes + self.encoder_cache_manager.get_freed_mm_hashes()
+        evicted = self.encoder_cache_manager.get_freed_mm_hashes()
+        values["free_encoder_mm_hashes"] = output.free_encoder_mm_hashes + [
+            one for one in evicted if one not in read_last
+        ]
+        return EPDSchedulerOutput(
+            **values,
+            encodes=encodes,
+            free_behind_forward=[one for one in evicted if one in read_last],
+            num_encode_layers=num_layers,
+            max_seconds=max_seconds,
         )
-        return EPDSchedulerOutput(**values, encodes=encodes, num_encode_layers=num_layers, max_seconds=max_seconds)
+
+    def _give_back(self, output: SchedulerOutput) -> set[str]:
+        """Give back images that their requests need no more behind the step; returns what its requests read.
+
+        Upstream does it when it is told of the step's end: too late for the batch that begins with it. With a cache of
+        one image every second iteration would be without an encode.
+        """
+        if self.num_spec_tokens:  # a drafter reads them behind the forward
+            return set()
+        identifiers = set()
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if held := self.encoder_cache_manager.get_cached_input_ids(request):
+                identifiers |= {request.mm_features[index].identifier for index in held}
+                self._free_encoder_inputs(request)
+        return identifiers
 
     def _seconds_left(self, limit_s: float | None) -> float | None:
         """Of the iteration, which began with the end of the last if somebody got a token there; None: no limit."""
