@@ -434,18 +434,20 @@ def test_a_decode_that_has_lost_its_slo_gives_way_up_to_a_multiple_of_its_tpot()
     assert 0.010 < seconds(world, output) <= 0.010 * TPOT_FACTOR_OF_LOST
 
 
-def test_decodes_that_have_lost_their_slo_set_no_limit_where_nobody_who_waits_is_in_time() -> None:
-    def limit_s(slo: dict[str, float]) -> float | None:
+def test_decodes_that_have_lost_their_slo_set_no_limit_where_many_wait_and_nobody_of_them_is_in_time() -> None:
+    def limit_s(number: int, ttft_ms: float) -> float | None:
         world = make_costed()
         world.add("1", 8, max_tokens=4)
         world.step()
         world.step(seconds=0.5)
-        world.add("2", 127, slo=slo)
-        world.now += 0.001
+        for name in range(2, number + 2):
+            world.add(str(name), 127, slo={"ttft_ms": ttft_ms})
+        world.now += 0.02
         return world.scheduler._limit_s(world.scheduler.running, [], world.now)
 
-    assert limit_s({"ttft_ms": 0.5}) is None
-    assert limit_s({"ttft_ms": 500.0}) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)
+    assert limit_s(20, ttft_ms=10.0) is None
+    assert limit_s(2, ttft_ms=10.0) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)
+    assert limit_s(20, ttft_ms=1000.0) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)
 
 
 def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:

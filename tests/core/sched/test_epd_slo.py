@@ -157,5 +157,5 @@ def test_with_nothing_to_protect_it_loses_no_throughput() -> None:
     assert ours.seconds < stock.seconds / 0.97
 
 
-def test_where_nobody_who_waits_is_in_time_any_more_it_loses_little_throughput() -> None:
-    assert simulate(True, None, 60).seconds < simulate(False, None, 60).seconds / 0.9
+def test_where_many_wait_and_nobody_is_in_time_any_more_it_loses_little_throughput() -> None:
+    assert simulate(True, None).seconds < simulate(False, None).seconds / 0.9

@@ -58,7 +58,8 @@ from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
-TPOT_FACTOR_OF_LOST = 2.0
+TPOT_FACTOR_OF_LOST = 1.8
+OVERLOAD = 3  # times the TTFT, to the tokens of those who wait
 NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
 MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
 
@@ -100,6 +101,7 @@ class EPDScheduler(TimedScheduler):
         self.epd = EPDConfig.parse(self.vllm_config.additional_config.get(EPD_CONFIG, {}))
         self.slos: dict[str, SloState] = {}
         self.budgets: Budgets | None = None
+        self._seconds_known: dict[str, float] = {}  # by request: to its token, while one step is planned
         self._expected_gaps = 0.0  # of an answer, by those that have ended
         self._num_encodes_put_off = 0  # in a row
         self._num_embeds_in_flight = 0
@@ -293,6 +295,7 @@ class EPDScheduler(TimedScheduler):
         if self.budgets is None:
             return super().schedule(throttle_prefills)
         now = self.clock()
+        self._seconds_known.clear()
         if self.profile is not None:
             self._go_on_with_profile(now)
         admitted = {request: index for index, request in enumerate(self.running)}
@@ -356,7 +359,7 @@ class EPDScheduler(TimedScheduler):
 
     def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
-        factor_of_lost = math.inf if self._is_nobody_in_time(now) else TPOT_FACTOR_OF_LOST
+        factor_of_lost = math.inf if self._is_overloaded(now) else TPOT_FACTOR_OF_LOST
         gaps = []
         for request in decodes:
             slo = self.slos.get(request.request_id)
@@ -366,10 +369,13 @@ class EPDScheduler(TimedScheduler):
         shortest = min(gaps, default=math.inf)
         return shortest if shortest < math.inf else None
 
-    def _is_nobody_in_time(self, now: float) -> bool:
-        """Whether who waits with an SLO cannot meet it any more: then what is done per second counts."""
+    def _is_overloaded(self, now: float) -> bool:
+        """Whether who waits with an SLO cannot meet it any more, and is much: then what is done per second counts."""
         slos = [slo for request in self.waiting if (slo := self.slos.get(request.request_id)) is not None]
-        return bool(slos) and all(slo.is_lost(now) for slo in slos)
+        ttft_s = min((slo.ttft_s for slo in slos if slo.ttft_s is not None), default=math.inf)
+        if ttft_s == math.inf or not all(slo.is_lost(now) for slo in slos):
+            return False
+        return sum(map(self._seconds_to_token, self.waiting)) > OVERLOAD * ttft_s
 
     def _load_of(self, output: SchedulerOutput, decoding: set[str]) -> LanguageLoad:
         load = LanguageLoad()
@@ -571,14 +577,17 @@ class EPDScheduler(TimedScheduler):
     def _seconds_to_token(self, request: Request) -> float:
         """What the request's next token takes at least, with the machine to itself."""
         assert self.budgets is not None
-        computed = self._num_computed(request)
-        num_embeds = sum(
-            request.get_num_encoder_embeds(one)
-            for one in self._images_needed(request, computed)
-            if not self._is_at_hand(request, one)
-        )
-        load = LanguageLoad().with_prefill(max(1, request.num_tokens - computed), computed)
-        return self.budgets.seconds_alone(load, num_embeds)
+        seconds = self._seconds_known.get(request.request_id)
+        if seconds is None:
+            computed = self._num_computed(request)
+            num_embeds = sum(
+                request.get_num_encoder_embeds(one)
+                for one in self._images_needed(request, computed)
+                if not self._is_at_hand(request, one)
+            )
+            load = LanguageLoad().with_prefill(max(1, request.num_tokens - computed), computed)
+            seconds = self._seconds_known[request.request_id] = self.budgets.seconds_alone(load, num_embeds)
+        return seconds
 
     def _sort_waiting(self, now: float) -> None:
         # Under the priority policy the operator's order stands.
