@@ -1,5 +1,4 @@
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -184,53 +183,39 @@ def test_a_batch_that_runs_the_tower_twice_has_twice_its_layers(encoder: SlicedE
     assert encoder.go_on(None).num_layers == encoder.num_layers_of_batch == 2 * NUM_LAYERS
 
 
-def test_closed_in_the_middle_it_leaves_no_thread_and_no_boundary(tower: Tower) -> None:
+def test_closed_in_the_middle_it_leaves_no_boundary(tower: Tower) -> None:
     encoder = SlicedEncoder([tower])
     begin(encoder, tower, torch.randn(1, 8))
     encoder.go_on(2)
-    thread = encoder._thread
     encoder.close()
-    assert thread is not None and not thread.is_alive()
+    assert not encoder.is_under_way
     assert not any(module._forward_pre_hooks for module in tower.modules())
 
 
-def test_beside_the_caller_a_forward_ends_by_itself(encoder: SlicedEncoder, tower: Tower) -> None:
-    results = begin(encoder, tower, x := torch.randn(3, 8))
-    encoder.run_beside()
-    wait_for(encoder)
-    assert torch.equal(results[0], tower(x))
-    assert not encoder.is_under_way
-    begin(encoder, tower, torch.randn(1, 8))
-    assert encoder.go_on(None).num_layers == NUM_LAYERS
-
-
-def test_what_a_forward_beside_raises_comes_out_where_its_end_is_asked_for(
-    encoder: SlicedEncoder, tower: Tower
-) -> None:
-    begin(encoder, tower, torch.randn(1, 7))
-    encoder.run_beside()
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        wait_for(encoder)
-    assert not encoder.is_under_way
-
-
-def test_a_forward_beside_can_be_given_up(encoder: SlicedEncoder, tower: Tower) -> None:
-    reached, goes_on = threading.Event(), threading.Event()
+def test_within_an_autocast_it_does_not_stop(encoder: SlicedEncoder, tower: Tower) -> None:
+    """What the caller computes meanwhile would be cast, too."""
 
     def forward() -> None:
-        reached.set()
-        goes_on.wait(10)
+        with torch.autocast("cpu"):
+            tower(torch.randn(1, 8))
+
+    encoder.begin(forward)
+    assert encoder.go_on(2).has_ended
+
+
+def test_what_a_forward_sets_for_its_tensors_does_not_hold_for_its_caller(encoder: SlicedEncoder, tower: Tower) -> None:
+    @torch.no_grad()
+    def forward() -> None:
         tower(torch.randn(1, 8))
 
     encoder.begin(forward)
-    encoder.run_beside()
-    assert reached.wait(10)
-    threading.Timer(0.0, goes_on.set).start()
-    encoder.cancel()
-    assert not encoder.is_under_way
+    while encoder.is_under_way:
+        encoder.go_on(2)
+        assert torch.is_grad_enabled()
 
 
-def wait_for(encoder: SlicedEncoder) -> None:
-    deadline = time.monotonic() + 10
-    while not encoder.poll():
-        assert time.monotonic() < deadline
+def test_the_forward_is_the_callers_thread(encoder: SlicedEncoder) -> None:
+    threads: list[threading.Thread] = []
+    encoder.begin(lambda: threads.append(threading.current_thread()))
+    encoder.go_on(None)
+    assert threads == [threading.current_thread()]

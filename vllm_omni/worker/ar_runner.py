@@ -40,6 +40,7 @@ from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import process_hub
 from vllm_omni.worker.sliced_encoder import Slice, SlicedEncoder
+from vllm_omni.worker.threaded_encoder import ThreadedEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class ARModelRunner(GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
-        self.encoder: SlicedEncoder | None = None  # made for the first batch of images that has a scheduler's order
+        # Made for the first batch of images that has a scheduler's order.
+        self.encoder: SlicedEncoder | ThreadedEncoder | None = None
         self.encodes_in_thread = encodes_in_thread(self.vllm_config)
         self._put_off: list[str] = []  # images that the thread encoded, to be given to an EC connector
         self._encode_batch: EncodeBatch | None = None  # under way
@@ -228,33 +230,29 @@ class ARModelRunner(GPUModelRunner):
         if step.encodes:
             batch = EncodeBatch(step.encodes, step.ec_manager_metadata)
             self._encode_batch = batch
-            self._sliced_encoder().begin(lambda: self._execute_mm_encoder(batch) and None)
-            if self.encodes_in_thread:
-                self._sliced_encoder().run_beside()
+            self.encoder = self.encoder or self._make_encoder()
+            self.encoder.begin(lambda: self._execute_mm_encoder(batch) and None)
         if self._encode_batch is None:
             return None  # it has ended, and the scheduler does not know yet
-        encoder = self._sliced_encoder()
+        assert self.encoder is not None
         images = [item.feature.identifier for item in self._encode_batch.items]
         try:
-            if self.encodes_in_thread:
-                if not encoder.poll():
-                    return None
-                self._save_put_off()
-                done = Slice(has_ended=True, num_layers=0, seconds=0.0)
-            else:
-                done = self._go_on(encoder, step)
+            done = self._go_on(self.encoder, step)
         except Exception as exc:  # an exception here would end the engine; who asked for the image alone must fail
             logger.error("images %s cannot be encoded", ", ".join(images), exc_info=exc)
             self._encode_batch = None
             self._put_off.clear()
-            return EncodeReport([], 0, encoder.num_layers_of_batch, 0.0, dict.fromkeys(images, str(exc)))
+            return EncodeReport([], 0, 1, 0.0, dict.fromkeys(images, str(exc)))
         if done.has_ended:
             self._encode_batch = None
+            self._save_put_off()
         return EncodeReport(
-            images if done.has_ended else [], done.num_layers, encoder.num_layers_of_batch, done.seconds
+            images if done.has_ended else [], done.num_layers, self.encoder.num_layers_of_batch, done.seconds
         )
 
-    def _go_on(self, encoder: SlicedEncoder, step: EPDSchedulerOutput) -> Slice:
+    def _go_on(self, encoder: SlicedEncoder | ThreadedEncoder, step: EPDSchedulerOutput) -> Slice:
+        if isinstance(encoder, ThreadedEncoder):
+            return encoder.poll()
         if step.max_seconds is not None and self._is_by_clock:
             return encoder.go_on(None, until=self._step_began_at + step.max_seconds)
         return encoder.go_on(step.num_encode_layers)
@@ -271,15 +269,13 @@ class ARModelRunner(GPUModelRunner):
             super().maybe_save_ec_to_connector(self.encoder_cache, mm_hash)
         self._put_off.clear()
 
-    def _sliced_encoder(self) -> SlicedEncoder:
-        if self.encoder is None:
-            if self.lora_config and self.lora_manager.supports_tower_connector_lora():
-                raise ConfigError(
-                    "epd: adapters of an image encoder are set per step, and cannot be with sliced encodes"
-                )
-            model = self.get_model()
-            self.encoder = SlicedEncoder(model.get_submodule(name) for name in model._tower_model_names)
-        return self.encoder
+    def _make_encoder(self) -> SlicedEncoder | ThreadedEncoder:
+        if self.lora_config and self.lora_manager.supports_tower_connector_lora():
+            raise ConfigError("epd: adapters of an image encoder are set per step, and cannot be with sliced encodes")
+        if self.encodes_in_thread:
+            return ThreadedEncoder()
+        model = self.get_model()
+        return SlicedEncoder(model.get_submodule(name) for name in model._tower_model_names)
 
     def _with_report(self, output: Any) -> Any:
         report, self._encode_report = self._encode_report, None

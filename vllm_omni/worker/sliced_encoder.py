@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from vllm_omni.model_executor.suspending import import_greenlet, is_autocast
 
 WEIGHT = 0.25
 """Of the last layer in what a part of a layer is expected to take."""
@@ -27,25 +28,25 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(weight.dim() > 1 or not weight.numel() for weight in module.parameters(recurse=False))
 
 
-class _Cancelled(BaseException):
-    """Unwinds a forward that nobody wants any more."""
-
-
 class SlicedEncoder:
-    """Runs a forward in a thread of its own, and only while the caller waits in ``go_on``; or else ``run_beside``.
+    """Runs a forward in a greenlet, which keeps the place in the tower's code; no model has to be written for it.
 
-    Of the two there is one that computes at any time: vLLM's CPU kernels share scratch memory between threads, and two
-    forwards at once end in wrong numbers or a crash. The thread is there for its stack alone, which keeps the place in
-    the tower's code; no model has to be written for it.
+    A thread would keep it, too, and its forward would run on another core than the language model's, with kernel
+    threads of its own: on two cores of a virtual machine both took a tenth longer. What torch keeps per thread is
+    shared, so it stops nowhere within an autocast.
 
     Args:
         towers: modules that encode. Their layers are the children of each ``ModuleList`` in them, and a layer's parts
             begin with each module in it that has weights, but for the first, with which it begins itself. Where a gap
             between tokens leaves room for one or two layers, by whole ones half of it would be lost.
         clock: in seconds.
+
+    Raises:
+        MissingDependency: greenlet is not installed.
     """
 
     def __init__(self, towers: Iterable[nn.Module], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._greenlets = import_greenlet("an encode in slices")
         layers = {
             id(layer): layer
             for tower in towers
@@ -64,10 +65,7 @@ class SlicedEncoder:
         # Of the last batch; before one has ended: as many as there are.
         self.num_layers_of_batch = max(1, len(layers))
         self._num_parts_of_batch = max(self.num_layers_of_batch, len(parts))
-        self._thread: threading.Thread | None = None
-        self._forward: Callable[[], None] | None = None
-        self._error: BaseException | None = None
-        self._is_cancelled = False
+        self._running: Any = None  # the greenlet of the forward under way
         self._clock = clock
         self._num_left: int | None = None
         self._until: float | None = None
@@ -75,27 +73,21 @@ class SlicedEncoder:
         self._part = ""  # the one under way
         self._is_in_first_part = False  # of a layer, before the first of its weights
         self._part_began_at: float | None = None  # None: not in this slice
-        self._is_beside = False  # of the forward under way, until its end is known
         self._num_passed = 0  # layers of the forward
         self._num_parts_passed = 0
         self._num_told = 0.0  # of the layers passed, by slices that have ended
-        self._to_encoder = threading.Semaphore(0)
-        self._to_caller = threading.Semaphore(0)
 
     @property
     def is_under_way(self) -> bool:
-        return self._forward is not None or self._is_beside
+        return self._running is not None
 
     def begin(self, forward: Callable[[], None]) -> None:
         """Take a forward; nothing of it runs before ``go_on``."""
         assert not self.is_under_way, "one forward at a time"
-        self._forward = forward
+        self._running = self._greenlets.greenlet(forward)
         self._num_passed = self._num_parts_passed = 0
         self._num_told = 0.0
         self._part_s.clear()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sliced-encoder", daemon=True)
-            self._thread.start()
 
     def go_on(self, num_layers: int | None, until: float | None = None) -> Slice:
         """Run up to so many layers, whole ones, and what lies between them; None: to the end.
@@ -109,16 +101,20 @@ class SlicedEncoder:
         Raises:
             Exception: the forward's own.
         """
-        assert self._forward is not None, "nothing has begun"
+        assert self.is_under_way, "nothing has begun"
         assert num_layers is None or num_layers > 0
         num_parts_before, began_at = self._num_parts_passed, self._clock()
         self._num_left = num_layers
         self._until = until
         self._part_began_at = None
-        self._to_encoder.release()
-        self._to_caller.acquire()
-        self._raise_error()
-        has_ended = self._forward is None
+        has_ended = True
+        try:
+            with torch.inference_mode():
+                self._switch(self._running.switch)
+            has_ended = self._running.dead
+        finally:
+            if has_ended:
+                self._running = None
         if has_ended:
             self.num_layers_of_batch = max(1, self._num_passed)
             self._num_parts_of_batch = max(1, self._num_parts_passed)
@@ -129,71 +125,33 @@ class SlicedEncoder:
         self._num_told += passed
         return Slice(has_ended, passed, self._clock() - began_at)
 
-    def run_beside(self) -> None:
-        """Let the forward run to its end by itself, whatever the caller computes meanwhile; ``poll`` tells of the end.
-
-        Only where the encoder's kernels share nothing with the caller's.
-        """
-        assert self._forward is not None, "nothing has begun"
-        self._num_left = self._until = None
-        self._is_beside = True
-        self._to_encoder.release()
-
-    def poll(self) -> bool:
-        """Whether the forward that runs beside the caller has ended. Raises what it raised."""
-        assert self._is_beside, "nothing runs beside the caller"
-        if not self._to_caller.acquire(blocking=False):
-            return False
-        self._is_beside = False
-        self._raise_error()
-        return True
-
     def cancel(self) -> None:
         """Give up the forward under way, if there is one."""
-        if not self.is_under_way:
-            return
-        self._is_cancelled = True
-        if not self._is_beside:
-            self._to_encoder.release()
-        self._to_caller.acquire()
-        self._is_cancelled = self._is_beside = False
-        self._error = None
+        if self.is_under_way:
+            self._switch(self._running.throw)  # its own exception for that, which ends here
+            assert self._running.dead, "the encoder goes on though it was cancelled"
+            self._running = None
 
     def close(self) -> None:
-        """Give up what is under way, end the thread and take the boundaries out of the towers."""
+        """Give up what is under way and take the boundaries out of the towers."""
         self.cancel()
         for handle in self._handles:
             handle.remove()
-        if self._thread is not None:
-            self._is_cancelled = True  # with no forward: the thread's end
-            self._to_encoder.release()
-            self._thread.join()
-            self._thread = None
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+    def _switch(self, switch: Callable[[], Any]) -> None:
+        current = self._greenlets.getcurrent()
+        if self._running.parent is not current:
+            self._running.parent = current
+        switch()
 
-    def _run(self) -> None:
-        while True:
-            self._to_encoder.acquire()
-            if self._forward is None:
-                return
-            try:
-                if not self._is_cancelled:
-                    with torch.inference_mode():  # of the thread, as the caller's is of its own
-                        self._forward()
-            except _Cancelled:
-                pass
-            except BaseException as exc:
-                self._error = exc
-            self._forward = None
-            self._to_caller.release()
+    @property
+    def _is_inside(self) -> bool:
+        """Or else it is a forward that nobody slices: vLLM's profiling run."""
+        return self._running is not None and self._greenlets.getcurrent() is self._running
 
     def _at_layer(self, layer: nn.Module, args: object) -> None:
-        if threading.current_thread() is not self._thread:
-            return  # a forward that nobody slices: vLLM's profiling run
+        if not self._is_inside:
+            return
         self._begin_part("", is_last=self._num_left == 0)
         self._is_in_first_part = True
         if self._num_left is not None:
@@ -202,7 +160,7 @@ class SlicedEncoder:
 
     def _at_part(self, name: str) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
-            if threading.current_thread() is not self._thread:
+            if not self._is_inside:
                 return
             if not self._is_in_first_part:
                 self._begin_part(name, is_last=False)
@@ -219,11 +177,8 @@ class SlicedEncoder:
             self._part_s[self._part] = part_s if known_s is None else known_s + (part_s - known_s) * WEIGHT
             expected_s = self._part_s.get(name, max(self._part_s.values()))
             is_late = self._until is not None and now + expected_s > self._until
-        if is_last or is_late:
-            self._to_caller.release()
-            self._to_encoder.acquire()
+        if (is_last or is_late) and not is_autocast():
+            self._running.parent.switch()
             now = self._clock()
-        if self._is_cancelled:
-            raise _Cancelled
         self._part, self._part_began_at = name, now
         self._num_parts_passed += 1

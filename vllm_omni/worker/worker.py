@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.worker.ar_runner import ARModelRunner
+from vllm_omni.worker.threaded_encoder import ThreadedEncoder
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -91,12 +92,12 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
             if isinstance(values, torch.Tensor) and values.is_floating_point():
                 inputs[name] = torch.empty_like(values).normal_(generator=generator)
         image, words = encode(), speak()
-        encoder, are_same = self._sliced_encoder(), True
+        encoder, are_same = ThreadedEncoder(), True
         images: list[torch.Tensor] = []
         encoder.begin(lambda: images.extend(encode() for _ in range(NUM_ENCODES_BESIDE)))
-        encoder.run_beside()
-        while not encoder.poll():
+        while not encoder.poll().has_ended:
             are_same &= _are_close(speak(), words)
+        encoder.close()
         if not are_same or not all(_are_close(one, image) for one in images):
             raise ConfigError(
                 "epd.encode_in = 'thread': beside each other, this model's image encoder and its language model "

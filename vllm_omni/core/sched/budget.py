@@ -291,6 +291,7 @@ class SloState:
     tpot_s: float | None
     max_gaps: int  # between tokens, if the request takes all it may
     tpot_share: float = SHARE_OF_GAPS
+    needed_s: float | None = None  # to its first token, with the machine to itself, when it was first looked at
     last_token_at: float | None = None
     is_first_late: bool = False
     num_gaps: int = 0

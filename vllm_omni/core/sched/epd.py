@@ -552,13 +552,22 @@ class EPDScheduler(TimedScheduler):
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
     def _urgency(self, request: Request, now: float) -> tuple[bool, float]:
-        """Least slack first; behind them who cannot meet its SLO any more, for a while."""
+        """Least slack first; behind them who cannot meet its SLO any more, for a while.
+
+        Slack is what it was when the request came: whoever has its image by now would otherwise stand behind those who
+        have none yet, and lose it to them.
+        """
         slo = self.slos.get(request.request_id)
         if slo is None:
-            return False, float("inf")
-        left_s = self._seconds_to_token(request)
-        gives_way = slo.num_steps_given_way < self.epd.patience and slo.is_lost(now, left_s)
-        return gives_way, slo.deadline - left_s
+            return False, math.inf
+        if slo.needed_s is None:
+            slo.needed_s = self._seconds_to_token(request)
+        gives_way = (
+            slo.num_steps_given_way < self.epd.patience
+            and slo.is_lost(now, slo.needed_s)
+            and slo.is_lost(now, self._seconds_to_token(request))
+        )
+        return gives_way, slo.deadline - slo.needed_s
 
     def _is_hurried(self, decodes: list[Request], prefills: list[Request], limit_s: float, now: float) -> bool:
         """Whether a first token would be late if everything before it went on at the pace that the limit leaves."""

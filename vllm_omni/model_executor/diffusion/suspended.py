@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.errors import MissingDependency
+from vllm_omni.model_executor.suspending import import_greenlet, is_autocast
 
 # Components whose call is a step of the request. The others' calls (text encoders, decoders) happen between two steps.
+NEEDED_BY = "a diffusion stage"
 DENOISER_NAME = re.compile(r"(transformer|unet|prior|decoder|denoiser|dit)(_\d+)?$")
 DENOISER_CLASS = re.compile(r"Transformer|UNet|Unet|DiT")
 # Decoders, called by a method of theirs.
@@ -197,9 +198,9 @@ class SuspendedCall:
 
     def call(self, proxy: ModuleProxy, method: str, *args: Any, **kwargs: Any) -> Any:
         """The pipeline calls a network: suspend. (Called by the proxy.)"""
-        greenlet = _import_greenlet()
+        greenlet = import_greenlet(NEEDED_BY)
         module = proxy._module
-        if greenlet.getcurrent() is not self._greenlet or _is_autocast():
+        if greenlet.getcurrent() is not self._greenlet or is_autocast():
             function = module if method == "forward" else getattr(module, method)
             return function(*args, **kwargs)
         positional, named = bind(self._copied.signature(proxy._component, method), args, kwargs)
@@ -215,7 +216,7 @@ class SuspendedCall:
     def _switch(self, switch: Callable[[], Any]) -> PendingCall | None:
         assert not self.has_ended, "resumed after its end"
         if self._greenlet is None:
-            self._greenlet = _import_greenlet().greenlet(self._run)
+            self._greenlet = import_greenlet(NEEDED_BY).greenlet(self._run)
         self._set_parent(self._greenlet)
         self.pending = None  # its tensors are free while the pipeline goes on
         self.pending = switch()
@@ -224,7 +225,7 @@ class SuspendedCall:
         return self.pending
 
     def _set_parent(self, running: Any) -> None:
-        current = _import_greenlet().getcurrent()
+        current = import_greenlet(NEEDED_BY).getcurrent()
         if running.parent is not current:
             running.parent = current
 
@@ -257,7 +258,7 @@ class CopiedPipeline:
     """
 
     def __init__(self, pipeline: Any):
-        _import_greenlet()  # or say what is missing, before a request needs it
+        import_greenlet(NEEDED_BY)  # or say what is missing, before a request needs it
         self._pipeline = pipeline
         self.denoisers = find_denoisers(pipeline)
         self.modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
@@ -365,15 +366,3 @@ def forget_frames(error: Exception) -> Exception:
             one.__traceback__ = None
             todo += [one.__cause__, one.__context__]
     return error
-
-
-def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-def _import_greenlet() -> Any:
-    try:
-        import greenlet
-    except ImportError as exc:
-        raise MissingDependency(f"a diffusion stage needs greenlet: the extras cpu and cuda bring it ({exc})") from exc
-    return greenlet
