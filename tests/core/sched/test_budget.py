@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -221,10 +222,14 @@ def test_no_budget_is_off() -> None:
         ({"tpot_ms": 30, "tpot_share": "most"}, r"epd.tpot_share = 'most': must be a number"),
         ({"tpot_ms": 30, "profile_s": False}, r"epd.profile_s = False: must be a number"),
         ({"tpot_ms": 30, "tpot_share": 0}, r"epd.tpot_share = 0: must be greater than 0"),
+        ({"tpot_ms": 30, "cost": 3}, r"epd.cost = 3: must be a mapping with step_s, decode_s"),
+        ({"tpot_ms": 30, "cost": {"step_s": 1}}, r"epd.cost = \{'step_s': 1\}: must be a mapping with step_s"),
+        ({"tpot_ms": 30, "cost": {**vars(TRUE), "step_s": "x"}}, r"epd.cost.step_s = 'x': must be a number of seconds"),
+        ({"tpot_ms": 30, "cost": {**vars(TRUE), "step_s": -1}}, r"epd.cost.step_s = -1: must be a number of seconds"),
         ({"tokens": 3}, "unknown tokens; known are cost, encode_in, image_budget"),
     ],
 )
-def test_a_wrong_configuration_is_refused_with_its_key(values: dict[str, int], said: str) -> None:
+def test_a_wrong_configuration_is_refused_with_its_key(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EPDConfig.parse(values)
 

@@ -71,7 +71,7 @@ class EPDConfig:
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"{EPD_CONFIG}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         cost = values.get("cost")
-        return cls(**{**values, "cost": CostModel(**cost) if cost is not None else None})
+        return cls(**{**values, "cost": CostModel.parse(cost, f"{EPD_CONFIG}.cost") if cost is not None else None})
 
 
 class Budgets(Protocol):

@@ -5,11 +5,14 @@ From: HydraInfer, section 4.2 (profiling at start) and tables 1 and 2 (what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from vllm_omni.errors import ConfigError
 
 
 class LanguageLoad(NamedTuple):
@@ -86,6 +89,17 @@ class CostModel:
     prefill_pair_s: float
     encode_s: float  # of any batch of images
     embed_s: float  # per embedding of an image
+
+    @classmethod
+    def parse(cls, values: Any, name: str) -> CostModel:
+        """From a configuration, where it is called ``name``. Raises ``ConfigError``."""
+        known = [one.name for one in fields(cls)]
+        if not isinstance(values, Mapping) or set(values) != set(known):
+            raise ConfigError(f"{name} = {values!r}: must be a mapping with {', '.join(known)}, as the log gives it")
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}.{key} = {value!r}: must be a number of seconds, not negative")
+        return cls(**values)
 
     def __post_init__(self) -> None:
         assert min(astuple(self)) >= 0, "binary search needs a cost that never falls"

@@ -58,7 +58,7 @@ from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
 
-TPOT_FACTOR_OF_LOST = 1.8
+TPOT_FACTOR_OF_LOST = 2.0
 OVERLOAD = 3  # times the TTFT, to the tokens of those who wait
 NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
 MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
