@@ -1,5 +1,4 @@
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.sched.test_cost import TRUE
-from vllm_omni.core.sched.budget import BATCH_GRID, STEP, EPDConfig, FixedBudgets, SloBudgets, SloState, largest
+from vllm_omni.core.sched.budget import BATCH_GRID, STEP, EPDConfig, FixedBudgets, SloBudgets, largest
 from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.errors import ConfigError
 
@@ -127,80 +126,6 @@ def test_the_first_encode_tells_how_many_layers_there_are() -> None:
 def test_a_fixed_token_budget_counts_the_decodes() -> None:
     assert FixedBudgets(100, 10).num_tokens(DECODES, 0, None, 0) == 92
     assert FixedBudgets(5, 10).num_tokens(DECODES, 0, None, 0) == 0
-
-
-# -- a request's SLO --------------------------------------------------------------------------------------------------
-
-
-def make_slo(max_gaps: int = 20) -> SloState:
-    return SloState(arrived_at=100.0, ttft_s=1.0, tpot_s=0.1, max_gaps=max_gaps)
-
-
-def test_the_first_token_is_due_a_ttft_after_the_arrival_and_each_other_a_tpot_after_the_last() -> None:
-    slo = make_slo()
-    assert slo.deadline == 101.0
-    slo.add_tokens(1, 100.5)
-    assert slo.deadline == 100.6
-
-
-def test_a_late_first_token_loses_the_slo() -> None:
-    slo = make_slo()
-    assert not slo.is_lost(101.0)
-    assert slo.is_lost(101.01)
-    slo.add_tokens(1, 101.01)
-    assert slo.is_lost(101.02)
-
-
-def test_a_first_token_that_cannot_come_in_time_loses_the_slo_before_it_is_due() -> None:
-    assert make_slo().is_lost(100.5, seconds_left=0.6)
-
-
-def test_one_gap_in_ten_may_be_late() -> None:
-    slo = make_slo(max_gaps=20)
-    now = 100.5
-    slo.add_tokens(1, now)
-    for _ in range(2):
-        now += 0.2
-        slo.add_tokens(1, now)
-    assert not slo.is_lost(now)
-    assert slo.is_lost(now + 0.2)  # the third, as good as there
-    slo.add_tokens(1, now + 0.2)
-    assert slo.is_lost(now + 0.2)
-
-
-def test_a_request_may_ask_for_more_than_nine_gaps_in_ten() -> None:
-    slo = replace(make_slo(max_gaps=20), tpot_share=0.99)
-    slo.add_tokens(1, 100.5)
-    assert not slo.is_lost(100.6)
-    assert slo.is_lost(100.61)
-
-
-def test_a_gap_can_be_spared_of_as_many_as_are_expected_and_no_more_than_may_come() -> None:
-    slo = make_slo(max_gaps=20)
-    slo.add_tokens(1, 100.5)
-    assert slo.can_spare_a_gap(10.0)
-    assert not slo.can_spare_a_gap(9.0)  # one of nine would be too many
-    assert slo.can_spare_a_gap(1000.0)
-    slo.add_tokens(1, 100.7)
-    assert not slo.can_spare_a_gap(19.0) and slo.can_spare_a_gap(1000.0)
-    slo.add_tokens(1, 100.9)
-    assert not slo.can_spare_a_gap(1000.0)  # there will be 20
-
-
-def test_who_has_had_its_gaps_can_spare_of_them_whatever_is_expected() -> None:
-    slo = make_slo(max_gaps=1000)
-    slo.add_tokens(4, 100.5)
-    for _ in range(3):
-        slo.add_tokens(2, 100.5)
-    assert slo.num_gaps == 9 and slo.can_spare_a_gap(0.0)  # with the next one there are ten
-    assert not make_slo().can_spare_a_gap(0.0)
-
-
-def test_without_an_slo_nothing_is_due() -> None:
-    slo = SloState(arrived_at=0.0, ttft_s=None, tpot_s=None, max_gaps=5)
-    assert slo.deadline == float("inf")
-    slo.add_tokens(1, 1e9)
-    assert slo.deadline == float("inf") and not slo.is_lost(1e12) and slo.can_spare_a_gap(0.0)
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

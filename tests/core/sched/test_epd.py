@@ -132,7 +132,7 @@ def check_liveness(seed: int, num_requests: int = 16) -> None:
     for identifier in list(scheduler.encoder_cache_manager.in_flight):  # of aborted requests: the engine stood still
         scheduler.encoder_cache_manager.finish(identifier)
     assert_is_idle(scheduler)
-    assert not scheduler.slos and not scheduler._known_hits and not scheduler._under_way
+    assert not scheduler.deadlines.states and not scheduler._known_hits and not scheduler._under_way
 
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 50))

@@ -15,7 +15,8 @@ from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, Planned
 from tests.core.sched.test_cost import TRUE
 from vllm_omni.core.sched.budget import EPD_CONFIG, SloBudgets
 from vllm_omni.core.sched.cost import LanguageLoad
-from vllm_omni.core.sched.epd import TPOT_FACTOR_OF_LOST, EPDScheduler
+from vllm_omni.core.sched.deadlines import TPOT_FACTOR_OF_LOST
+from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
 from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
 from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
@@ -302,7 +303,7 @@ def test_a_session_of_requests_without_deadlines_keeps_its_order() -> None:
     for number in range(1, 4):
         world.add(str(number), 8)
     assert scheduled(world.step()) == {"1": 8}
-    assert not world.scheduler.slos
+    assert not world.scheduler.deadlines.states
 
 
 # -- budgets from costs -----------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def num_layers_for_late(tpot_share: float, expected_gaps: float = 100.0) -> int:
     budgets = world.scheduler.budgets
     assert isinstance(budgets, SloBudgets)
     budgets.num_layers_of_batch = 20
-    world.scheduler._expected_gaps = expected_gaps
+    world.scheduler.deadlines.expected_gaps = expected_gaps
     world.add("1", 8, max_tokens=100)
     world.step()
     image_s = TRUE.images_s(100)
@@ -443,7 +444,10 @@ def test_decodes_that_have_lost_their_slo_set_no_limit_where_many_wait_and_nobod
         for name in range(2, number + 2):
             world.add(str(name), 127, slo={"ttft_ms": ttft_ms})
         world.now += 0.02
-        return world.scheduler._limit_s(world.scheduler.running, [], world.now)
+        scheduler = world.scheduler
+        assert scheduler.budgets is not None
+        load = LanguageLoad(num_decodes=1)
+        return scheduler.deadlines.limit_s(scheduler.budgets, scheduler.running, load, [], scheduler.waiting, world.now)
 
     assert limit_s(20, ttft_ms=10.0) is None
     assert limit_s(2, ttft_ms=10.0) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)

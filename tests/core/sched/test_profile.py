@@ -97,7 +97,7 @@ def test_nothing_of_it_stays(dummy_image: None) -> None:
     assert scheduler.kv_cache_manager.usage == 0
     stats = scheduler.make_stats()
     assert stats is None or stats.prefix_cache_stats is None or stats.prefix_cache_stats.queries == 0
-    assert not scheduler.slos and not scheduler._known_hits
+    assert not scheduler.deadlines.states and not scheduler._known_hits
 
 
 def test_whoever_comes_meanwhile_waits_until_it_is_over(dummy_image: None) -> None:

@@ -1,6 +1,6 @@
-"""Budgets: how many tokens and how much of an encode one iteration may hold, and whose turn it is.
+"""Budgets: how many tokens and how much of an encode one iteration may hold.
 
-From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO) and 2.3 (when a request meets its SLO).
+From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, median
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.epd_step import ENCODE_IN, SLICES, THREAD
 from vllm_omni.names import suggest
-from vllm_omni.slo import SHARE_OF_GAPS, enough_in_time
+from vllm_omni.slo import SHARE_OF_GAPS
 
 EPD_CONFIG = "epd"
 """Key of a stage's ``additional_config`` under which ``EPDConfig`` travels."""
@@ -277,63 +277,3 @@ class SloBudgets:
         if modelled_s <= 0:
             return factor
         return factor * math.exp(STEP if measured_s > modelled_s * factor else -STEP)
-
-
-@dataclass
-class SloState:
-    """How a request stands to its SLO. Times are those of the scheduler's clock.
-
-    From: HydraInfer, section 2.3.
-    """
-
-    arrived_at: float
-    ttft_s: float | None
-    tpot_s: float | None
-    max_gaps: int  # between tokens, if the request takes all it may
-    tpot_share: float = SHARE_OF_GAPS
-    needed_s: float | None = None  # to its first token, with the machine to itself, when it was first looked at
-    last_token_at: float | None = None
-    is_first_late: bool = False
-    num_gaps: int = 0
-    num_late_gaps: int = 0
-    num_steps_given_way: int = 0  # to requests that can still meet theirs
-
-    def add_tokens(self, num_tokens: int, now: float) -> None:
-        """Tokens came; several of one iteration have gaps of nothing between them."""
-        if self.last_token_at is None:
-            self.is_first_late = self.ttft_s is not None and now - self.arrived_at > self.ttft_s
-            self.num_gaps = num_tokens - 1
-        else:
-            self.num_gaps += num_tokens
-            if self.tpot_s is not None and now - self.last_token_at > self.tpot_s:
-                self.num_late_gaps += 1
-        self.last_token_at = now
-
-    @property
-    def deadline(self) -> float:
-        """When the next token is due; infinite without an SLO."""
-        if self.last_token_at is None:
-            return self.arrived_at + self.ttft_s if self.ttft_s is not None else float("inf")
-        return self.last_token_at + self.tpot_s if self.tpot_s is not None else float("inf")
-
-    def is_lost(self, now: float, seconds_left: float = 0.0) -> bool:
-        """Whether no schedule can meet the SLO any more, if the next token takes at least ``seconds_left``."""
-        if self.is_first_late:
-            return True
-        num_late = self.num_late_gaps
-        if now + seconds_left > self.deadline:
-            if self.last_token_at is None:
-                return True
-            num_late += 1
-        return not enough_in_time(num_late, self.max_gaps, self.tpot_share)
-
-    def can_spare_a_gap(self, expected_gaps: float) -> bool:
-        """Whether one more late gap leaves it its SLO.
-
-        Args:
-            expected_gaps: of an answer; nobody knows when this one ends.
-        """
-        if self.tpot_s is None:
-            return True
-        num_gaps = min(self.max_gaps, max(self.num_gaps + 1, int(expected_gaps)))
-        return enough_in_time(self.num_late_gaps + 1, num_gaps, self.tpot_share)

@@ -5,7 +5,8 @@ From: HydraInfer, section 4.2, Algorithm 1, with its slips mended:
 * Lines 16 to 19 admit new text only while a prefill already runs, so that an engine without one never begins. Here new
   text is admitted whenever tokens are left.
 * Its loops over the waiting queue never end on one that runs empty. Here they end.
-* While new prefills keep coming its encodes never run. Here an encode is put off ``patience`` times in a row at most.
+* While new prefills keep coming its encodes never run. Here an encode is put off ``patience`` times in a row at most,
+  and with SLOs only for first tokens that it would make late.
 * ``n_e < tau_e`` is asked before a request's images are added, and so is exceeded by all but one of them. Here an image
   that does not fit waits, unless it is the batch's only one.
 
@@ -15,9 +16,7 @@ of images that are elsewhere (``kv/ec_connector.py``) are pulled as others are e
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -37,9 +36,9 @@ from vllm_omni.core.sched.budget import (
     EPDConfig,
     FixedBudgets,
     SloBudgets,
-    SloState,
 )
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad
+from vllm_omni.core.sched.deadlines import Deadlines
 from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.profile import Profile
@@ -57,11 +56,6 @@ from vllm_omni.slo import Slo, slo_of
 from vllm_omni.timeline import Mark
 
 logger = logging.getLogger(__name__)
-
-TPOT_FACTOR_OF_LOST = 2.0
-OVERLOAD = 3  # times the TTFT, to the tokens of those who wait
-NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
-MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
 
 
 class Iteration(NamedTuple):
@@ -99,10 +93,8 @@ class EPDScheduler(TimedScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epd = EPDConfig.parse(self.vllm_config.additional_config.get(EPD_CONFIG, {}))
-        self.slos: dict[str, SloState] = {}
+        self.deadlines = Deadlines(self.epd.patience, self._seconds_to_token)
         self.budgets: Budgets | None = None
-        self._seconds_known: dict[str, float] = {}  # by request: to its token, while one step is planned
-        self._expected_gaps = 0.0  # of an answer, by those that have ended
         self._num_encodes_put_off = 0  # in a row
         self._num_embeds_in_flight = 0
         self.relay_ec = self.ec_connector if isinstance(self.ec_connector, RelayECConnector) else None
@@ -217,7 +209,7 @@ class EPDScheduler(TimedScheduler):
             )
             return
         super().add_request(request)
-        if self.budgets is None or request.request_id in self.slos:  # the next input of a session
+        if self.budgets is None or request.request_id in self.deadlines:  # the next input of a session
             return
         params = request.sampling_params
         slo = default = Slo(self.epd.ttft_ms, self.epd.tpot_ms, self.epd.tpot_share)
@@ -225,15 +217,8 @@ class EPDScheduler(TimedScheduler):
             slo = slo_of(params.extra_args if params is not None else None, default)
         except InvalidRequest as exc:  # the front end refuses it; an exception here would end the engine
             logger.warning("request %s: served as one without an SLO of its own: %s", request.request_id, exc)
-        if not slo:
-            return
-        self.slos[request.request_id] = SloState(
-            arrived_at=request.arrival_time,
-            ttft_s=slo.ttft_ms / 1000 if slo.ttft_ms is not None else None,
-            tpot_s=slo.tpot_ms / 1000 if slo.tpot_ms is not None else None,
-            max_gaps=max(0, request.max_tokens - 1),
-            tpot_share=slo.share,
-        )
+        if slo:
+            self.deadlines.add(request, slo)
 
     def _take_params(self, request: Request) -> bool:
         """Whether it is an encode task, and nothing of vLLM's queues. Raises ``InvalidRequest``."""
@@ -283,9 +268,7 @@ class EPDScheduler(TimedScheduler):
         self.encode_tasks.remove(request.request_id)
         self._sources.pop(request.request_id, None)
         self._failures.pop(request.request_id, None)
-        slo = self.slos.pop(request.request_id, None)
-        if slo is not None and slo.last_token_at is not None:
-            self._expected_gaps += (slo.num_gaps - self._expected_gaps) / NUM_ANSWERS_EXPECTED
+        self.deadlines.remove(request.request_id)
         self._known_hits.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
@@ -295,19 +278,22 @@ class EPDScheduler(TimedScheduler):
         if self.budgets is None:
             return super().schedule(throttle_prefills)
         now = self.clock()
-        self._seconds_known.clear()
+        self.deadlines.begin_step()
         if self.profile is not None:
             self._go_on_with_profile(now)
         admitted = {request: index for index, request in enumerate(self.running)}
         decodes = [request for request in self.running if not request.is_prefill_chunk]
         prefills = [request for request in self.running if request.is_prefill_chunk]
-        if self.slos:
-            prefills.sort(key=lambda request: self._urgency(request, now))
-            self._sort_waiting(now)
+        if self.deadlines.states:
+            prefills = self.deadlines.in_order(prefills, now)
+            # Under the priority policy the operator's order stands.
+            if self.policy is SchedulingPolicy.FCFS and len(self.waiting) > 1:
+                self.waiting = FCFSRequestQueue(self.deadlines.in_order(self.waiting, now))
         self.running = decodes + prefills
-        limit_s = self._limit_s(decodes, prefills, now)
+        of_decodes = self._load_of_decodes(decodes)
+        limit_s = self.deadlines.limit_s(self.budgets, decodes, of_decodes, prefills, self.waiting, now)
         stock_budget = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = min(stock_budget, self._token_budget(decodes, prefills, limit_s))
+        self.max_num_scheduled_tokens = min(stock_budget, self._token_budget(of_decodes, prefills, limit_s))
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -318,9 +304,8 @@ class EPDScheduler(TimedScheduler):
         self._under_way.append(Iteration(load, now))
         return self._with_encodes(output, load, limit_s)
 
-    def _token_budget(self, decodes: list[Request], prefills: list[Request], limit_s: float | None) -> int:
+    def _token_budget(self, load: LanguageLoad, prefills: list[Request], limit_s: float | None) -> int:
         assert self.budgets is not None
-        load = self._load_of_decodes(decodes)
         context = max((request.num_computed_tokens for request in prefills), default=0)
         is_shared = self._is_encoding and not self._encodes_in_thread  # the iteration, with the batch of images
         num_encoding = self._num_embeds_in_flight if is_shared else 0
@@ -334,48 +319,6 @@ class EPDScheduler(TimedScheduler):
             num_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             load = load.with_decode(num_tokens, request.num_computed_tokens)
         return load
-
-    def _limit_s(self, decodes: list[Request], prefills: list[Request], now: float) -> float | None:
-        """What the iteration is planned to take; None: no limit."""
-        assert self.budgets is not None
-        tpot_s = self._tpot_s(decodes, now)
-        limit_s = self.budgets.limit_s(tpot_s)
-        if limit_s is None or not self._is_hurried(decodes, prefills, limit_s, now):
-            return limit_s
-        hurried_s = self.budgets.limit_s(tpot_s, is_hurried=True)
-        assert hurried_s is not None
-        if not self._can_spare_a_gap(decodes, now):
-            return hurried_s
-        # Each decode loses a gap, however long that is: so the next request is brought to its token in it.
-        following = next(itertools.chain(prefills, self.waiting))
-        decodes_s = self.budgets.seconds_alone(self._load_of_decodes(decodes), 0)
-        return max(hurried_s, decodes_s + self._seconds_to_token(following))
-
-    def _can_spare_a_gap(self, decodes: list[Request], now: float) -> bool:
-        """Whether the decodes that have an SLO to lose, if there are any, keep it with one more gap that is late."""
-        slos = [self.slos.get(request.request_id) for request in decodes]
-        to_lose = [slo for slo in slos if slo is not None and not slo.is_lost(now)]
-        return bool(to_lose) and all(slo.can_spare_a_gap(self._expected_gaps) for slo in to_lose)
-
-    def _tpot_s(self, decodes: list[Request], now: float) -> float | None:
-        """The shortest gap that a decode asks for; None: none does."""
-        factor_of_lost = math.inf if self._is_overloaded(now) else TPOT_FACTOR_OF_LOST
-        gaps = []
-        for request in decodes:
-            slo = self.slos.get(request.request_id)
-            if slo is not None and slo.tpot_s is not None:
-                # Who cannot meet its SLO any more gives way, and yet does not stand still for a whole encode.
-                gaps.append(slo.tpot_s * (factor_of_lost if slo.is_lost(now) else 1))
-        shortest = min(gaps, default=math.inf)
-        return shortest if shortest < math.inf else None
-
-    def _is_overloaded(self, now: float) -> bool:
-        """Whether who waits with an SLO cannot meet it any more, and is much: then what is done per second counts."""
-        slos = [slo for request in self.waiting if (slo := self.slos.get(request.request_id)) is not None]
-        ttft_s = min((slo.ttft_s for slo in slos if slo.ttft_s is not None), default=math.inf)
-        if ttft_s == math.inf or not all(slo.is_lost(now) for slo in slos):
-            return False
-        return sum(map(self._seconds_to_token, self.waiting)) > OVERLOAD * ttft_s
 
     def _load_of(self, output: SchedulerOutput, decoding: set[str]) -> LanguageLoad:
         load = LanguageLoad()
@@ -412,8 +355,8 @@ class EPDScheduler(TimedScheduler):
             return self.profile.without_own(outputs)
         for of_client in outputs.values():
             for one in of_client.outputs:
-                if one.new_token_ids and (slo := self.slos.get(one.request_id)) is not None:
-                    slo.add_tokens(len(one.new_token_ids), now)
+                if one.new_token_ids:
+                    self.deadlines.add_tokens(one.request_id, len(one.new_token_ids), now)
         return outputs
 
     def _lose_encode(self, identifier: str, message: str, was_alone: bool) -> None:
@@ -549,64 +492,17 @@ class EPDScheduler(TimedScheduler):
         running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         return adapter in running or len(running) < self.lora_config.max_loras
 
-    # -- whose turn it is ---------------------------------------------------------------------------------------------
-
-    def _urgency(self, request: Request, now: float) -> tuple[bool, float]:
-        """Least slack first; behind them who cannot meet its SLO any more, for a while.
-
-        Slack is what it was when the request came: whoever has its image by now would otherwise stand behind those who
-        have none yet, and lose it to them.
-        """
-        slo = self.slos.get(request.request_id)
-        if slo is None:
-            return False, math.inf
-        if slo.needed_s is None:
-            slo.needed_s = self._seconds_to_token(request)
-        gives_way = (
-            slo.num_steps_given_way < self.epd.patience
-            and slo.is_lost(now, slo.needed_s)
-            and slo.is_lost(now, self._seconds_to_token(request))
-        )
-        return gives_way, slo.deadline - slo.needed_s
-
-    def _is_hurried(self, decodes: list[Request], prefills: list[Request], limit_s: float, now: float) -> bool:
-        """Whether a first token would be late if everything before it went on at the pace that the limit leaves."""
-        assert self.budgets is not None
-        pace = max(MIN_PACE, 1 - self.budgets.seconds_alone(self._load_of_decodes(decodes), 0) / limit_s)
-        until = now
-        for request in itertools.chain(prefills, self.waiting):  # in the order of their slack
-            left_s = self._seconds_to_token(request)
-            until += left_s / pace
-            slo = self.slos.get(request.request_id)
-            is_late = slo is not None and slo.last_token_at is None and slo.deadline < until
-            if slo is not None and is_late and not slo.is_lost(now, left_s):
-                return True
-        return False
-
     def _seconds_to_token(self, request: Request) -> float:
         """What the request's next token takes at least, with the machine to itself."""
         assert self.budgets is not None
-        seconds = self._seconds_known.get(request.request_id)
-        if seconds is None:
-            computed = self._num_computed(request)
-            num_embeds = sum(
-                request.get_num_encoder_embeds(one)
-                for one in self._images_needed(request, computed)
-                if not self._is_at_hand(request, one)
-            )
-            load = LanguageLoad().with_prefill(max(1, request.num_tokens - computed), computed)
-            seconds = self._seconds_known[request.request_id] = self.budgets.seconds_alone(load, num_embeds)
-        return seconds
-
-    def _sort_waiting(self, now: float) -> None:
-        # Under the priority policy the operator's order stands.
-        if self.policy is not SchedulingPolicy.FCFS or len(self.waiting) < 2:
-            return
-        keys = {request: self._urgency(request, now) for request in self.waiting}
-        for request, (gives_way, _) in keys.items():
-            if gives_way:
-                self.slos[request.request_id].num_steps_given_way += 1
-        self.waiting = FCFSRequestQueue(sorted(self.waiting, key=keys.__getitem__))
+        computed = self._num_computed(request)
+        num_embeds = sum(
+            request.get_num_encoder_embeds(one)
+            for one in self._images_needed(request, computed)
+            if not self._is_at_hand(request, one)
+        )
+        load = LanguageLoad().with_prefill(max(1, request.num_tokens - computed), computed)
+        return self.budgets.seconds_alone(load, num_embeds)
 
     # -- images -------------------------------------------------------------------------------------------------------
 
@@ -684,9 +580,7 @@ class EPDScheduler(TimedScheduler):
         # With SLOs it matters to a first token that is in time without the encode, and with it is not.
         now = self._under_way[-1].scheduled_at
         without_s, with_s = (self.budgets.seconds_alone(load, num_embeds) for num_embeds in (0, max_embeds))
-        slos = (self.slos.get(request_id) for request_id in output.num_scheduled_tokens)
-        of_prefills = [slo for slo in slos if slo is not None and slo.last_token_at is None]
-        return any(slo.is_lost(now, with_s) and not slo.is_lost(now, without_s) for slo in of_prefills)
+        return self.deadlines.is_first_token_made_late(output.num_scheduled_tokens, now, without_s, with_s)
 
     def _with_encodes(self, output: SchedulerOutput, load: LanguageLoad, limit_s: float | None) -> SchedulerOutput:
         assert self.budgets is not None
