@@ -58,7 +58,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -616,25 +616,34 @@ class Options:
     shares: tuple[float, ...] = SHARES  # rates at which goodput is looked for, of what the baseline does all at once
 
 
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    def names(value: str) -> list[str]:
+        if unknown := [one for one in value.split(",") if one not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        return value.split(",")
+
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of " + ", ".join(WORKLOADS))
-    parser.add_argument("--modes", default=",".join(MODES), help="some of " + ", ".join(MODES))
-    parser.add_argument("--requests", type=int, default=200, help="of a mode at one rate, in each repeat")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rules", default=f"{STRICT},{PAPER}", help="whose goodput is searched for")
-    parser.add_argument("--short", action="store_true", help="100 requests, the strict rule: a first look")
+    parser.add_argument("--workloads", type=some_of(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--modes", type=some_of(MODES), default=list(MODES))
+    parser.add_argument("--requests", type=int, help="of a mode at one rate, in each repeat; 200, --short: 100")
+    parser.add_argument("--repeats", type=int, help="5, --short: 1")
+    parser.add_argument("--rules", type=some_of(RULES), help="whose goodput is searched for; both, --short: strict")
+    parser.add_argument("--short", action="store_true", help="a first look")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one workload: to see that it runs")
     given = parser.parse_args()
-    names = given.modes.split(",")
-    workloads = [WORKLOADS[name] for name in given.workloads.split(",")]
-    options = Options(
-        num_requests=given.requests,
-        repeats=given.repeats,
-        rules=tuple(given.rules.split(",")),
+    names = given.modes
+    workloads = [WORKLOADS[name] for name in given.workloads]
+    options = Options(num_requests=100, repeats=1, rules=(STRICT,)) if given.short else Options()
+    options = replace(
+        options,
+        num_requests=given.requests or options.num_requests,
+        repeats=given.repeats or options.repeats,
+        rules=tuple(given.rules or options.rules),
     )
-    if given.short:
-        options = replace(options, num_requests=100, repeats=1, rules=(STRICT,))
     if given.quick:
         options = Options(
             llava.TINY, 6, 1, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT,), shares=SHARES[8:]

@@ -1,5 +1,6 @@
 """benchmarks/epd.py works, and its sums are right; what it measures here says nothing."""
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -27,6 +28,7 @@ from benchmarks.epd import (
     make_requests,
     percentile,
     run_cell,
+    some_of,
 )
 from vllm_omni.slo import Slo
 
@@ -48,6 +50,13 @@ def test_quick_run_ends_with_a_line_of_json():
         assert row["attainment"] and row["goodput_s"][STRICT] > 0, mode
         assert f"| TextCaps | {mode} |" in done.stdout
     assert done.stdout.count("| reached |") + done.stdout.count("| MISSED |") == 3
+
+
+def test_what_it_does_not_know_is_refused_with_what_it_knows():
+    parse = some_of(RULES)
+    assert parse("paper,strict") == ["paper", "strict"]
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown lax; known are paper, strict"):
+        parse("strict,lax")
 
 
 def test_goodput_is_between_the_last_rate_that_is_met_and_the_next_one():

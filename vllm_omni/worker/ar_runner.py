@@ -18,6 +18,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.model_executor.epd_step import (
@@ -62,7 +63,7 @@ class ARModelRunner(GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
-        # Made for the first batch of images that has a scheduler's order.
+        # Without a section for it: made for the first batch of images that an instance's scheduler orders.
         self.encoder: SlicedEncoder | ThreadedEncoder | None = None
         self.encodes_in_thread = encodes_in_thread(self.vllm_config)
         self._put_off: list[str] = []  # images that the thread encoded, to be given to an EC connector
@@ -83,6 +84,8 @@ class ARModelRunner(GPUModelRunner):
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
         if self.publisher is not None and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
+        if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
+            self.encoder = self._make_encoder()  # now, so that what cannot be is no request's failure
 
     # -- a request begins and ends ------------------------------------------------------------------------------------
 
