@@ -21,6 +21,9 @@ class Image:
     length: int  # placeholders, each of one embedding
 
 
+MEAN_STEP_S = 0.01
+
+
 @dataclass(frozen=True)
 class PlannedRequest:
     request_id: str
@@ -132,6 +135,28 @@ def make_stream(
         if rng.random() < 0.15:
             stream.aborts.setdefault(step + rng.randrange(15), []).append(request.request_id)
     return stream
+
+
+def with_slos(stream: Stream) -> Stream:
+    """The same, where most requests have an SLO, which is nothing that they could not miss."""
+    rng = random.Random(f"slos of {stream.seed}")
+    changed = Stream(stream.seed, stream.engine, aborts=stream.aborts)
+    for step, requests in stream.arrivals.items():
+        changed.arrivals[step] = [
+            replace(
+                request,
+                arrival_time=step * MEAN_STEP_S,
+                slo={
+                    "ttft_ms": rng.choice([1.0, 20.0, 100.0, 1e6]),
+                    "tpot_ms": rng.choice([1.0, 5.0, 10.0, 1e6]),
+                    "tpot_share": rng.choice([0.5, 0.9, 0.99]),
+                }
+                if rng.random() < 0.8
+                else None,
+            )
+            for request in requests
+        ]
+    return changed
 
 
 def with_migration(stream: Stream) -> Stream:

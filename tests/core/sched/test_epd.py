@@ -1,9 +1,12 @@
 """The scheduler against vLLM's own, with real requests and caches; the tokens follow from position and request."""
 
 import os
+import random
+from collections.abc import Callable
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.core.sched.drive import (
@@ -15,7 +18,16 @@ from tests.core.sched.drive import (
     make_scheduler,
     tokens_of,
 )
-from tests.core.sched.random_requests import Engine, Stream, make_budgets, make_stream, with_sessions
+from tests.core.sched.random_requests import (
+    MEAN_STEP_S,
+    Engine,
+    Stream,
+    make_budgets,
+    make_stream,
+    with_sessions,
+    with_slos,
+)
+from tests.core.sched.test_cost import TRUE
 from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
 
@@ -126,8 +138,34 @@ def test_text_within_budgets_above_any_batch_takes_stocks_tokens_and_steps(polic
 def check_liveness(seed: int, num_requests: int = 16) -> None:
     """The stream ends, whoever was not aborted has all its tokens, and nothing is left."""
     stream = make_stream(seed, num_requests=num_requests)
-    scheduler = make_epd(stream, **make_budgets(seed))
-    tokens = tokens_of(drive(scheduler, stream, runner=LayeredRunner(scheduler)))
+    check_end(make_epd(stream, **make_budgets(seed)), stream)
+    stream = with_slos(stream)
+    rng = random.Random(f"costs of {seed}")
+    cost = rng.choice([TRUE, TRUE.scaled(0.1), TRUE.scaled(10.0), None])
+    scheduler = make_epd(
+        stream,
+        tpot_ms=10.0,
+        cost=vars(cost) if cost else None,
+        profile_s=0,
+        patience=rng.choice([1, 5, 64]),
+        min_prefill_tokens=rng.choice([1, 16]),
+    )
+    now = 0.0
+
+    def pass_time(output: SchedulerOutput) -> None:
+        nonlocal now
+        now += rng.expovariate(1 / MEAN_STEP_S)
+
+    scheduler.clock = lambda: now  # type: ignore[method-assign]
+    check_end(scheduler, stream, pass_time)
+
+
+def check_end(
+    scheduler: EPDScheduler, stream: Stream, on_step: Callable[[SchedulerOutput], None] = lambda output: None
+) -> None:
+    runner = LayeredRunner(scheduler)
+    runner.layer_s = lambda num_embeds: 1e-4 * num_embeds
+    tokens = tokens_of(drive(scheduler, stream, runner=runner, on_step=on_step))
     assert tokens.items() >= answers(stream).items()
     for identifier in list(scheduler.encoder_cache_manager.in_flight):  # of aborted requests: the engine stood still
         scheduler.encoder_cache_manager.finish(identifier)

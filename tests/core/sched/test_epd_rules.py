@@ -195,6 +195,20 @@ def test_who_waits_for_the_prompt_s_first_image_again_gives_up_its_own_later_one
     assert third.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
+def test_who_waits_for_its_second_image_gives_up_a_first_that_the_prefix_cache_has_had_since() -> None:
+    engine = Engine(max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1)
+    world = World(engine, tpot_ms=1e6, cost=vars(TRUE))
+    world.add("1", 4, max_tokens=6)
+    world.step()
+    waiting = world.add("2", "8a", 4, "8b", 1, max_tokens=1)
+    while not world.scheduler.encoder_cache_manager.is_ready(waiting, 0):
+        world.step()
+    world.add("3", "8a", 4, 1, max_tokens=1, slo={"ttft_ms": 1e3})  # is first, and computes the same beginning
+    outputs = [output for output in world.steps(8) if "1" not in scheduled(output)]
+    assert [scheduled(output) for output in outputs[:2]] == [{"3": 13}, {"2": 9}]
+    assert encodes(outputs[0]) == ["8b"]
+
+
 def test_who_is_admitted_has_its_images_though_the_prefix_cache_has_lost_them() -> None:
     """Else it would be cut before its first token, and hold up who waits behind it."""
     world = World(Engine(num_blocks=10, max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1))

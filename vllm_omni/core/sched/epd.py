@@ -721,6 +721,12 @@ class EPDScheduler(TimedScheduler):
         """For the first of the images needed, at the cost of what is behind its request: who loses encodes again."""
         manager: ImageCache = self.encoder_cache_manager
         request = order[place]
+        if request.request_id not in output.num_scheduled_tokens:
+            # What it needed once, and the prefix cache has had since for another request.
+            for index in manager.get_cached_input_ids(request) - set(needed):
+                manager.free_encoder_input(request, index)
+            if manager.can_begin(request, needed[0]):
+                return True
         # What this step computes with stays: the runner frees before it computes.
         kept = {one.request_id for one in order[: place + 1]} | output.num_scheduled_tokens.keys()
         in_order = {one.request_id for one in order}
