@@ -29,9 +29,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests import text_model
-from tests.core.sched.random_requests import BLOCK_SIZE, Engine, PlannedRequest, Stream
+from tests.core.sched.random_requests import BLOCK_SIZE, MEAN_STEP_S, Engine, PlannedRequest, Stream
 from vllm_omni.core.sched.budget import SloBudgets
 from vllm_omni.core.sched.epd import EPDScheduler
+from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.relay import InlineRelay, Payload
@@ -410,6 +411,19 @@ def drive(
         if stream.engine.num_spec_tokens and not stream.engine.is_async:  # there they stay with the runner
             scheduler.update_draft_token_ids(_make_drafts(scheduler, stream, number))
     return steps
+
+
+def let_time_pass(scheduler: TimedScheduler, seed: int) -> Callable[[SchedulerOutput], None]:
+    """Gives the scheduler a clock, on which steps take random times; returns what ``drive`` is to call with each."""
+    rng = random.Random(f"times of {seed}")
+    now = 0.0
+
+    def pass_time(output: SchedulerOutput) -> None:
+        nonlocal now
+        now += rng.expovariate(1 / MEAN_STEP_S)
+
+    scheduler.clock = lambda: now  # type: ignore[method-assign]
+    return pass_time
 
 
 def _make_drafts(scheduler: Scheduler, stream: Stream, number: int) -> DraftTokenIds:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.core.sched.test_cost import TRUE
 
 BLOCK_SIZE = 4
 IMAGE_TOKEN = 9
@@ -135,6 +138,19 @@ def make_stream(
         if rng.random() < 0.15:
             stream.aborts.setdefault(step + rng.randrange(15), []).append(request.request_id)
     return stream
+
+
+def make_slo_budgets(seed: int) -> dict[str, Any]:
+    """Random ones of which costs are known, ten times too low or too high, or not at all."""
+    rng = random.Random(f"costs of {seed}")
+    cost = rng.choice([TRUE, TRUE.scaled(0.1), TRUE.scaled(10.0), None])
+    return {
+        "tpot_ms": 10.0,
+        "cost": vars(cost) if cost else None,
+        "profile_s": 0,
+        "patience": rng.choice([1, 5, 64]),
+        "min_prefill_tokens": rng.choice([1, 16]),
+    }
 
 
 def with_slos(stream: Stream) -> Stream:

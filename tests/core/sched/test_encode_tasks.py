@@ -13,6 +13,7 @@ from tests.core.sched.drive import (
     answer,
     assert_is_idle,
     drive,
+    let_time_pass,
     make_request,
     make_scheduler,
     tokens_of,
@@ -22,9 +23,12 @@ from tests.core.sched.random_requests import (
     Engine,
     Image,
     PlannedRequest,
+    Stream,
     make_budgets,
+    make_slo_budgets,
     make_stream,
     with_migration,
+    with_slos,
 )
 from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
@@ -411,13 +415,20 @@ def test_after_a_reset_of_the_encoder_cache_tasks_and_pulls_begin_anew() -> None
 def check_migration(seed: int, num_requests: int = 16) -> None:
     """Whoever was not aborted has all its tokens or images, and nothing is left."""
     stream = with_migration(make_stream(seed, num_requests=num_requests))
-    budgets = {EPD_CONFIG: make_budgets(seed)} if seed % 3 else None
+    check_stream(stream, make_budgets(seed) if seed % 3 else None)
+    check_stream(with_slos(stream), make_slo_budgets(seed))
+
+
+def check_stream(stream: Stream, budgets: dict[str, Any] | None) -> None:
+    seed = stream.seed
     scheduler_cls = AsyncEPDScheduler if stream.engine.is_async else EPDScheduler
-    scheduler = make_scheduler(scheduler_cls, stream.engine, budgets)
+    scheduler = make_scheduler(scheduler_cls, stream.engine, {EPD_CONFIG: budgets} if budgets else None)
+    pass_time = let_time_pass(scheduler, seed)
     runner = RelayedRunner(
         scheduler, seed, num_seats=1 + seed % 3, keep_steps=seed % 7, max_steps=seed % 5, loss=(seed % 4) / 8
     )
-    steps = drive(scheduler, stream, runner=runner)
+    runner.layer_s = lambda num_embeds: 1e-4 * num_embeds
+    steps = drive(scheduler, stream, runner=runner, on_step=pass_time)
     tokens = tokens_of(steps)
     ended = {name: params for step in steps for name, params in step.ec_params.items()}
     aborted = {request_id for ids in stream.aborts.values() for request_id in ids}

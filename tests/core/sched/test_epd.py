@@ -1,7 +1,6 @@
 """The scheduler against vLLM's own, with real requests and caches; the tokens follow from position and request."""
 
 import os
-import random
 from collections.abc import Callable
 
 import pytest
@@ -15,19 +14,19 @@ from tests.core.sched.drive import (
     assert_is_idle,
     assert_same_steps,
     drive,
+    let_time_pass,
     make_scheduler,
     tokens_of,
 )
 from tests.core.sched.random_requests import (
-    MEAN_STEP_S,
     Engine,
     Stream,
     make_budgets,
+    make_slo_budgets,
     make_stream,
     with_sessions,
     with_slos,
 )
-from tests.core.sched.test_cost import TRUE
 from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
 
@@ -140,24 +139,8 @@ def check_liveness(seed: int, num_requests: int = 16) -> None:
     stream = make_stream(seed, num_requests=num_requests)
     check_end(make_epd(stream, **make_budgets(seed)), stream)
     stream = with_slos(stream)
-    rng = random.Random(f"costs of {seed}")
-    cost = rng.choice([TRUE, TRUE.scaled(0.1), TRUE.scaled(10.0), None])
-    scheduler = make_epd(
-        stream,
-        tpot_ms=10.0,
-        cost=vars(cost) if cost else None,
-        profile_s=0,
-        patience=rng.choice([1, 5, 64]),
-        min_prefill_tokens=rng.choice([1, 16]),
-    )
-    now = 0.0
-
-    def pass_time(output: SchedulerOutput) -> None:
-        nonlocal now
-        now += rng.expovariate(1 / MEAN_STEP_S)
-
-    scheduler.clock = lambda: now  # type: ignore[method-assign]
-    check_end(scheduler, stream, pass_time)
+    scheduler = make_epd(stream, **make_slo_budgets(seed))
+    check_end(scheduler, stream, let_time_pass(scheduler, seed))
 
 
 def check_end(
