@@ -80,8 +80,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.model_executor.epd_step import EPD_CONFIG
 from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, judge
 from vllm_omni.worker.platforms import ar_worker_cls

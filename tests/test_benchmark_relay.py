@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def test_quick_run_ends_with_a_line_of_json():
     assert set(result["paper_ms"]) == {"thinker2talker", "talker2vocoder"}
 
 
+@pytest.fixture
+def hears_sigint() -> Iterator[None]:
+    """Of processes that are started meanwhile: what a shell starts in the background ignores it, and so do theirs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(number):
     command = [*COMMAND[:-1], "--sizes", "16777216", "--rounds", "1000"]

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from vllm.config import VllmConfig
 
-from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.engine.latency import break_down
 from vllm_omni.engine.metrics import STAGE_LABEL
 from vllm_omni.errors import CallAborted, InvalidRequest
+from vllm_omni.model_executor.epd_step import EPD_CONFIG
 from vllm_omni.model_executor.pipeline import RequestContext
 from vllm_omni.slo import Slo, SloReport, SloWatch
 

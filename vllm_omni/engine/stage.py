@@ -33,7 +33,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import StageConfig
-from vllm_omni.core.sched.budget import EPD_CONFIG, EPDConfig
+from vllm_omni.core.sched.budget import EPDConfig
 from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
 from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
@@ -46,6 +46,7 @@ from vllm_omni.engine.run_directory import Lease
 from vllm_omni.epd_config import Instance
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission
+from vllm_omni.model_executor.epd_step import EPD_CONFIG
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.stage_model import STAGE_ARGS
 from vllm_omni.outputs import OmniRequestOutput

@@ -16,6 +16,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.stage_model import StreamSchedulerOutput
 
+EPD_CONFIG = "epd"
+"""Key of a stage's ``additional_config`` under which its budgets travel (``EPDConfig``)."""
+
 ENCODE_IN, SLICES, THREAD = "encode_in", "slices", "thread"
 """Key of an ``epd`` section, and where images are encoded: between the steps, or in a thread beside them."""
 
@@ -92,7 +95,7 @@ def encodes_in_thread(config: VllmConfig) -> bool:
     Raises:
         ConfigError: it would be, and cannot.
     """
-    if config.additional_config.get("epd", {}).get(ENCODE_IN) != THREAD:
+    if config.additional_config.get(EPD_CONFIG, {}).get(ENCODE_IN) != THREAD:
         return False
     if config.is_mm_encoder_only or not config.model_config.supports_multimodal_inputs:
         return False

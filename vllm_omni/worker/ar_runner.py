@@ -18,10 +18,10 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.model_executor.epd_step import (
+    EPD_CONFIG,
     EncodeBatch,
     EncodeReport,
     EPDModelRunnerOutput,

@@ -30,9 +30,8 @@ from tests.core.sched.random_requests import (
     with_migration,
     with_slos,
 )
-from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
-from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
+from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDSchedulerOutput
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False, ec_role="ec_both")
 

@@ -27,8 +27,8 @@ from tests.core.sched.random_requests import (
     with_sessions,
     with_slos,
 )
-from vllm_omni.core.sched.budget import EPD_CONFIG
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
+from vllm_omni.model_executor.epd_step import EPD_CONFIG
 
 NUM_STREAMS = int(os.environ.get("FUZZ_CASES", "20000")) // 50  # a stream is worth many of the other fuzz tests' cases
 

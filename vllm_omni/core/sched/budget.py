@@ -12,12 +12,9 @@ from typing import Any, Protocol
 
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, medians
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.epd_step import ENCODE_IN, SLICES, THREAD
+from vllm_omni.model_executor.epd_step import ENCODE_IN, EPD_CONFIG, SLICES, THREAD
 from vllm_omni.names import suggest
 from vllm_omni.slo import SHARE_OF_GAPS
-
-EPD_CONFIG = "epd"
-"""Key of a stage's ``additional_config`` under which ``EPDConfig`` travels."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.budget import (
-    EPD_CONFIG,
     Budgets,
     EPDConfig,
     FixedBudgets,
@@ -46,6 +45,7 @@ from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
 from vllm_omni.model_executor.epd_step import (
+    EPD_CONFIG,
     EncodeItem,
     EncodeReport,
     EPDModelRunnerOutput,
