@@ -22,6 +22,13 @@ def import_greenlet(needed_by: str) -> Any:
     return greenlet
 
 
+def return_here(running: Any) -> None:
+    """Let a greenlet that stops, ends or raises go on where the caller is."""
+    current = import_greenlet("a suspended computation").getcurrent()
+    if running.parent is not current:
+        running.parent = current
+
+
 def is_autocast() -> bool:
     """Whether a thread's state is set that would hold for whoever goes on meanwhile."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

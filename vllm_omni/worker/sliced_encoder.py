@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.suspending import import_greenlet, is_autocast
+from vllm_omni.model_executor.suspending import import_greenlet, is_autocast, return_here
 
 WEIGHT = 0.25
 """Of the last layer in what a part of a layer is expected to take."""
@@ -109,8 +109,9 @@ class SlicedEncoder:
         self._part_began_at = None
         has_ended = True
         try:
+            return_here(self._running)
             with torch.inference_mode():
-                self._switch(self._running.switch)
+                self._running.switch()
             has_ended = self._running.dead
         finally:
             if has_ended:
@@ -128,7 +129,8 @@ class SlicedEncoder:
     def cancel(self) -> None:
         """Give up the forward under way, if there is one."""
         if self.is_under_way:
-            self._switch(self._running.throw)  # its own exception for that, which ends here
+            return_here(self._running)
+            self._running.throw()  # its own exception for that, which ends here
             assert self._running.dead, "the encoder goes on though it was cancelled"
             self._running = None
 
@@ -137,12 +139,6 @@ class SlicedEncoder:
         self.cancel()
         for handle in self._handles:
             handle.remove()
-
-    def _switch(self, switch: Callable[[], Any]) -> None:
-        current = self._greenlets.getcurrent()
-        if self._running.parent is not current:
-            self._running.parent = current
-        switch()
 
     @property
     def _is_inside(self) -> bool:

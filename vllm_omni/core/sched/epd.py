@@ -70,8 +70,8 @@ class EPDScheduler(TimedScheduler):
 
     vLLM's ``schedule`` takes the running requests in their order and then the waiting ones, within a token budget, and
     cuts a prompt before an image that its encoder cache does not have. So each iteration puts the decodes first, sets
-    the budget, passes over who waits for an image, and then, if no prefill was scheduled, begins a batch of images that
-    the runner encodes beside the language model. At most one such batch is under way.
+    the budget, passes over who waits for an image, and then, if there is no prefill that it would make late, begins a
+    batch of images that the runner encodes beside the language model. At most one such batch is under way.
 
     Why nothing waits for ever, down to a cache of one image: requests with images have an order (running ones as they
     were admitted, then the waiting queue). The first that cannot go on without an image may take the room of all behind

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.suspending import import_greenlet, is_autocast
+from vllm_omni.model_executor.suspending import import_greenlet, is_autocast, return_here
 
 # Components whose call is a step of the request. The others' calls (text encoders, decoders) happen between two steps.
 NEEDED_BY = "a diffusion stage"
@@ -189,7 +189,7 @@ class SuspendedCall:
         """End it now, wherever it stands; its ``finally`` blocks run. Does nothing when it has ended."""
         running, self._greenlet = self._greenlet, None
         if running is not None and not running.dead:
-            self._set_parent(running)
+            return_here(running)
             for _ in range(100):  # a pipeline that catches it and calls its network again gets another
                 if running.dead:
                     break
@@ -217,17 +217,12 @@ class SuspendedCall:
         assert not self.has_ended, "resumed after its end"
         if self._greenlet is None:
             self._greenlet = import_greenlet(NEEDED_BY).greenlet(self._run)
-        self._set_parent(self._greenlet)
+        return_here(self._greenlet)
         self.pending = None  # its tensors are free while the pipeline goes on
         self.pending = switch()
         if self._greenlet.dead:
             self._end()
         return self.pending
-
-    def _set_parent(self, running: Any) -> None:
-        current = import_greenlet(NEEDED_BY).getcurrent()
-        if running.parent is not current:
-            running.parent = current
 
     def _run(self, _: Any) -> None:
         pipeline = None
