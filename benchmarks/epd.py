@@ -16,7 +16,8 @@ The model is a random LLaVA-1.5 whose tower has 24 layers, as the real one, and 
 decode steps. Its language model is larger than a processor's cache: in one that fits, a step by itself takes half of
 what it takes among others, and three times of that are no SLO. All engines compute with one thread each
 (``OMP_NUM_THREADS=1``), and have ``max_num_batched_tokens=256``: stock then encodes at most one image a step, which is
-kinder to it than its default. Every request has an image of its own, so that no cache answers.
+kinder to it than its default. No cache answers: each request has an image and words of its own, and no cell of a mode
+is asked what another was.
 
 Workloads are named after the paper's datasets. **Their parameters are assumptions**: Fig. 9's numbers are not in its
 text. All requests have an image of 196 tokens, and text and answer of the lengths in ``WORKLOADS``. Arrivals are
@@ -174,9 +175,11 @@ def goodput(shares: Mapping[float, float]) -> float:
     return last
 
 
-def make_requests(workload: Workload, shape: llava.Shape, seed: int, number: int, rate: float | None) -> list[Asked]:
-    """Poisson arrivals at ``rate`` per second; None: all at once."""
-    rng = np.random.default_rng([seed, sum(workload.name.encode())])
+def make_requests(
+    workload: Workload, shape: llava.Shape, seed: Sequence[int], number: int, rate: float | None
+) -> list[Asked]:
+    """Poisson arrivals at ``rate`` per second; None: all at once. Another seed has other images and other words."""
+    rng = np.random.default_rng([*seed, sum(workload.name.encode())])
     gaps = rng.exponential(1.0, number)
     at = np.cumsum(gaps) / rate if rate else np.zeros(number)
     asked = []
@@ -371,6 +374,10 @@ class Where(NamedTuple):
     rule: str
     share: float  # of what the baseline does at most
 
+    @property
+    def seed(self) -> tuple[int, int]:
+        return list(RULES).index(self.rule), round(1000 * self.share)
+
 
 Point = list[Cell]  # all turns of a mode at one rate
 
@@ -394,12 +401,13 @@ class Bench:
         self.modes = modes
         self.options = options
         self._unloaded_s: dict[str, list[float]] = {"with image": [], "without": [], "gaps": []}
+        self._num_unloaded = itertools.count()
         self.capacity: dict[str, float] = {}  # of each baseline, all at once
         self._say = say
 
     async def run(self) -> dict[str, Any]:
         for mode in self.modes.values():  # kernels are compiled for each size of a batch, on all sides
-            await run_cell(mode, self._requests(TUNING_SEED + 2, self.options.num_warm, WARM_RATE), WARM_SLO)
+            await run_cell(mode, self._requests([TUNING_SEED + 2], self.options.num_warm, WARM_RATE), WARM_SLO)
         modes = list(self.modes)
         at_once: dict[str, list[float]] = {name: [] for name in modes}
         for repeat in range(self.options.repeats):
@@ -431,9 +439,13 @@ class Bench:
     async def _unloaded(self) -> None:
         """Requests to stock, or what stands in its place, one by one."""
         name = next(iter(self.modes))
-        requests = self._requests(TUNING_SEED, self.options.num_unloaded, None)
-        words = "w1 " * self.options.shape.num_image_tokens  # a prompt as long, of which nothing is encoded
-        texts = [replace(one, prompt=one.prompt.replace("<image>", words), image=None) for one in requests]
+        seed = [TUNING_SEED, next(self._num_unloaded)]
+        requests = self._requests(seed, self.options.num_unloaded, None)
+        rng, shape = np.random.default_rng(seed), self.options.shape
+        texts = []
+        for one in requests:  # a prompt as long, of which nothing is encoded
+            words = " ".join(f"w{word}" for word in rng.integers(0, shape.vocab_size - 5, shape.num_image_tokens))
+            texts.append(replace(one, prompt=one.prompt.replace("<image>", words), image=None))
         measured = self._unloaded_s
         for one, text in zip(requests, texts, strict=True):
             answer = (await run_cell(self.modes[name], [one], None)).answers[0]
@@ -452,13 +464,17 @@ class Bench:
     def encode_s(self) -> float:
         return self._median("with image") - self._median("without")
 
-    def _requests(self, seed: int, number: int, rate: float | None) -> list[Asked]:
+    def _requests(self, seed: Sequence[int], number: int, rate: float | None) -> list[Asked]:
         return make_requests(self.workload, self.options.shape, seed, number, rate)
 
     async def _cell(self, name: str, seed: int, where: Where | None, number: int) -> Cell:
-        """``where`` None: all at once."""
+        """``where`` None: all at once.
+
+        Requests are those of the modes that it is compared with, and of no other cell: engines may be shared.
+        """
         rate = self._rate(name, where.share) if where is not None else None
-        requests = self._requests(seed, number, rate)
+        of_cell = [seed, list(MODES).index(BASELINES[name]), *(where.seed if where is not None else ())]
+        requests = self._requests(of_cell, number, rate)
         cell = await run_cell(self.modes[name], requests, self.slo(where.rule) if where is not None else None)
         what = f"{rate:.2f}/s, {where.rule}" if where is not None else "all at once"
         self._say(
@@ -595,7 +611,7 @@ async def measure(names: Sequence[str], workloads: Sequence[Workload], options: 
     modes = await asyncio.to_thread(start, names, path, options.shape)
     try:
         say("all engines are there")
-        first = make_requests(workloads[0], options.shape, TUNING_SEED, 2, None)
+        first = make_requests(workloads[0], options.shape, [TUNING_SEED + 3], 2, None)
         for mode in modes.values():
             await run_cell(mode, first, None)  # behind the profile
         return {one.name: await Bench(one, modes, options, say).run() for one in workloads}
