@@ -406,8 +406,9 @@ class Bench:
         self._say = say
 
     async def run(self) -> dict[str, Any]:
-        for mode in self.modes.values():  # kernels are compiled for each size of a batch, on all sides
-            await run_cell(mode, self._requests([TUNING_SEED + 2], self.options.num_warm, WARM_RATE), WARM_SLO)
+        # Kernels are compiled for each size of a batch, on all sides.
+        for number, mode in enumerate(self.modes.values()):
+            await run_cell(mode, self._requests([TUNING_SEED + 2, number], self.options.num_warm, WARM_RATE), WARM_SLO)
         modes = list(self.modes)
         at_once: dict[str, list[float]] = {name: [] for name in modes}
         for repeat in range(self.options.repeats):

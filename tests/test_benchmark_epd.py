@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,11 +18,15 @@ from benchmarks.epd import (
     REST_S,
     RULES,
     SHAPE,
+    SHARES,
     STRICT,
     WORKLOADS,
     Answered,
     Asked,
+    Bench,
     Cell,
+    Mode,
+    Options,
     attained,
     goals,
     goodput,
@@ -30,6 +35,7 @@ from benchmarks.epd import (
     run_cell,
     some_of,
 )
+from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.slo import Slo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,14 +79,41 @@ def test_a_percentile_is_one_of_the_values():
 
 
 def test_a_seed_gives_the_same_requests_at_every_rate_but_for_their_times():
-    slow, fast = (make_requests(WORKLOADS["TextCaps"], SHAPE, 7, 20, rate) for rate in (1.0, 10.0))
+    slow, fast = (make_requests(WORKLOADS["TextCaps"], SHAPE, [7], 20, rate) for rate in (1.0, 10.0))
     for one, other in zip(slow, fast, strict=True):
         assert one.at_s == pytest.approx(10 * other.at_s)
         assert (one.prompt, one.num_tokens) == (other.prompt, other.num_tokens)
         assert one.image.tobytes() == other.image.tobytes()
-    other_seed = make_requests(WORKLOADS["TextCaps"], SHAPE, 8, 20, 1.0)
+    other_seed = make_requests(WORKLOADS["TextCaps"], SHAPE, [8], 20, 1.0)
     assert [one.at_s for one in slow] != [one.at_s for one in other_seed]
     assert len({one.image.tobytes() for one in slow}) == 20  # no cache answers
+
+
+class Answers:
+    """An engine that writes down what it is asked, and has the answer there."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+
+    async def generate(self, prompt, params, request_id):
+        image = prompt.get("multi_modal_data", {}).get("image")
+        self.asked.append((prompt["prompt"], image.tobytes() if image else b""))
+        await asyncio.sleep(0)
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
+
+
+def test_no_engine_is_asked_twice_and_modes_that_are_compared_are_asked_the_same():
+    one, another, third = Answers(), Answers(), Answers()
+    engines = {"stock": [one], "ours": [third], "2 stock": [one, another]}
+    modes = {name: Mode(name, engines[name], tells_slo=False) for name in engines}
+    options = Options(
+        llava.TINY, 6, 2, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT, PAPER), shares=SHARES[8:]
+    )
+    asyncio.run(Bench(WORKLOADS["TextCaps"], modes, options, say=lambda line: None).run())
+    for engine in (one, another, third):
+        assert len(engine.asked) > 20 and len(set(engine.asked)) == len(engine.asked)
+    assert len(set(one.asked) & set(third.asked)) >= 2 * (4 + 6)  # all at once, and at the equal rate
+    assert not set(one.asked) & set(another.asked)
 
 
 def test_both_rules_are_applied_to_each_request():
