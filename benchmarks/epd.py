@@ -442,11 +442,11 @@ class Bench:
         name = next(iter(self.modes))
         seed = [TUNING_SEED, next(self._num_unloaded)]
         requests = self._requests(seed, self.options.num_unloaded, None)
-        rng, shape = np.random.default_rng(seed), self.options.shape
         texts = []
-        for one in requests:  # a prompt as long, of which nothing is encoded
-            words = " ".join(f"w{word}" for word in rng.integers(0, shape.vocab_size - 5, shape.num_image_tokens))
-            texts.append(replace(one, prompt=one.prompt.replace("<image>", words), image=None))
+        for one in requests:  # its own words, as often as makes a prompt as long, of which nothing is encoded
+            words = itertools.cycle(one.prompt.split()[2:])
+            text = " ".join(itertools.islice(words, self.options.shape.num_image_tokens))
+            texts.append(replace(one, prompt=one.prompt.replace("<image>", text), image=None))
         measured = self._unloaded_s
         for one, text in zip(requests, texts, strict=True):
             answer = (await run_cell(self.modes[name], [one], None)).answers[0]

@@ -109,7 +109,8 @@ def test_no_engine_is_asked_twice_and_modes_that_are_compared_are_asked_the_same
     options = Options(
         llava.TINY, 6, 2, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT, PAPER), shares=SHARES[8:]
     )
-    asyncio.run(Bench(WORKLOADS["TextCaps"], modes, options, say=lambda line: None).run())
+    for workload in ("TextCaps", "MME"):
+        asyncio.run(Bench(WORKLOADS[workload], modes, options, say=lambda line: None).run())
     for engine in (one, another, third):
         assert len(engine.asked) > 20 and len(set(engine.asked)) == len(engine.asked)
     assert len(set(one.asked) & set(third.asked)) >= 2 * (4 + 6)  # all at once, and at the equal rate
