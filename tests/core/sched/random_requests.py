@@ -10,11 +10,12 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.core.sched.test_cost import TRUE
+from tests.core.sched.costs import TRUE
 
 BLOCK_SIZE = 4
 IMAGE_TOKEN = 9
 MAX_SESSIONS, MAX_SESSION_LEN = 2, 48
+MEAN_STEP_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,6 @@ class Image:
     name: str  # two images of one name have the same content
     offset: int  # in the prompt
     length: int  # placeholders, each of one embedding
-
-
-MEAN_STEP_S = 0.01
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.sched.test_cost import TRUE
+from tests.core.sched.costs import TRUE
 from vllm_omni.core.sched.budget import BATCH_GRID, STEP, EPDConfig, FixedBudgets, SloBudgets, largest
 from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.errors import ConfigError

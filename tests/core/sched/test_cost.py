@@ -2,19 +2,8 @@ import random
 
 import pytest
 
+from tests.core.sched.costs import TRUE
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample, SampleLog, medians
-
-# About what a tiny LLaVA-1.5 takes on two cores of a CPU.
-TRUE = CostModel(
-    step_s=2.7e-3,
-    decode_s=8e-5,
-    decode_context_s=4e-7,
-    prefill_token_s=6.5e-5,
-    prefill_pair_s=1e-7,
-    encode_s=1e-3,
-    embed_s=1.4e-4,
-)
-
 
 def samples(noise: float = 0.0, seed: int = 0, num: int = 60) -> list[Sample]:
     rng = random.Random(seed)

@@ -30,12 +30,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.budget import (
-    Budgets,
-    EPDConfig,
-    FixedBudgets,
-    SloBudgets,
-)
+from vllm_omni.core.sched.budget import Budgets, EPDConfig, FixedBudgets, SloBudgets
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad
 from vllm_omni.core.sched.deadlines import Deadlines
 from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
