@@ -4,8 +4,9 @@
         [--repeats 5]
 
 Baseline: stock vLLM (``AsyncLLM`` with its own scheduler and worker) on the same checkpoint, cores and arrivals, in the
-same run; every engine is there from the start, and while one mode works the others wait. Two engines are given requests
-by least outstanding.
+same run; every engine is there from the start, and while one mode works the engines of the others are stopped: an idle
+engine has fourteen threads of gloo that wake up a hundred times a second each, and four such engines made the gaps of
+the fifth and sixth an eighth longer. Two engines are given requests by least outstanding.
 
 * ``stock``, ``ours``: one engine. ``ours`` has one difference: worker and scheduler are this project's, and each
   request tells its SLO.
@@ -201,6 +202,11 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
+class Started(NamedTuple):
+    engine: Engine
+    processes: list[psutil.Process]
+
+
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # no worker process, and its two hops a step, for anyone
 EPD: dict[str, Any] = {"tpot_ms": 50.0}  # a default: each request tells its own
 
@@ -252,25 +258,46 @@ BASELINES = {"stock": "stock", "ours": "stock", "2 stock": "2 stock", "2 EPD": "
 
 def start(names: Sequence[str], path: Path, shape: llava.Shape) -> dict[str, Mode]:
     """Modes share engines that are alike."""
-    engines: dict[Any, list[Engine]] = {}
+    engines: dict[Any, list[Started]] = {}
     modes = {}
     for name in names:
         make, number = MODES[name]
         alike = engines.setdefault(make, [])
         while len(alike) < number:
-            alike.append(make(path, shape))
+            there = _engine_processes()
+            engine = make(path, shape)
+            alike.append(Started(engine, [one for one in _engine_processes() if one not in there]))
         modes[name] = Mode(name, alike[:number], tells_slo=make is not start_stock)
     return modes
+
+
+def _engine_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if "".join(one.cmdline()).startswith("VLLM::")]
+
+
+@contextlib.contextmanager
+def only(mode: Mode, modes: Iterable[Mode]) -> Iterator[None]:
+    """Every engine that is not of this mode stands still."""
+    others = {process for one in modes for process in one.processes} - set(mode.processes)
+    try:
+        for process in others:
+            process.suspend()
+        yield
+    finally:
+        for process in others:
+            process.resume()
 
 
 class Mode:
     """Engines that take requests in turn: the one with the fewest outstanding."""
 
-    def __init__(self, name: str, engines: Sequence[Engine], tells_slo: bool) -> None:
+    def __init__(self, name: str, started: Sequence[Started], tells_slo: bool) -> None:
         self.name = name
-        self.engines = engines
+        self.engines = [engine for engine, _ in started]
+        self.processes = [process for _, processes in started for process in processes]
         self._tells_slo = tells_slo
-        self._outstanding = [0] * len(engines)
+        self._outstanding = [0] * len(started)
         self._ids = itertools.count()
 
     async def answer(self, asked: Asked, due: float, slo: Slo | None) -> Answered:
@@ -407,8 +434,10 @@ class Bench:
 
     async def run(self) -> dict[str, Any]:
         # Kernels are compiled for each size of a batch, on all sides.
-        for number, mode in enumerate(self.modes.values()):
-            await run_cell(mode, self._requests([TUNING_SEED + 2, number], self.options.num_warm, WARM_RATE), WARM_SLO)
+        for number, name in enumerate(self.modes):
+            requests = self._requests([TUNING_SEED + 2, number], self.options.num_warm, WARM_RATE)
+            async with self._only(name) as mode:
+                await run_cell(mode, requests, WARM_SLO)
         modes = list(self.modes)
         at_once: dict[str, list[float]] = {name: [] for name in modes}
         for repeat in range(self.options.repeats):
@@ -448,11 +477,12 @@ class Bench:
             text = " ".join(itertools.islice(words, self.options.shape.num_image_tokens))
             texts.append(replace(one, prompt=one.prompt.replace("<image>", text), image=None))
         measured = self._unloaded_s
-        for one, text in zip(requests, texts, strict=True):
-            answer = (await run_cell(self.modes[name], [one], None)).answers[0]
-            measured["with image"].append(answer.token_s[0])
-            measured["gaps"] += answer.gaps
-            measured["without"].append((await run_cell(self.modes[name], [text], None)).answers[0].token_s[0])
+        async with self._only(name) as mode:
+            for one, text in zip(requests, texts, strict=True):
+                answer = (await run_cell(mode, [one], None)).answers[0]
+                measured["with image"].append(answer.token_s[0])
+                measured["gaps"] += answer.gaps
+                measured["without"].append((await run_cell(mode, [text], None)).answers[0].token_s[0])
 
     def _median(self, what: str) -> float:
         return statistics.median(self._unloaded_s[what])
@@ -476,7 +506,8 @@ class Bench:
         rate = self._rate(name, where.share) if where is not None else None
         of_cell = [seed, list(MODES).index(BASELINES[name]), *(where.seed if where is not None else ())]
         requests = self._requests(of_cell, number, rate)
-        cell = await run_cell(self.modes[name], requests, self.slo(where.rule) if where is not None else None)
+        async with self._only(name) as mode:
+            cell = await run_cell(mode, requests, self.slo(where.rule) if where is not None else None)
         what = f"{rate:.2f}/s, {where.rule}" if where is not None else "all at once"
         self._say(
             f"{self.workload.name}, {name}, {what}: {number} in {cell.seconds:.1f} s; others {cell.others:.2f} cores; "
@@ -484,6 +515,12 @@ class Bench:
             f"{percentile(cell.gaps, 0.99) * 1e3:.1f} ms, TTFT p50 {percentile(cell.ttfts, 0.5) * 1e3:.0f} ms"
         )
         return cell
+
+    @contextlib.asynccontextmanager
+    async def _only(self, name: str) -> AsyncIterator[Mode]:
+        with only(self.modes[name], self.modes.values()):
+            yield self.modes[name]
+            await asyncio.sleep(REST_S)
 
     def _rate(self, name: str, share: float) -> float:
         """Of what the mode's baseline does at most, or the mode itself if there is none."""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from benchmarks.epd import (
@@ -27,10 +29,12 @@ from benchmarks.epd import (
     Cell,
     Mode,
     Options,
+    Started,
     attained,
     goals,
     goodput,
     make_requests,
+    only,
     percentile,
     run_cell,
     some_of,
@@ -105,7 +109,7 @@ class Answers:
 def test_no_engine_is_asked_twice_and_modes_that_are_compared_are_asked_the_same():
     one, another, third = Answers(), Answers(), Answers()
     engines = {"stock": [one], "ours": [third], "2 stock": [one, another]}
-    modes = {name: Mode(name, engines[name], tells_slo=False) for name in engines}
+    modes = {name: Mode(name, [Started(one, []) for one in engines[name]], tells_slo=False) for name in engines}
     options = Options(
         llava.TINY, 6, 2, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT, PAPER), shares=SHARES[8:]
     )
@@ -115,6 +119,34 @@ def test_no_engine_is_asked_twice_and_modes_that_are_compared_are_asked_the_same
         assert len(engine.asked) > 20 and len(set(engine.asked)) == len(engine.asked)
     assert len(set(one.asked) & set(third.asked)) >= 2 * (4 + 6)  # all at once, and at the equal rate
     assert not set(one.asked) & set(another.asked)
+
+
+def test_the_engines_of_other_modes_stand_still():
+    with contextlib.ExitStack() as stack:
+        one, another = (stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2))
+        stack.callback(lambda: [process.kill() for process in (one, another)])
+        engines = [Started(Answers(), [psutil.Process(process.pid)]) for process in (one, another)]
+        modes = [Mode("first", engines[:1], tells_slo=False), Mode("both", engines, tells_slo=False)]
+
+        def are_stopped(*expected):
+            deadline = time.monotonic() + 10  # a signal is not there at once
+            while time.monotonic() < deadline:
+                if tuple(_is_stopped(process.pid) for process in (one, another)) == expected:
+                    return True
+            return False
+
+        with only(modes[0], modes):
+            assert are_stopped(False, True)
+        with only(modes[1], modes):
+            assert are_stopped(False, False)
+        with pytest.raises(KeyboardInterrupt), only(modes[0], modes):
+            assert are_stopped(False, True)
+            raise KeyboardInterrupt
+        assert are_stopped(False, False)
+
+
+def _is_stopped(pid):
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 def test_both_rules_are_applied_to_each_request():

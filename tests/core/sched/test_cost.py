@@ -5,6 +5,7 @@ import pytest
 from tests.core.sched.costs import TRUE
 from vllm_omni.core.sched.cost import CostModel, LanguageLoad, Sample, SampleLog, medians
 
+
 def samples(noise: float = 0.0, seed: int = 0, num: int = 60) -> list[Sample]:
     rng = random.Random(seed)
     made = []

@@ -10,9 +10,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.core.sched.costs import TRUE
 from tests.core.sched.drive import LayeredRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
-from tests.core.sched.costs import TRUE
 from vllm_omni.core.sched.budget import SloBudgets
 from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.core.sched.deadlines import TPOT_FACTOR_OF_LOST

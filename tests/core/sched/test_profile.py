@@ -7,8 +7,8 @@ import pytest
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.request import RequestStatus
 
-from tests.core.sched.random_requests import IMAGE_TOKEN, Engine
 from tests.core.sched.costs import TRUE
+from tests.core.sched.random_requests import IMAGE_TOKEN, Engine
 from tests.core.sched.test_epd_rules import World
 from vllm_omni.core.sched.budget import SloBudgets
 from vllm_omni.core.sched.cost import LanguageLoad
