@@ -221,6 +221,15 @@ def test_every_mix_answers_as_one_engine_does(
     assert second.num_redone == before.num_redone
 
 
+def test_who_writes_nothing_leaves_busy_cores_to_those_who_write(group: InstanceGroup) -> None:
+    for name, engine in group.engines.items():
+        processes = [psutil.Process(process.pid) for process in engine._lease._started]
+        workers = [child for process in processes for child in process.children(recursive=True)]
+        computing = [one for one in workers if one.name().startswith("VLLM::")] or processes  # two ranks, or one
+        is_nice = {one.nice() > psutil.Process().nice() for one in computing}
+        assert is_nice == {"D" not in group.kinds[name]}, name
+
+
 def test_parts_of_a_request_that_was_split_sum_to_what_it_took(omni: OmniLLM, group: InstanceGroup) -> None:
     with only(group, "E|P|D"):
         prompts = [prompt_of(30), {"prompt": "<s> w30 w31"}]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +21,20 @@ from vllm_omni.worker.ar_runner import ARModelRunner
 from vllm_omni.worker.threaded_encoder import ThreadedEncoder
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+NICENESS = 10  # a tenth of the time that others get, where all cores are busy
+
 NUM_ENCODES_BESIDE = 8
 NUM_TOKENS_BESIDE = 16
+
+
+def hands_on_all(config: VllmConfig) -> bool:
+    """Whether the engine writes nothing itself: what it computes, images or prompts, others pull."""
+    kv = config.kv_transfer_config
+    return config.is_mm_encoder_only or (kv is not None and kv.kv_role == "kv_producer")
 
 
 @contextmanager
@@ -117,6 +128,10 @@ class CPUARWorker(CPUWorker):
         super().init_device()
         # Upstream builds its own runner in init_device and loads weights later, so replacing it here costs no weights.
         self.model_runner = CPUARModelRunner(self.vllm_config, self.device)
+        if hands_on_all(self.vllm_config) and parent_process() is not None:
+            # It has no gap between tokens to keep, and instances that have one may be computing on the same cores. Of
+            # this thread, which computes, and those that it starts; never in a process that is the user's.
+            os.nice(NICENESS)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
