@@ -5,8 +5,8 @@
 
 Baseline: stock vLLM (``AsyncLLM`` with its own scheduler and worker) on the same checkpoint, cores and arrivals, in the
 same run; every engine is there from the start, and while one mode works the engines of the others are stopped: an idle
-engine has fourteen threads of gloo that wake up a hundred times a second each, and four such engines made the gaps of
-the fifth and sixth an eighth longer. Two engines are given requests by least outstanding.
+engine has fourteen threads of gloo that wake up a hundred times a second each, and three of them more made the gaps of
+the others an eighth longer. Two engines are given requests by least outstanding.
 
 * ``stock``, ``ours``: one engine. ``ours`` has one difference: worker and scheduler are this project's, and each
   request tells its SLO.
