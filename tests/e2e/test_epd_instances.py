@@ -25,6 +25,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.documents import ROOT, read_blocks
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
+from tests.processes import pause, resume
 from vllm_omni import OmniLLM
 from vllm_omni.core.sched.cost import CostModel
 from vllm_omni.engine.affinity import InstanceBalance
@@ -254,12 +255,12 @@ def stopped(group: InstanceGroup, *kinds: str) -> Iterator[None]:
     """None of these instances does anything meanwhile."""
     processes = [process for kind in kinds for process in group.engines[f"language/{kind}0"]._lease._started]
     for process in processes:
-        os.kill(process.pid, signal.SIGSTOP)
+        pause(process.pid)
     try:
         yield
     finally:
         for process in processes:
-            os.kill(process.pid, signal.SIGCONT)
+            resume(process.pid)
 
 
 async def chosen(group: InstanceGroup, num_tasks: int) -> None:

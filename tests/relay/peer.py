@@ -11,12 +11,12 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.contract.relays import BACKENDS, NUM_BYTES
+from tests.processes import pause, resume
 from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.relay import Payload, TensorRef
 from vllm_omni.relay.codec import decode, encode
@@ -70,17 +70,12 @@ class Peer:
         assert self.process.exitcode == -signal.SIGKILL
 
     def pause(self) -> None:
-        """Returns when none of its threads runs any more: one that has not heard of the signal still answers."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + DEADLINE_S
-        while not _has_stopped(self.process.pid):
-            assert time.monotonic() < deadline, f"process {self.process.pid} did not stop within {DEADLINE_S} s"
-            time.sleep(POLL_S)
+        pause(self.process.pid)
 
     def resume(self) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
+        resume(self.process.pid)
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -100,11 +95,6 @@ def peers(*backends: str) -> Iterator[list[Peer]]:
             made.append(Peer(backend))
             stack.callback(made[-1].close)
         yield made
-
-
-def _has_stopped(pid: int) -> bool:
-    """Every thread; it is no child of this process, which could wait for it."""
-    return all("State:\tT" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status"))
 
 
 # -- in the process ---------------------------------------------------------------------------------------------------
