@@ -25,7 +25,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.documents import ROOT, read_blocks
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
-from tests.processes import pause, resume
+from tests.processes import paused
 from vllm_omni import OmniLLM
 from vllm_omni.core.sched.cost import CostModel
 from vllm_omni.engine.affinity import InstanceBalance
@@ -250,17 +250,9 @@ def test_parts_of_a_request_that_was_split_sum_to_what_it_took(omni: OmniLLM, gr
 # -- who is given a request --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def stopped(group: InstanceGroup, *kinds: str) -> Iterator[None]:
-    """None of these instances does anything meanwhile."""
-    processes = [process for kind in kinds for process in group.engines[f"language/{kind}0"]._lease._started]
-    for process in processes:
-        pause(process.pid)
-    try:
-        yield
-    finally:
-        for process in processes:
-            resume(process.pid)
+def pids(group: InstanceGroup, *kinds: str) -> list[int]:
+    """Of these instances' engine cores."""
+    return [process.pid for kind in kinds for process in group.engines[f"language/{kind}0"]._lease._started]
 
 
 async def chosen(group: InstanceGroup, num_tasks: int) -> None:
@@ -290,7 +282,7 @@ def test_who_has_least_to_do_is_given_the_next_request(
         await asyncio.gather(*tasks)
 
     with only(group, "P=PD|PD"):
-        with stopped(group, "P", "PD"):
+        with paused(*pids(group, "P", "PD")):
             prompt, reply, third = (omni._run(give(*request)) for request in requests)
         omni._run(end())
     assert prompt != reply
@@ -382,7 +374,7 @@ def test_who_does_not_begin_in_time_is_passed_over(omni: OmniLLM, group: Instanc
         return await reading
 
     before = group.statistics()
-    with only(group, "E|P|D|PD"), stopped(group, "D"):
+    with only(group, "E|P|D|PD"), paused(*pids(group, "D")):
         # Until it has chosen who prefills, and who decodes.
         group._work["language/PD0"] += MUCH_WORK
         assert omni._run(run()) == stock.long

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,14 @@ def is_up(server: Server) -> bool:
         return server.get("/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def engine_core(server: Server, stage: str) -> psutil.Process:
+    """Each process of a stage has left a file with its name in the server's directory."""
+    for child in psutil.Process(server.process.pid).children():
+        if any(Path(tempfile.gettempdir()).glob(f"vllm-omni-*/{stage}.{child.pid}.process")):
+            return child
+    raise AssertionError(f"no engine core of {stage}")
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,12 @@ from tests.entrypoints.openai.conftest import (
     STAGES,
     Server,
     ask,
+    engine_core,
     read_audio,
     run_example,
     wait_for,
 )
+from tests.processes import paused
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
 from tests.test_audio_format import LOSSLESS, decode
 from vllm_omni.audio_format import AUDIO_FORMATS
@@ -399,10 +401,10 @@ def test_a_client_that_leaves_ends_its_request_in_every_stage(server: Server, le
 
 
 def test_statistics_of_work(client: openai.OpenAI, server: Server) -> None:
-    chunks = ask(client, modalities=["text", "audio"], stream=True, max_tokens=100)
-    next(iter(chunks))  # may come before the first stage has the request
-    wait_for("a stage's work", lambda: server.metric("vllm_omni:num_running_activations") >= 1)
-    chunks.close()
+    with paused(engine_core(server, "talker").pid):
+        chunks = ask(client, modalities=["text", "audio"], stream=True)
+        wait_for("a stage's work", lambda: server.metric("vllm_omni:num_running_activations") >= 1)
+        chunks.close()
     wait_for("the request's end", server.holds_nothing)
 
 

@@ -1,25 +1,24 @@
 """What clients see while stages die and come back. The last file of this directory's server, which it ends."""
 
-import tempfile
-from pathlib import Path
-
 import openai
-import psutil
 import pytest
 
-from tests.entrypoints.openai.conftest import END_TIMEOUT_S, START_TIMEOUT_S, Server, ask, read_audio, wait_for
+from tests.entrypoints.openai.conftest import (
+    END_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Server,
+    ask,
+    engine_core,
+    read_audio,
+    wait_for,
+)
 from tests.entrypoints.openai.test_server import image_part, png
 
 pytestmark = pytest.mark.slow
 
 
 def kill(server: Server, stage: str) -> None:
-    """Each process of a stage has left a file with its name in the server's directory."""
-    for child in psutil.Process(server.process.pid).children():
-        if any(Path(tempfile.gettempdir()).glob(f"vllm-omni-*/{stage}.{child.pid}.process")):
-            child.kill()
-            return
-    raise AssertionError(f"no engine core of {stage}")
+    engine_core(server, stage).kill()
 
 
 def states(server: Server) -> dict[str, str]:
