@@ -1,0 +1,64 @@
+"""Instances whose caches go by other transports than shared memory: they answer as one engine does."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import MARKS, STOCK, greedy, stock_answers, tokens_of
+from tests.e2e.test_epd_instances import count_leases, make_prompts
+from vllm_omni import OmniLLM
+from vllm_omni.engine.instances import InstanceGroup
+from vllm_omni.model_executor.models.language import tiny_llava as llava
+from vllm_omni.relay.hub import INLINE_BYTES
+
+pytestmark = MARKS
+
+PROMPTS = make_prompts()[1:6]  # a text, and four with an image each
+RELEASED_S = 20.0
+
+# Embeddings that do not ride in their reference.
+SHAPE = llava.Shape(image_size=112, hidden_size=128)
+assert SHAPE.num_image_tokens * SHAPE.hidden_size * 4 > INLINE_BYTES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llava.build(tmp_path_factory.mktemp("llava"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    return tokens_of(stock_answers(checkpoint, PROMPTS))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl", "mooncake"])
+def test_embeddings_and_pages_go_over_any_transport(
+    transport: str, checkpoint: Path, expected: list[list[int]]
+) -> None:
+    # However slow the machine is: what is not pulled in time would be computed again.
+    epd = {"instances": "E:1,P:1,D:1", "transport": transport, "relay_bytes": 64 << 20, "admission_timeout_s": 300}
+    with OmniLLM(checkpoint, **STOCK, epd=epd) as omni:
+        assert tokens_of(omni.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
+        group = omni.engine.orchestrator.nodes["language"]
+        assert isinstance(group, InstanceGroup)
+        statistics = group.statistics()
+        of_relay = {name: omni._run(engine.relay_statistics())[0][transport] for name, engine in group.engines.items()}
+        omni._run(omni.engine.reset_mm_cache())
+        assert omni._run(holds_nothing(group))
+    assert statistics.num_tasks == {"language/E0": 4, "language/P0": 5, "language/D0": 5}
+    assert (statistics.num_encoded, statistics.num_migrations, statistics.num_redone) == (4, 5, 0)
+    counts = {name: (one["num_puts"], one["num_gets"]) for name, one in of_relay.items()}
+    assert counts == {"language/E0": (4, 0), "language/P0": (5, 4), "language/D0": (0, 5)}
+
+
+async def holds_nothing(group: InstanceGroup) -> bool:
+    """Whether every lease ends: between hosts, a release is a message."""
+    leases: dict[str, Any] = {}
+    for _ in range(int(RELEASED_S / 0.02)):
+        leases = await count_leases(group)
+        if not any(leases.values()):
+            return True
+        await asyncio.sleep(0.02)
+    return False
