@@ -18,7 +18,7 @@ TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 TINY := build/tiny/qwen2_5_omni
-TINY_SOURCES := $(shell find vllm_omni -name 'tiny*.py')
+TINY_SOURCES := $(wildcard vllm_omni/testing/*.py)
 
 # No network, and the small machine's settings of vLLM's CPU backend.
 RUN_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING \

@@ -42,11 +42,11 @@ import torch
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig, QwenImageTransformer2DModel
 from torch import Tensor
 
-from vllm_omni.diffusion_params import DiffusionParams
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest
-from vllm_omni.model_executor.diffusion.row_cache import RowCache
-from vllm_omni.model_executor.diffusion.stepper import PipelineStepper
-from vllm_omni.model_executor.models.diffusers import tiny
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.request import DiffusionRequest
+from vllm_omni.diffusion.row_cache import RowCache
+from vllm_omni.diffusion.stepper import PipelineStepper
+from vllm_omni.testing import diffusion as tiny
 
 WIDTHS = (1, 2, 4, 8)
 ONE_BY_ONE, LIST, OURS = "one by one", "as a list", "stepped together"

@@ -43,11 +43,11 @@ import torch
 from tests.reference.media import Case, format_prompt, make_video
 from vllm_omni.config import load_config
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.model_executor.models.qwen2_5_omni.tiny import TinyShape, build
+from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.hub import RelayHub, RelayOptions
+from vllm_omni.testing.qwen2_5_omni import TinyShape, build
 
 SHAPE = TinyShape(
     head_dim=64,

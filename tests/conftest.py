@@ -64,7 +64,7 @@ def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2.5-Omni that never ends by itself; tests that change it copy it first."""
-    from vllm_omni.model_executor.models.qwen2_5_omni import tiny  # imports transformers
+    from vllm_omni.testing import qwen2_5_omni as tiny  # imports transformers
 
     return tiny.build(tmp_path_factory.mktemp("tiny"))
 
@@ -72,6 +72,6 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of a tiny pipeline of diffusers -> its checkpoint; tests that change it copy it first."""
-    from vllm_omni.model_executor.models.diffusers import tiny
+    from vllm_omni.testing import diffusion as tiny
 
     return cache(lambda name: tiny.build(tmp_path_factory.mktemp(name), name))

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 __all__ = ["AsyncOmni", "DiffusionParams", "Omni", "OmniLLM", "__version__"]
 
 if TYPE_CHECKING:
-    from vllm_omni.diffusion_params import DiffusionParams
+    from vllm_omni.config.diffusion_params import DiffusionParams
     from vllm_omni.entrypoints.async_omni import AsyncOmni
     from vllm_omni.entrypoints.omni_llm import OmniLLM
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     if name == "DiffusionParams":
-        from vllm_omni.diffusion_params import DiffusionParams
+        from vllm_omni.config.diffusion_params import DiffusionParams
 
         return DiffusionParams
     if name not in ("AsyncOmni", "Omni", "OmniLLM"):

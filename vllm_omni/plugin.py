@@ -46,6 +46,6 @@ def register() -> None:
     # Our lines go where vLLM's go, and obey what it was told about levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")
 
-    from vllm_omni.engine.run_directory import enter_stage_process
+    from vllm_omni.process.run_directory import enter_stage_process
 
     enter_stage_process()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.model_executor.models.language import tiny_llava as llava
+from vllm_omni.testing import llava as llava
 
 
 @pytest.fixture(scope="session")

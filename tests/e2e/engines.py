@@ -12,8 +12,8 @@ from PIL import Image
 from vllm import LLM, SamplingParams, envs
 from vllm.outputs import RequestOutput
 
-from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.relay import hub as relay_hub
+from vllm_omni.testing import llava as llava
 
 MARKS = [
     pytest.mark.slow,

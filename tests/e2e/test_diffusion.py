@@ -16,10 +16,10 @@ from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
 from vllm_omni import AsyncOmni
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import CallAborted, InvalidRequest
-from vllm_omni.model_executor.models.diffusers import tiny
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.testing import diffusion as tiny
 
 pytestmark = [
     pytest.mark.slow,

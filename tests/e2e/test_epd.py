@@ -10,10 +10,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.e2e.engines import MARKS, OMNI, engine_here, greedy, make_image, tokens_of
-from vllm_omni.core.sched.cost import CostModel
 from vllm_omni.core.sched.profile import PREFIX
-from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDSchedulerOutput
-from vllm_omni.model_executor.models.language import tiny_llava as llava
+from vllm_omni.epd.cost import CostModel
+from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.testing import llava as llava
 
 pytestmark = MARKS
 

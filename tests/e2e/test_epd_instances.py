@@ -27,13 +27,13 @@ from tests.documents import ROOT, read_blocks
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
 from tests.processes import paused
 from vllm_omni import OmniLLM
-from vllm_omni.core.sched.cost import CostModel
-from vllm_omni.engine.affinity import InstanceBalance
 from vllm_omni.engine.instances import WORK_UNITS, InstanceGroup
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.engine.stage import StageState, StageStatus
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.epd.affinity import InstanceBalance
+from vllm_omni.epd.cost import CostModel
 from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
 
 pytestmark = MARKS

@@ -18,7 +18,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.stage import StageState
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.models.language.tiny_llava import TINY
+from vllm_omni.testing.llava import TINY
 
 pytestmark = MARKS
 

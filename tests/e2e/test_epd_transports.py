@@ -10,8 +10,8 @@ from tests.e2e.engines import MARKS, STOCK, greedy, stock_answers, tokens_of
 from tests.e2e.test_epd_instances import count_leases, make_prompts
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
-from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.relay.hub import INLINE_BYTES
+from vllm_omni.testing import llava as llava
 
 pytestmark = MARKS
 

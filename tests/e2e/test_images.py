@@ -17,8 +17,8 @@ from PIL import Image
 
 from tests.documents import ROOT, read_blocks
 from tests.entrypoints.openai.conftest import Server, run_example, serve, wait_for
-from tests.test_image_format import decode
-from vllm_omni.model_executor.models.diffusers import tiny
+from tests.media.test_image import decode
+from vllm_omni.testing import diffusion as tiny
 
 pytestmark = [
     pytest.mark.slow,

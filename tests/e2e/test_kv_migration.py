@@ -20,7 +20,7 @@ from tests.e2e.engines import (
     stock_answers,
     tokens_of,
 )
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
+from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 

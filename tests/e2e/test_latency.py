@@ -12,8 +12,8 @@ from tests.e2e.engines import STOCK, make_image
 from vllm_omni import OmniLLM
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.models.language import tiny_llava as llava
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.testing import llava as llava
 
 pytestmark = pytest.mark.slow
 

@@ -22,11 +22,11 @@ from tests.reference.media import CASES, Case
 from tests.reference.qwen2_5_omni import Answer, Reference, Reply
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
-from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import StreamReader
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 HIDDEN_STATE_TOLERANCE = 2e-5
 WAVEFORM_TOLERANCE = 1e-5

@@ -11,11 +11,11 @@ from tests.e2e.test_qwen2_5_omni_parity import HIDDEN_STATE_TOLERANCE, MAX_TOKEN
 from tests.reference.media import CASES
 from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.config import load_config
-from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import StageEngine
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
+from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 
 def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> StageEngine:

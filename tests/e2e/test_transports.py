@@ -14,7 +14,7 @@ from tests.e2e.test_qwen2_5_omni_parity import MAX_CODES, MAX_TOKENS, WAVEFORM_T
 from tests.reference.media import CASES
 from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 
 class Deployment(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 
-from vllm_omni.engine.run_directory import Lease, enter_stage_process
+from vllm_omni.process.run_directory import Lease, enter_stage_process
 
 LIFE_S = 200.0
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.core.sched.diffusion import shape_of
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.engine.diffusion_request import make_sampling_params, read_request
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.messages.stage_step import STAGE_ARGS
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 

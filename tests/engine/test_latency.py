@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni.engine.latency import PARTS, break_down
-from vllm_omni.timeline import Mark, StageTimes, Task, TaskNotes, Timeline, task_of
+from vllm_omni.messages.timeline import Mark, StageTimes, Task, TaskNotes, Timeline, task_of
 
 
 def make_timeline(task: Task, *marks: tuple[Mark, float]) -> Timeline:

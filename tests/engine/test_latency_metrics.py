@@ -8,9 +8,9 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.errors import CallAborted, InvalidRequest, StageFailed
+from vllm_omni.messages.slo import Slo
+from vllm_omni.messages.timeline import Mark, Task, TaskNotes, Timeline
 from vllm_omni.model_executor.pipeline import RequestContext
-from vllm_omni.slo import Slo
-from vllm_omni.timeline import Mark, Task, TaskNotes, Timeline
 
 SLOS = {"thinker": Slo(ttft_ms=1000, tpot_ms=100)}
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_omni.engine.metrics import StageMetrics
-from vllm_omni.engine.run_directory import Lease
+from vllm_omni.process.run_directory import Lease
 
 
 @pytest.fixture

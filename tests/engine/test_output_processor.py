@@ -9,10 +9,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.timeline import TIMELINE, Mark, Task, Timeline
 from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.hub import RelayHub, RelayOptions
-from vllm_omni.timeline import TIMELINE, Mark, Task, Timeline
 
 hub = RelayHub(RelayOptions())
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 from vllm_omni.config import load_config
 from vllm_omni.engine.stage import Door, StageEngine
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.models.language import tiny_llava as llava
 from vllm_omni.model_executor.pipeline import load_pipeline
+from vllm_omni.testing import llava as llava
 
 
 async def test_a_closed_door_keeps_new_requests_out_and_lets_those_inside_be() -> None:

@@ -16,8 +16,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_omni import __version__
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
-from vllm_omni.model_executor.models.language import tiny_llava
 from vllm_omni.plugin import register
+from vllm_omni.testing import llava as tiny_llava
 
 VLLM = Path(sys.executable).with_name("vllm")
 

@@ -19,16 +19,16 @@ import soundfile
 import yaml
 
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
-from tests.test_image_format import decode
+from tests.media.test_image import decode
 from vllm_omni.config import load_config
+from vllm_omni.config.epd import BUDGET_KEYS
 from vllm_omni.engine.instances import make_instances
 from vllm_omni.entrypoints.cli.generate import parse_generate_args
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.entrypoints.cli.quiet import VARIABLES
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
-from vllm_omni.epd_config import BUDGET_KEYS
-from vllm_omni.model_executor.models.language import tiny_llava
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
+from vllm_omni.testing import llava as tiny_llava
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

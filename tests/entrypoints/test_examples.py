@@ -8,10 +8,10 @@ import pytest
 import soundfile
 from PIL import Image
 
-from tests.test_image_format import decode as decode_image
-from tests.test_video_format import decode
-from vllm_omni.model_executor.models.diffusers import tiny
-from vllm_omni.model_executor.models.language import tiny_llava as llava
+from tests.media.test_image import decode as decode_image
+from tests.media.test_video import decode
+from vllm_omni.testing import diffusion as tiny
+from vllm_omni.testing import llava as llava
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

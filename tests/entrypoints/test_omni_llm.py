@@ -21,10 +21,10 @@ from vllm_omni import AsyncOmni, Omni, OmniLLM
 from vllm_omni.config import load_config
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.plugin import register
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 PROMPT = format_prompt("Hello, who are you?")
 SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperature": 0.0, "max_tokens": 20}}

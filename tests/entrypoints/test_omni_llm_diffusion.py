@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni import DiffusionParams, OmniLLM
 from vllm_omni.errors import InvalidRequest, OmniError
-from vllm_omni.model_executor.models.diffusers import tiny
+from vllm_omni.testing import diffusion as tiny
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.kv.paged_engine import BLOCK_SIZE, PagedEngine, answer, release
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv import page_relay
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
+from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.relay.base import TensorRef
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 

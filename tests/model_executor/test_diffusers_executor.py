@@ -15,14 +15,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import make_sampling_params
 from vllm_omni.model_executor.diffusers_executor import DiffusersPipelineExecutor
-from vllm_omni.model_executor.models.diffusers import tiny
 from vllm_omni.plugin import register
 from vllm_omni.relay import hub, unpack
+from vllm_omni.testing import diffusion as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")
 
@@ -351,7 +351,7 @@ def test_sleep_level_1_says_that_it_frees_nothing_on_a_cpu(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Heard where it is said: vLLM's logger, our parent, does not propagate, and a command line may have silenced it.
-    logger = logging.getLogger("vllm_omni.model_executor.pipeline_weights")
+    logger = logging.getLogger("vllm_omni.diffusion.pipeline_weights")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     caplog.set_level(logging.WARNING, logger=logger.name)
     engine.executor.sleep(level=1)

@@ -13,8 +13,8 @@ from transformers import (
     LlavaNextProcessor,
 )
 
-from vllm_omni.model_executor.models.language import tiny_llava as llava
-from vllm_omni.model_executor.models.language.tiny_llava import TINY
+from vllm_omni.testing import llava as llava
+from vllm_omni.testing.llava import TINY
 
 PINPOINTS = [[TINY.image_size, 2 * TINY.image_size], [2 * TINY.image_size, TINY.image_size]]
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from vllm_omni.model_executor.models.language import tiny_llava as llava
+from vllm_omni.testing import llava as llava
 
 SPECIAL_WORDS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 PATCH_SIZE, MERGE_SIZE = 14, 2

@@ -7,7 +7,7 @@ import torch
 
 from tests.reference.media import CASES, Case, make_audio, make_video, write_mp4, write_wav
 from tests.reference.qwen2_5_omni import Reference
-from vllm_omni.model_executor.models.qwen2_5_omni.tiny import build
+from vllm_omni.testing.qwen2_5_omni import build
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from msgspec import structs
 from PIL import Image
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.names import suggest
 
 ENGINE_PROMPT = {"prompt_token_ids": [0]}

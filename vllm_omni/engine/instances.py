@@ -25,20 +25,20 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
-from vllm_omni.core.sched.budget import EPDConfig
-from vllm_omni.engine.affinity import InstanceBalance, cache_keys
-from vllm_omni.engine.image_store import ImageStore, ImageStoreStatistics, StoredImage
+from vllm_omni.config.epd import Instance, needless_encoder, no_encoder
 from vllm_omni.engine.stage import StageEngine, StageNode, StageState, StageStatus
-from vllm_omni.engine.tasks import Load, Offer, find_offers, may_resume
-from vllm_omni.epd_config import Instance, needless_encoder, no_encoder
+from vllm_omni.epd.affinity import InstanceBalance, cache_keys
+from vllm_omni.epd.budget import EPDConfig
+from vllm_omni.epd.image_store import ImageStore, ImageStoreStatistics, StoredImage
+from vllm_omni.epd.tasks import Load, Offer, find_offers, may_resume
 from vllm_omni.errors import ConfigError, RelayError, StageFailed, StageUnavailable
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.relay import Payload
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub
-from vllm_omni.slo import SLO_ARGS
 
 logger = logging.getLogger(__name__)
 

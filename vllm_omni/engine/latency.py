@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from vllm_omni.timeline import Mark, Task, Timeline
+from vllm_omni.messages.timeline import Mark, Task, Timeline
 
 
 class Part(StrEnum):

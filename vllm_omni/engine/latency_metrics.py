@@ -13,9 +13,9 @@ from vllm.config import VllmConfig
 from vllm_omni.engine.latency import break_down
 from vllm_omni.engine.metrics import STAGE_LABEL
 from vllm_omni.errors import CallAborted, InvalidRequest
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
+from vllm_omni.messages.epd_step import EPD_CONFIG
+from vllm_omni.messages.slo import Slo, SloReport, SloWatch
 from vllm_omni.model_executor.pipeline import RequestContext
-from vllm_omni.slo import Slo, SloReport, SloWatch
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 
-from vllm_omni.engine.run_directory import Lease
+from vllm_omni.process.run_directory import Lease
 
 STAGE_LABEL = "stage"
 SERVER_LABEL = "server"

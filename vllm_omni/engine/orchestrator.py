@@ -23,23 +23,23 @@ from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.instances import InstanceGroup, check_mix, make_instances
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.request_processor import RequestProcessor
-from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import Door, StageEngine, StageNode, StageState
 from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.slo import Slo, slo_of
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
 from vllm_omni.model_executor.step_threads import NUM_STAGES
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
-from vllm_omni.slo import Slo, slo_of
 
 logger = logging.getLogger(__name__)
 

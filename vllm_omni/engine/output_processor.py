@@ -14,12 +14,12 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
-from vllm_omni.outputs import OmniRequestOutput, merge_multimodal
+from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
+from vllm_omni.messages.slo import SLO_ARGS
+from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
 from vllm_omni.relay import Payload, unpack
 from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub
-from vllm_omni.slo import SLO_ARGS
-from vllm_omni.timeline import TIMELINE, TaskNotes, Timeline
 
 Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 """Puts one payload of the engine into the output that goes to the stage's caller."""

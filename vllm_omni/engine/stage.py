@@ -33,26 +33,26 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import StageConfig
-from vllm_omni.core.sched.budget import EPDConfig
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.config.epd import Instance
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.engine.request_processor import RequestProcessor
-from vllm_omni.engine.run_directory import Lease
-from vllm_omni.epd_config import Instance
+from vllm_omni.epd.budget import EPDConfig
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
+from vllm_omni.messages.epd_step import EPD_CONFIG
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.process.run_directory import Lease
 from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import RelayHub
-from vllm_omni.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.worker.platforms import ar_worker_cls
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from vllm_omni import envs
-from vllm_omni.engine.run_directory import RunDirectory
 from vllm_omni.engine.stage import StageEngine, StageState, StageStatus
 from vllm_omni.errors import StageFailed
+from vllm_omni.process.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

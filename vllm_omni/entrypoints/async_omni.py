@@ -23,14 +23,14 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_type
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from vllm_omni.config import StageConfig  # noqa: E402
 from vllm_omni.engine.refusal import refusal  # noqa: E402
 from vllm_omni.entrypoints.async_omni import AsyncOmni, ParamsList  # noqa: E402
 from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
-from vllm_omni.outputs import OmniRequestOutput, Progress  # noqa: E402
+from vllm_omni.messages.outputs import OmniRequestOutput, Progress  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

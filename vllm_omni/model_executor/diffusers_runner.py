@@ -15,10 +15,15 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.loading import load_pipeline, resolve_dtype
+from vllm_omni.diffusion.pipeline_weights import PipelineWeights
+from vllm_omni.diffusion.request import DiffusionRequest, frame_rate
+from vllm_omni.diffusion.row_cache import RowCache
+from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.denoise_step import (
+from vllm_omni.messages.denoise_step import (
     DenoiseOutput,
     DenoiseSchedulerOutput,
     Failure,
@@ -26,12 +31,7 @@ from vllm_omni.model_executor.denoise_step import (
     make_failure,
     make_output,
 )
-from vllm_omni.model_executor.diffusion.loading import load_pipeline, resolve_dtype
-from vllm_omni.model_executor.diffusion.request import DiffusionRequest, frame_rate
-from vllm_omni.model_executor.diffusion.row_cache import RowCache
-from vllm_omni.model_executor.diffusion.stepper import PipelineStepper, StepOutcome
-from vllm_omni.model_executor.pipeline_weights import PipelineWeights
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import process_hub
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import EdgeConfig, added_pipelines
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.timeline import StageTimes, Task, TaskNotes
 from vllm_omni.relay import Payload
-from vllm_omni.timeline import StageTimes, Task, TaskNotes
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",

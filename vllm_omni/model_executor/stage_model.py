@@ -16,20 +16,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.relay import StreamWriter
-
-STAGE_ARGS = "omni"
-"""Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
-
-``publish`` (bool)            publish the stage's rows for the next stage
-``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order; where one has a stream, its
-                              rows follow those of the payloads while the request runs
-``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; so many rows
-                              fewer than tokens must be there before a step
-anything else                 arguments of the model (speaker, seed, codec_ids, ...)
-"""
 
 
 @dataclass
@@ -55,22 +43,6 @@ class StepRequest(NamedTuple):
     start: int  # position of its first token of this step in the request's sequence
     num_tokens: int
     offset: int  # of its first token in the batch's flat token dimension
-
-
-class StreamUpdate(NamedTuple):
-    """What came for a request since its last step."""
-
-    rows: torch.Tensor | None  # [n, size], host; None: none
-    last: bool  # none follow
-    error: str = ""  # why none follow, if the stream broke
-
-
-@dataclass
-class StreamSchedulerOutput(SchedulerOutput):
-    """vLLM's, with the rows that the step needs."""
-
-    # request id -> what is new; only requests that this step schedules
-    streams: dict[str, StreamUpdate] = field(default_factory=dict)
 
 
 @runtime_checkable

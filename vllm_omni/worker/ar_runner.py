@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.model_executor.epd_step import (
+from vllm_omni.messages.epd_step import (
     EPD_CONFIG,
     EncodeBatch,
     EncodeReport,
@@ -28,14 +28,13 @@ from vllm_omni.model_executor.epd_step import (
     EPDSchedulerOutput,
     encodes_in_thread,
 )
+from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.model_executor.stage_model import (
-    STAGE_ARGS,
     ConsumesPayload,
     HasOwnPositions,
     PublishesRows,
     RequestInfo,
     StepRequest,
-    StreamSchedulerOutput,
 )
 from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.codec import decode

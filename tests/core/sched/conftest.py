@@ -2,9 +2,9 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_config
 from vllm_omni.plugin import register
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The costs of a machine that the schedulers' tests think up."""
 
-from vllm_omni.core.sched.cost import CostModel
+from vllm_omni.epd.cost import CostModel
 
 # About what a tiny LLaVA-1.5 takes on two cores of a CPU.
 TRUE = CostModel(

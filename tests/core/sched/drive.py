@@ -30,11 +30,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests import text_model
 from tests.core.sched.random_requests import BLOCK_SIZE, MEAN_STEP_S, Engine, PlannedRequest, Stream
-from vllm_omni.core.sched.budget import SloBudgets
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.timeline import TimedScheduler
+from vllm_omni.epd.budget import SloBudgets
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
-from vllm_omni.model_executor.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.relay import InlineRelay, Payload
 from vllm_omni.relay.codec import encode
 

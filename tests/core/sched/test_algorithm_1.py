@@ -9,7 +9,7 @@ from tests.core.sched.algorithm_1 import Limits, State, View, algorithm_1
 from tests.core.sched.drive import LayeredRunner, drive, make_scheduler
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest, Stream
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
 
 IMAGE_LENGTHS = [1, 3, 8, 20]  # an image's name says which
 NUM_PARTS = 4

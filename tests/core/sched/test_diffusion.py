@@ -17,11 +17,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
-from vllm_omni.diffusion_config import DIFFUSION
-from vllm_omni.model_executor.denoise_step import Failure, PendingCall, make_output
-from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.messages.cache_update import DiTCacheUpdate
+from vllm_omni.messages.denoise_step import Failure, PendingCall, make_output
+from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay import Payload, unpack
 
 

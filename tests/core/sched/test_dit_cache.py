@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
-from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
+from vllm_omni.messages.cache_update import DiTCacheUpdate
 
 
 class Clock:

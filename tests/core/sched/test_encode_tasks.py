@@ -31,7 +31,7 @@ from tests.core.sched.random_requests import (
     with_slos,
 )
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
-from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False, ec_role="ec_both")
 

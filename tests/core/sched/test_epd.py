@@ -28,7 +28,7 @@ from tests.core.sched.random_requests import (
     with_slos,
 )
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
+from vllm_omni.messages.epd_step import EPD_CONFIG
 
 NUM_STREAMS = int(os.environ.get("FUZZ_CASES", "20000")) // 50  # a stream is worth many of the other fuzz tests' cases
 

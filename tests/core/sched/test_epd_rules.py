@@ -13,13 +13,13 @@ from vllm.v1.request import Request, RequestStatus
 from tests.core.sched.costs import TRUE
 from tests.core.sched.drive import LayeredRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
-from vllm_omni.core.sched.budget import SloBudgets
-from vllm_omni.core.sched.cost import LanguageLoad
-from vllm_omni.core.sched.deadlines import TPOT_FACTOR_OF_LOST
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
-from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDSchedulerOutput
-from vllm_omni.model_executor.stage_model import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.epd.budget import SloBudgets
+from vllm_omni.epd.cost import LanguageLoad
+from vllm_omni.epd.deadlines import TPOT_FACTOR_OF_LOST
+from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.relay import InlineRelay, Payload
 from vllm_omni.relay.codec import encode
 from vllm_omni.relay.shm import ShmRelay

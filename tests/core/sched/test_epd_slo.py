@@ -14,10 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.core.sched.drive import LayeredRunner, SynthesisedRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.model_executor.epd_step import EPD_CONFIG
-from vllm_omni.slo import Slo, attainment, judge
+from vllm_omni.epd.cost import CostModel, LanguageLoad
+from vllm_omni.messages.epd_step import EPD_CONFIG
+from vllm_omni.messages.slo import Slo, attainment, judge
 
 # Alone an encode takes 15 decode steps, and a prompt 5: the ratios of a LLaVA-1.5.
 NUM_EMBEDS, NUM_TEXT = 60, 8

@@ -10,10 +10,10 @@ from vllm.v1.request import RequestStatus
 from tests.core.sched.costs import TRUE
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine
 from tests.core.sched.test_epd_rules import World
-from vllm_omni.core.sched.budget import SloBudgets
-from vllm_omni.core.sched.cost import LanguageLoad
 from vllm_omni.core.sched.profile import PREFIX, DummyImage
-from vllm_omni.model_executor.epd_step import EPDSchedulerOutput
+from vllm_omni.epd.budget import SloBudgets
+from vllm_omni.epd.cost import LanguageLoad
+from vllm_omni.messages.epd_step import EPDSchedulerOutput
 
 ENGINE = Engine(max_num_batched_tokens=64, encoder_cache_size=100, num_blocks=1000)
 NUM_EMBEDS = 40

@@ -10,8 +10,8 @@ from tests.core.sched.drive import LayeredRunner, SynthesisedRunner, assert_same
 from tests.core.sched.drive import make_scheduler as make_any_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest, make_stream
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.model_executor.epd_step import EPD_CONFIG, EPDModelRunnerOutput
-from vllm_omni.timeline import TIMELINE, TIMELINES, Mark, Task, Timeline
+from vllm_omni.messages.epd_step import EPD_CONFIG, EPDModelRunnerOutput
+from vllm_omni.messages.timeline import TIMELINE, TIMELINES, Mark, Task, Timeline
 
 ENGINE = Engine(max_num_batched_tokens=16, prefix_caching=False)
 

@@ -15,10 +15,10 @@ import pytest
 
 from tests.entrypoints.test_cli import refused
 from tests.test_imports import run_without_vllm
-from vllm_omni.engine import run_directory
 from vllm_omni.entrypoints.cli import doctor
 from vllm_omni.entrypoints.cli.doctor import Findings
 from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.process import run_directory
 
 TIMEOUT_S = 20.0
 OURS = {"vllm_omni": "vllm_omni.plugin:register"}
@@ -221,7 +221,7 @@ def test_doctor_works_without_vllm() -> None:
 
 SERVER = """
 import sys, time
-from vllm_omni.engine.run_directory import RunDirectory
+from vllm_omni.process.run_directory import RunDirectory
 
 directory = RunDirectory()
 (directory.path / f"vllm_dist_{sys.argv[1]}").write_text("1234")

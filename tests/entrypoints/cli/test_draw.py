@@ -14,12 +14,12 @@ from PIL import Image
 from vllm.outputs import RequestOutput
 
 from tests.entrypoints.test_cli import refused
-from tests.test_image_format import decode, make_pixels
-from tests.test_video_format import decode as decode_video
+from tests.media.test_image import decode, make_pixels
+from tests.media.test_video import decode as decode_video
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.entrypoints.cli.draw import tell
-from vllm_omni.model_executor.models.diffusers import tiny
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.testing import diffusion as tiny
 
 VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 

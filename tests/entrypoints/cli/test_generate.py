@@ -18,7 +18,7 @@ from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.entrypoints.cli.generate import tell
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.errors import OmniError
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 QUESTION = "What is this, and what did you hear?\n"
 NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and where it begins and ends

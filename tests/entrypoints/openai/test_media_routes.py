@@ -13,15 +13,15 @@ import pytest
 import soundfile
 import torch
 
-from tests.test_image_format import decode as decode_image
-from tests.test_image_format import make_pixels
-from tests.test_video_format import decode as decode_video
+from tests.media.test_image import decode as decode_image
+from tests.media.test_image import make_pixels
+from tests.media.test_video import decode as decode_video
 from vllm_omni import AsyncOmni
+from vllm_omni.diffusion.loading import load_pipeline
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
-from vllm_omni.image_format import IMAGE_FORMATS, encode_image, to_image
-from vllm_omni.model_executor.diffusion.loading import load_pipeline
-from vllm_omni.model_executor.models.diffusers import tiny
+from vllm_omni.media.image import IMAGE_FORMATS, encode_image, to_image
+from vllm_omni.testing import diffusion as tiny
 
 pytestmark = pytest.mark.slow
 

@@ -27,10 +27,10 @@ from tests.entrypoints.openai.conftest import (
     run_example,
     wait_for,
 )
+from tests.media.test_audio import LOSSLESS, decode
 from tests.processes import paused
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
-from tests.test_audio_format import LOSSLESS, decode
-from vllm_omni.audio_format import AUDIO_FORMATS
+from vllm_omni.media.audio import AUDIO_FORMATS
 
 pytestmark = pytest.mark.slow
 

@@ -25,11 +25,11 @@ from tests.entrypoints.openai.conftest import (
     run_example,
     wait_for,
 )
-from tests.test_audio_format import LOSSLESS, decode, make_sound
-from vllm_omni.audio_format import AUDIO_FORMATS, AudioEncoder, encode_audio
+from tests.media.test_audio import LOSSLESS, decode, make_sound
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.speech import Speech
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 NUM_SAMPLES = NUM_CODES * SAMPLES_PER_CODE
 SAY = {"input": "Hello, world.", "model": "tiny", "voice": "Chelsie", "seed": 0, "max_new_tokens": NUM_CODES}

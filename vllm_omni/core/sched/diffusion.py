@@ -20,10 +20,10 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
-from vllm_omni.diffusion_config import DIFFUSION, DiffusionConfig
-from vllm_omni.model_executor.denoise_step import DenoiseOutput, DenoiseSchedulerOutput, Failure, PendingCall
-from vllm_omni.model_executor.stage_model import STAGE_ARGS
+from vllm_omni.messages.denoise_step import DenoiseOutput, DenoiseSchedulerOutput, Failure, PendingCall
+from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay import Payload, pack, unpack
 from vllm_omni.relay.hub import process_hub
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_omni.model_executor.diffusion.cache_update import DiTCacheUpdate
+from vllm_omni.messages.cache_update import DiTCacheUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,16 +30,16 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.budget import Budgets, EPDConfig, FixedBudgets, SloBudgets
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad
-from vllm_omni.core.sched.deadlines import Deadlines
 from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.profile import Profile
 from vllm_omni.core.sched.timeline import TimedScheduler
+from vllm_omni.epd.budget import Budgets, EPDConfig, FixedBudgets, SloBudgets
+from vllm_omni.epd.cost import CostModel, LanguageLoad
+from vllm_omni.epd.deadlines import Deadlines
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport, parse_params
-from vllm_omni.model_executor.epd_step import (
+from vllm_omni.messages.epd_step import (
     EPD_CONFIG,
     EncodeItem,
     EncodeReport,
@@ -47,8 +47,8 @@ from vllm_omni.model_executor.epd_step import (
     EPDSchedulerOutput,
     encodes_in_thread,
 )
-from vllm_omni.slo import Slo, slo_of
-from vllm_omni.timeline import Mark
+from vllm_omni.messages.slo import Slo, slo_of
+from vllm_omni.messages.timeline import Mark
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
-from vllm_omni.core.sched.budget import BATCH_GRID, FixedBudgets, SloBudgets
-from vllm_omni.core.sched.cost import CostModel, LanguageLoad, SampleLog, medians
+from vllm_omni.epd.budget import BATCH_GRID, FixedBudgets, SloBudgets
+from vllm_omni.epd.cost import CostModel, LanguageLoad, SampleLog, medians
 
 logger = logging.getLogger(__name__)
 

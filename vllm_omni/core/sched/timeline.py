@@ -16,8 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.model_executor.epd_step import EPDModelRunnerOutput
-from vllm_omni.timeline import TIMELINE, TIMELINES, Mark, Task, Timeline, task_of
+from vllm_omni.messages.epd_step import EPDModelRunnerOutput
+from vllm_omni.messages.timeline import TIMELINE, TIMELINES, Mark, Task, Timeline, task_of
 
 
 class TimedScheduler(StreamScheduler):

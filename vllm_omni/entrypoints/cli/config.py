@@ -14,7 +14,7 @@ from vllm.logger import configure_logging_from_args
 
 from vllm_omni import __version__
 from vllm_omni.config import CHUNK_KEYS, DIFFUSERS, MODEL_INDEX, OmniConfig, Origin, StageConfig, dump_value
-from vllm_omni.diffusion_config import DiffusionConfig
+from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout

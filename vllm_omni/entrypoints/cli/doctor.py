@@ -21,11 +21,11 @@ from typing import Any
 import vllm_omni
 from vllm_omni import envs
 from vllm_omni.compat import SUPPORTED_VLLM, check_vllm_version
-from vllm_omni.engine.run_directory import SHM, Leftover, find_leftovers, remove_leftover
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.entrypoints.cli.quiet import hush, only_the_answer_on_stdout
 from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
+from vllm_omni.process.run_directory import SHM, Leftover, find_leftovers, remove_leftover
 
 DISTRIBUTION = "vllm-omni"
 PLUGIN_GROUP = "vllm.general_plugins"

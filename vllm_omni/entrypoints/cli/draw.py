@@ -11,12 +11,12 @@ from typing import Any, TextIO
 from PIL import Image, UnidentifiedImageError
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.diffusion_config import DiffusionConfig
-from vllm_omni.diffusion_params import DiffusionParams
+from vllm_omni.config.diffusion import DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.cli.output import answer_path, check_writable, reason
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 OF_TEXT = ("system", "speaker", "max_tokens", "use_audio_in_video")
 """Options, by their attribute, that a diffusion pipeline has no use for."""

@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.cli.output import DEFAULT_NAMES, answer_path, check_w
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
 everything else (where the file is, how long each stage took, logs) to stderr. Of a diffusion pipeline, image, video or

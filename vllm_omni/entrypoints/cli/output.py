@@ -5,11 +5,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from vllm_omni.audio_format import AUDIO_SUFFIXES
 from vllm_omni.errors import ConfigError
-from vllm_omni.image_format import IMAGE_SUFFIXES
+from vllm_omni.media.audio import AUDIO_SUFFIXES
+from vllm_omni.media.image import IMAGE_SUFFIXES
+from vllm_omni.media.video import VIDEO_SUFFIXES
 from vllm_omni.names import suggest
-from vllm_omni.video_format import VIDEO_SUFFIXES
 
 SUFFIXES: dict[str, Collection[str]] = {"image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
 """Modality -> the suffixes of its files."""

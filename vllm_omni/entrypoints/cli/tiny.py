@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_omni.config import DIFFUSERS, LANGUAGE, bundled_model_types
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.models.diffusers import tiny as diffusers_tiny
+from vllm_omni.testing import diffusion as diffusers_tiny
 
 LLAVA = "llava-1.5"  # a language model that reads images
 
@@ -33,13 +33,13 @@ def tiny(args: Sequence[str]) -> None:
         raise ConfigError(f"{directory} is there already, and is not an empty directory: name another")
     try:
         if options.name in model_types:
-            module = import_module(f"vllm_omni.model_executor.models.{options.name}.tiny")
+            module = import_module(f"vllm_omni.testing.{options.name}")
             module.build(directory, seed=options.seed, variant=options.variant)
         elif options.variant != "base":
             raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
         elif options.name == LLAVA:
             # It takes seconds to import, and the names are listed without it.
-            from vllm_omni.model_executor.models.language import tiny_llava
+            from vllm_omni.testing import llava as tiny_llava
 
             tiny_llava.build(directory, seed=options.seed)
         else:

@@ -26,15 +26,15 @@ from vllm.exceptions import VLLMError
 from vllm.inputs import EngineInput
 from vllm.renderers.chat_utils import ConversationMessage
 
-from vllm_omni.audio_format import AudioEncoder, find_audio_format
 from vllm_omni.engine.refusal import refusal
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.media.audio import AudioEncoder, find_audio_format
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics, ImageTimer
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 ROUTES = {
     "image": "/v1/images/generations",

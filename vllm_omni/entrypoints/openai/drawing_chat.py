@@ -19,14 +19,14 @@ from PIL import Image
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.utils import random_uuid
 
-from vllm_omni.audio_format import AUDIO_FORMATS, encode_audio
 from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing
 from vllm_omni.entrypoints.openai.diffusion_protocol import DrawingChatRequest, read_body
 from vllm_omni.entrypoints.openai.images import data_url
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.image_format import IMAGE_FORMATS
+from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
+from vllm_omni.media.image import IMAGE_FORMATS
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
 
 
 class OmniServingDrawingChat:

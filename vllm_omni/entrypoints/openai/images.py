@@ -19,8 +19,8 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, event, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.image_format import ImageFormat, encode_image, find_image_format
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.media.image import ImageFormat, encode_image, find_image_format
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from vllm_omni.audio_format import encode_audio, find_audio_format
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import SoundRequest, VideoRequest, read_body
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.video_format import DEFAULT_FPS, encode_video, find_video_format
+from vllm_omni.media.audio import encode_audio, find_audio_format
+from vllm_omni.media.video import DEFAULT_FPS, encode_video, find_video_format
 
 
 class OmniServingFiles:

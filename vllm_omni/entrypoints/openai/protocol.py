@@ -7,7 +7,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.slo import SLO_ARGS, Slo
+from vllm_omni.messages.slo import SLO_ARGS, Slo
 
 
 class AudioOutput(BaseModel):

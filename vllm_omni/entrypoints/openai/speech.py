@@ -16,13 +16,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from vllm_omni.audio_format import SPEEDS, AudioEncoder, find_audio_format
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.media.audio import SPEEDS, AudioEncoder, find_audio_format
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
-from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen2_5OmniConfig
 
 from tests.reference.qwen2_5_omni import Reference
-from vllm_omni.model_executor.models.qwen2_5_omni import tiny
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import Decode, Qwen2_5OmniToken2Wav, token2wav_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.windows import WindowCutter, WindowSizes
+from vllm_omni.testing import qwen2_5_omni as tiny
 
 TOLERANCE = 1e-5
 

@@ -1,0 +1,139 @@
+"""``load_pipeline``: a diffusers pipeline, ready to be stepped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_omni.diffusion.suspended import find_denoisers
+from vllm_omni.errors import ConfigError, MissingDependency
+from vllm_omni.names import suggest
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "half": torch.float16,
+    "float": torch.float32,
+}
+# Published for float32, in which they decode without bands; a small part of the time and of the memory.
+FLOAT32_DECODERS = {"AutoencoderKLWan"}
+
+
+def load_pipeline(
+    model: str,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    attention_backend: str | None = None,
+    revision: str | None = None,
+) -> Any:
+    """A pipeline of whatever class ``model_index.json`` names, in evaluation mode, on ``device``.
+
+    Args:
+        model: a directory in the layout of diffusers, or a name on the hub.
+        dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+        attention_backend: of the denoisers, a name of diffusers' dispatcher ("native", "flash", "sage", "xformers");
+            None: what diffusers would use.
+        revision: of a hub name.
+
+    Raises:
+        MissingDependency: diffusers, or a library that the pipeline needs, is not installed.
+        ConfigError: there is no pipeline; an unknown dtype; an attention backend that is unknown or cannot run here.
+    """
+    try:
+        from diffusers import DiffusionPipeline
+    except ImportError as exc:
+        raise MissingDependency(f"a diffusion stage needs diffusers: the extras cpu and cuda bring it ({exc})") from exc
+    device = torch.device(device)
+    resolved = resolve_dtype(dtype, device)
+    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+        raise ConfigError(f"{model} is no diffusers pipeline: it has no model_index.json")
+    try:
+        dtypes: dict[str, torch.dtype] = {"default": resolved}
+        if dtype == "auto":
+            index = DiffusionPipeline.load_config(model, revision=revision)
+            dtypes |= {name: torch.float32 for name, value in index.items() if _class_name(value) in FLOAT32_DECODERS}
+        with without_bars():
+            pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
+    except ImportError as exc:
+        raise MissingDependency(f"{model}: {exc}") from exc
+    except (OSError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"{model} cannot be loaded as a diffusers pipeline: {exc}") from exc
+    for module in pipeline.components.values():
+        if isinstance(module, nn.Module):
+            module.eval().requires_grad_(False)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.to(device)
+    if attention_backend is not None:
+        set_attention_backend(pipeline, attention_backend, resolved, device)
+    return pipeline
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of the libraries: a log has lines, and those of several stages would overwrite one another."""
+    import diffusers
+    import transformers
+
+    shown = [one.utils.logging for one in (diffusers, transformers) if one.utils.logging.is_progress_bar_enabled()]
+    for logging_of in shown:
+        logging_of.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logging_of in shown:
+            logging_of.enable_progress_bar()
+
+
+def _class_name(value: Any) -> str:
+    """Of an entry of ``model_index.json``: ``[library, class]`` for a component."""
+    return value[1] if isinstance(value, list) and len(value) == 2 else ""
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """What "auto" means on a device.
+
+    Raises:
+        ConfigError: no dtype has that name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"no dtype {dtype!r} for a diffusion pipeline: {suggest(dtype, ['auto', *DTYPES])}")
+    return DTYPES[dtype]
+
+
+def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Of all denoisers of ``pipeline``, after one small attention has shown that it runs.
+
+    Raises:
+        ConfigError: unknown, or it cannot run here, with the reason.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+
+    names = [backend.value for backend in AttentionBackendName]
+    if name not in names:
+        raise ConfigError(f"no attention backend {name!r}: {suggest(name, names)}")
+    query = torch.zeros(1, 16, 2, 64, dtype=dtype, device=device)  # [batch, tokens, heads, width of a head]
+    try:
+        with torch.no_grad(), attention_backend(name):
+            dispatch_attention_fn(query, query, query)
+        for component in sorted(find_denoisers(pipeline)):
+            denoiser = getattr(pipeline, component)
+            if hasattr(denoiser, "set_attention_backend"):
+                denoiser.set_attention_backend(name)
+            else:
+                logger.warning("%s (%s) has no choice of attention", type(denoiser).__name__, component)
+    except Exception as exc:
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise ConfigError(f"attention backend {name!r} cannot run on {device} in {dtype}: {reason}") from exc

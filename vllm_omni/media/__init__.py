@@ -1,0 +1,1 @@
+"""Image, audio and video files: encode, decode, limits."""

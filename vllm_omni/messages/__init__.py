@@ -1,0 +1,1 @@
+"""What travels between processes: outputs, step structs, timelines, latency targets."""

@@ -1,0 +1,1 @@
+"""Tiny random checkpoints in the layout of the real ones, built offline, for tests and demonstrations."""
