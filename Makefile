@@ -6,7 +6,6 @@ PIP_FLAGS ?=
 PYTEST_ARGS ?=
 # Processes that run tests, each with engines of its own. With 0, pytest runs them itself, as --pdb needs.
 TEST_WORKERS ?= 2
-FUZZ_CASES ?= 500000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,16 +32,17 @@ NATIVE_API := csrc/api/block_copy.cpp
 NATIVE_HEADERS := csrc/api/block_copy.h csrc/kernels/block_copy.h
 HAS_CXX := $(shell command -v $(CXX))
 
-.PHONY: help demo test check format fuzz native clean .venv
+.PHONY: help demo test test-long check format fuzz native clean .venv
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    set up .venv, build a tiny checkpoint, answer in text and speech"
 	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=..., TEST_WORKERS=2)"
+	@echo "make test-long  what make test leaves out: long tests, and random tests at full size"
 	@echo "make check   ruff, ruff format --check, mypy"
 	@echo "make format  mend what ruff can mend"
 	@echo "make native  compile csrc with g++, and with nvcc if there is one, into vllm_omni/ops/_native"
-	@echo "make fuzz    FUZZ_CASES random graphs and aborts (default 500000; FUZZ_FIRST_SEED for others)"
+	@echo "make fuzz    random tests, FUZZ times their full size (default 50; FUZZ_FIRST_SEED for other cases)"
 	@echo "make clean   remove .venv, build and caches"
 
 .venv: $(STAMP)
@@ -91,7 +91,10 @@ $(NATIVE)/libvllm_omni_cuda.so: $(NATIVE_API) csrc/kernels/cuda/block_copy.cu $(
 	$(NVCC) $(NATIVE_FLAGS) -arch=sm_75 $(COMPILER_FLAGS:%=-Xcompiler %) -o $@ $(filter %.cpp %.cu,$^)
 
 test: $(STAMP) native
-	$(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+	$(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not long" $(PYTEST_ARGS)
+
+test-long: $(STAMP) native
+	FUZZ=$(or $(FUZZ),1) $(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or fuzz" $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -104,7 +107,7 @@ format: $(STAMP)
 
 # pytest answers 5 when no test carries the marker.
 fuzz: $(STAMP)
-	FUZZ_CASES=$(FUZZ_CASES) $(RUN_ENV) $(BIN)/python -m pytest -m fuzz --timeout 0 $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	FUZZ=$(or $(FUZZ),50) $(RUN_ENV) $(BIN)/python -m pytest -m fuzz --timeout 0 $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 clean:
 	rm -rf $(VENV) $(NATIVE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

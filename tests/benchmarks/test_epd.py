@@ -45,7 +45,6 @@ from vllm_omni.testing import llava as llava
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
 def test_quick_run_ends_with_a_line_of_json():
     command = [sys.executable, "-m", "benchmarks.epd", "--quick", "--modes", "stock,ours"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)

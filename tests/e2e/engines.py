@@ -16,7 +16,6 @@ from vllm_omni.relay import hub as relay_hub
 from vllm_omni.testing import llava as llava
 
 MARKS = [
-    pytest.mark.slow,
     # vLLM's own, of a worker in this process.
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning"),

@@ -22,7 +22,6 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.testing import diffusion as tiny
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]

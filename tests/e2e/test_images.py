@@ -21,7 +21,6 @@ from tests.media.test_image import decode
 from vllm_omni.testing import diffusion as tiny
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
 ]
 

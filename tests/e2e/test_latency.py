@@ -15,8 +15,6 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.testing import llava as llava
 
-pytestmark = pytest.mark.slow
-
 BUDGETS = {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "num_encode_layers": 1, "ttft_ms": 60_000}
 STAGE = "language"
 

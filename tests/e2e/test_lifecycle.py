@@ -23,8 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import server_program
 
-pytestmark = pytest.mark.slow
-
 START_TIMEOUT_S = 120.0
 # How long what is left may need to be gone: on two busy cores Python takes seconds to end.
 END_TIMEOUT_S = 20.0

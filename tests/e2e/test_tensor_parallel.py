@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import pytest
 from msgspec import to_builtins
 from transformers import Qwen2_5OmniConfig
 
@@ -37,7 +36,6 @@ def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> Sta
     return engine
 
 
-@pytest.mark.slow
 async def test_rank_zero_publishes_the_states_of_one_model(tmp_path: Path) -> None:
     path = tiny.build(tmp_path / "checkpoint")
     run_directory = RunDirectory()

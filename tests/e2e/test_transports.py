@@ -40,7 +40,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(path, Reference(path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 async def test_codes_and_waveform_equal_transformers(name: str, checkpoint: Checkpoint) -> None:
     transport, stage_overrides = DEPLOYMENTS[name]

@@ -30,7 +30,7 @@ from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.testing import llava as tiny_llava
 from vllm_omni.testing import qwen2_5_omni as tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 BLOCKS = {document.name: read_blocks(document) for document in DOCUMENTS}
 

@@ -13,8 +13,6 @@ from vllm_omni import DiffusionParams, OmniLLM
 from vllm_omni.errors import InvalidRequest, OmniError
 from vllm_omni.testing import diffusion as tiny
 
-pytestmark = pytest.mark.slow
-
 SMALL = DiffusionParams(height=48, width=64, num_inference_steps=3, seed=5)
 
 

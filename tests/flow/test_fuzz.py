@@ -1,8 +1,7 @@
 """Random graphs, random nodes, random links, random ends, against the reference: nothing is lost, doubled, joined with
 another's or out of order, every call ends, and nothing is left.
 
-``FUZZ_CASES`` says how many (``make fuzz`` runs many more). A failing case prints its seed and its graph; to see it
-again: ``FUZZ_SEED=<seed>``.
+A failing case prints its seed and its graph (``tests/fuzz.py`` says how to run it alone).
 """
 
 import asyncio
@@ -20,10 +19,11 @@ from hypothesis import strategies as st
 from tests.flow.builders import ShufflingLink, spin
 from tests.flow.random_graphs import make_case
 from tests.flow.reference import TooLarge
+from tests.fuzz import num_cases
 from vllm_omni.errors import CallAborted, GraphError, PlanError
 from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink, credit
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "6000"))
+NUM_CASES = num_cases(6000)
 NUM_PROCESSES = 2
 DEADLINE_S = 30.0
 
@@ -102,7 +102,6 @@ def run_cases(first_seed, num_cases):
 
 
 @pytest.mark.fuzz
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_random_graphs_do_what_the_reference_does_and_leave_nothing(capsys):
     if "FUZZ_SEED" in os.environ:

@@ -1,8 +1,7 @@
 """Random puts, reads, releases, aborts, expiries and deaths, against a model of who holds what: nothing is lost,
 nothing is changed under its reader, and nothing is left.
 
-``FUZZ_CASES`` says how many requests are aborted (``make fuzz``: many more), in batches of ``BATCH``; a failing batch
-prints its seed; to see it again: ``FUZZ_SEED=<seed>``.
+Requests are aborted in batches of ``BATCH``; a failing batch prints its seed (``tests/fuzz.py`` says how to run it alone).
 """
 
 import asyncio
@@ -20,13 +19,14 @@ import pytest
 import torch
 
 from tests.contract.relays import BACKENDS, CROSSING, make_pair
+from tests.fuzz import num_cases
 from tests.relay.peer import Peer, pattern, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.relay import StreamReader, StreamWriter, TensorRef
 from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.shm import ShmRelay
 
-NUM_ABORTS = int(os.environ.get("FUZZ_CASES", "10000"))
+NUM_ABORTS = num_cases(10_000)
 FIRST_SEED = int(os.environ.get("FUZZ_FIRST_SEED", "1"))
 BATCH = 100
 NUM_BYTES = 1 << 20
@@ -34,7 +34,7 @@ LEASE_S = 1000.0
 CREDITS = 4
 DEADLINE_S = 30.0
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.slow, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 
 # -- one process, one thread: exactly as the model says ---------------------------------------------------------------

@@ -27,10 +27,11 @@ from tests.core.sched.random_requests import (
     with_sessions,
     with_slos,
 )
+from tests.fuzz import num_cases
 from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
 from vllm_omni.messages.epd_step import EPD_CONFIG
 
-NUM_STREAMS = int(os.environ.get("FUZZ_CASES", "20000")) // 50  # a stream is worth many of the other fuzz tests' cases
+NUM_STREAMS = num_cases(400)
 
 
 def make_stock(stream: Stream) -> Scheduler:
@@ -174,7 +175,6 @@ def test_a_cache_of_one_largest_image_is_enough(policy: str, num_encode_layers: 
 
 
 @pytest.mark.fuzz
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_many_random_streams_end_with_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     if "FUZZ_SEED" in os.environ:

@@ -114,7 +114,6 @@ def test_a_sound_is_told_with_its_channels_and_rate(tmp_path: Path) -> None:
 # -- a video of an image (images: test_documented_commands.py) ---------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_video_of_an_image(directory: Path, tmp_path: Path) -> None:
     args = ["wan2.2-i2v", "--prompt=a tram", "--image=picture.png", "--size=32x32", "--num-frames=5", "--fps=8"]
     command = [VLLM_OMNI, "generate", *args, "--seed=1", "--steps=2", "-o", str(tmp_path), "--json"]

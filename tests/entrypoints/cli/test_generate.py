@@ -154,7 +154,6 @@ def test_speech_that_cannot_be_written_does_not_cost_the_text(tmp_path: Path) ->
 # -- an answer ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_prompt_with_media_is_answered_in_text_and_speech(tiny_checkpoint: Path, media: Path, tmp_path: Path) -> None:
     prompt = ["--prompt", "-", "--system", "Be brief.", "--image", "a picture.png", "--audio", "sound.wav"]
     answer = ["--max-tokens=8", "--seed=3", "--speaker=Ethan", f"--output={tmp_path}/new/answer.flac", "--json"]

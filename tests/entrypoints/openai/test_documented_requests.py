@@ -4,13 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import soundfile
 
 from tests.documents import ROOT, Block, read_blocks
 from tests.entrypoints.openai.conftest import Server
-
-pytestmark = pytest.mark.slow
 
 
 def adapt(text: str, server: Server) -> str:

@@ -23,8 +23,6 @@ from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.media.image import IMAGE_FORMATS, encode_image, to_image
 from vllm_omni.testing import diffusion as tiny
 
-pytestmark = pytest.mark.slow
-
 PICTURE = encode_image(to_image(make_pixels()), IMAGE_FORMATS["png"])
 OTHER = encode_image(to_image(255 - make_pixels()), IMAGE_FORMATS["png"])
 

@@ -32,9 +32,6 @@ from tests.processes import paused
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
 from vllm_omni.media.audio import AUDIO_FORMATS
 
-pytestmark = pytest.mark.slow
-
-
 # -- whole answers -----------------------------------------------------------------------------------------------------
 
 

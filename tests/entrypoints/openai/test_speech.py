@@ -36,8 +36,6 @@ SAY = {"input": "Hello, world.", "model": "tiny", "voice": "Chelsie", "seed": 0,
 
 LONGEST = 390  # tokens of a text that fits: it stands in the prompt twice, and 242 tokens around it
 
-slow = pytest.mark.slow
-
 
 def say(server: Server, **more: Any) -> httpx.Response:
     return httpx.post(server.url + "/v1/audio/speech", json={**SAY, **more}, timeout=60)
@@ -94,7 +92,6 @@ async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
 # -- the routes --------------------------------------------------------------------------------------------------------
 
 
-@slow
 def test_an_answer_is_one_whole_mp3_by_default(server: Server) -> None:
     response = say(server)
     assert response.status_code == 200
@@ -103,7 +100,6 @@ def test_an_answer_is_one_whole_mp3_by_default(server: Server) -> None:
     assert decode("mp3", response.content).shape == (NUM_SAMPLES,)
 
 
-@slow
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
 def test_streams_have_the_sound_of_the_whole_file(server: Server, name: str) -> None:
     whole = say(server, response_format=name)
@@ -119,7 +115,6 @@ def test_streams_have_the_sound_of_the_whole_file(server: Server, name: str) -> 
             assert whole.content.endswith(streamed)
 
 
-@slow
 def test_openais_client_writes_and_streams_a_file(client: openai.OpenAI, tmp_path: Path) -> None:
     more = {"extra_body": {"seed": 0, "max_new_tokens": NUM_CODES}}
     request: Any = {"model": "tiny", "voice": "Ethan", "input": "Hello.", "response_format": "wav", **more}
@@ -131,7 +126,6 @@ def test_openais_client_writes_and_streams_a_file(client: openai.OpenAI, tmp_pat
     np.testing.assert_array_equal(decode("wav", streamed), decode("wav", whole))
 
 
-@slow
 def test_the_last_event_tells_the_tokens_and_control_tokens_in_the_text_are_text(server: Server) -> None:
     def usage(text: str) -> dict[str, int]:
         body = {**SAY, "stream_format": "sse", "input": text}
@@ -148,7 +142,6 @@ def test_the_last_event_tells_the_tokens_and_control_tokens_in_the_text_are_text
         assert usage(text)["input_tokens"] == one["input_tokens"] + 2 * (len(text.encode()) - 1), text
 
 
-@slow
 def test_what_a_request_says_is_heard(server: Server) -> None:
     def sound(**more: Any) -> list[float]:
         return decode("wav", say(server, response_format="wav", **more).content).tolist()
@@ -172,12 +165,10 @@ def test_what_a_request_says_is_heard(server: Server) -> None:
     assert len(sound(speed=2.0)) == pytest.approx(NUM_SAMPLES / 2, rel=0.1)
 
 
-@slow
 def test_voices_are_the_checkpoints(server: Server) -> None:
     assert server.get("/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
 
 
-@slow
 def test_another_model_is_not_found(server: Server) -> None:
     response = say(server, model="large")
     assert response.status_code == 404
@@ -185,7 +176,6 @@ def test_another_model_is_not_found(server: Server) -> None:
     assert say(server, model=None).status_code == 200
 
 
-@slow
 def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_path: Path) -> None:
     output = tmp_path / "speech.flac"
     lines = run_example("speech_client.py", server, "--format=flac", "--output", output, "--max-codes=20")
@@ -226,7 +216,6 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@slow
 @pytest.mark.parametrize("stream_format", [None, "audio", "sse"])
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_bad_request_is_told_why(server: Server, name: str, stream_format: str | None) -> None:
@@ -237,18 +226,15 @@ def test_a_bad_request_is_told_why(server: Server, name: str, stream_format: str
     assert why in response.json()["error"]["message"]
 
 
-@slow
 def test_the_longest_text_that_fits_is_said(server: Server) -> None:
     assert decode("mp3", say(server, input="x" * LONGEST).content).shape == (NUM_SAMPLES,)
 
 
-@slow
 def test_bad_requests_left_nothing(server: Server) -> None:
     assert server.holds_nothing()
     assert say(server).status_code == 200
 
 
-@slow
 @pytest.mark.parametrize("stream_format", [None, "audio", "sse"])
 def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, stream_format: str | None) -> None:
     body = {**SAY, "max_new_tokens": 600, "stream_format": stream_format}
@@ -262,7 +248,6 @@ def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, str
     wait_for("every stage has let go of the speech", server.holds_nothing, timeout_s=2.0)
 
 
-@slow
 def test_speech_is_counted_with_its_times(client: openai.OpenAI, server: Server) -> None:
     names = [f"vllm_omni:audio_{name}" for name in ("ttfp_s", "rtf", "duration_s")]
 

@@ -14,8 +14,6 @@ from tests.entrypoints.openai.conftest import (
 )
 from tests.entrypoints.openai.test_server import image_part, png
 
-pytestmark = pytest.mark.slow
-
 
 def kill(server: Server, stage: str) -> None:
     engine_core(server, stage).kill()
