@@ -1,7 +1,7 @@
 """Random puts, reads, releases, aborts, expiries and deaths, against a model of who holds what: nothing is lost,
 nothing is changed under its reader, and nothing is left.
 
-Requests are aborted in batches of ``BATCH``; a failing batch prints its seed (``tests/fuzz.py`` says how to run it alone).
+Requests are aborted in batches of ``BATCH``; a failing batch prints its seed (``tests/fuzz.py``: how to run it alone).
 """
 
 import asyncio
