@@ -129,6 +129,16 @@ class StageConfig:
             )
 
     @property
+    def is_autoregressive(self) -> bool:
+        """Whether the stage generates tokens; its parameters are vLLM's ``SamplingParams``."""
+        return self.engine_type == "ar"
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the stage runs a diffusion pipeline; its parameters are ``DiffusionParams``."""
+        return self.engine_type == "diffusion"
+
+    @property
     def deployment(self) -> EPDDeployment:
         """The instances that the stage is made of."""
         return EPDDeployment.of(self.epd)

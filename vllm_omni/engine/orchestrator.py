@@ -184,7 +184,7 @@ class Orchestrator:
         if engine.instance is not None:
             num_bytes = engine.config.deployment.relay_bytes or num_bytes
         device = engine.vllm_config.device_config.device_type
-        if engine.config.engine_type != "ar":
+        if not engine.config.is_autoregressive:
             transport = choose_backend("auto", Placement(), f"{engine.name}->user")
             return RelayOptions(transport, num_bytes)
         targets = {

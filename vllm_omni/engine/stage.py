@@ -265,7 +265,7 @@ class StageEngine(StageNode):
         """
         self._lease = lease
         lease.update(self.vllm_config.additional_config)
-        lease[TIMELINES] = self.config.engine_type == "ar"
+        lease[TIMELINES] = self.config.is_autoregressive
         self.vllm_config.additional_config = lease
         # A start writes what the engine found out into its configuration, and would add to it another time.
         media_cache = None if self.instance is None else self._take_media_cache()
@@ -451,7 +451,7 @@ class StageEngine(StageNode):
         if self.door is not None:
             await self.door.enter(context.request_id)
         self.check_health()
-        if self.config.engine_type == "diffusion":
+        if self.config.is_diffusion:
             prompt: Any = ENGINE_PROMPT
             params = await asyncio.to_thread(self._diffusion_params, request, context)  # it may encode images
         else:
@@ -518,7 +518,7 @@ class StageEngine(StageNode):
 
     def _note_task(self, request_id: str, params: SamplingParams, context: RequestContext, sent_at: float) -> None:
         notes = self.llm.notes.pop(request_id, TaskNotes())
-        if self.config.engine_type == "ar":
+        if self.config.is_autoregressive:
             context.note_task(self.config.name, task_of(params.extra_args), sent_at, time.time(), notes)
 
     async def _load_adapter(self, lora_request: LoRARequest) -> None:
@@ -621,7 +621,7 @@ class StageEngine(StageNode):
                 f"stage {self.name!r}: max_num_seqs = {given!r}: with enable_lora on a CPU it must be 1: "
                 "vLLM's CPU kernels use an adapter for requests of the same step that have none, too"
             )
-        if self.config.engine_type == "diffusion":
+        if self.config.is_diffusion:
             args["additional_config"] = {**args.get("additional_config", {}), DIFFUSION: dict(self.config.diffusion)}
         if self.spec.architecture:
             args["hf_overrides"] = self.spec.hf_overrides or {"architectures": [self.spec.architecture]}
@@ -653,7 +653,7 @@ class StageEngine(StageNode):
         """What a stage of its type runs with unless the deployment says otherwise."""
         device = current_platform.device_type
         defaults: dict[str, Any]
-        if self.config.engine_type != "ar":
+        if not self.config.is_autoregressive:
             defaults = {
                 "dtype": "float32",
                 "distributed_executor_backend": "vllm_omni.model_executor.oneshot_executor.OneShotExecutor",
@@ -664,7 +664,7 @@ class StageEngine(StageNode):
                 "max_num_seqs": 8,
                 "max_model_len": 16,  # one prompt token and one output token
             }
-            if self.config.engine_type == "diffusion":
+            if self.config.is_diffusion:
                 defaults |= {
                     "dtype": "float32" if device == "cpu" else "bfloat16",
                     "distributed_executor_backend": (

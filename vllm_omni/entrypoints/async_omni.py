@@ -289,7 +289,7 @@ class AsyncOmni(EngineClient):
         for name, params in self._by_stage(stage_params).items():
             if isinstance(params, SamplingParams | DiffusionParams):
                 raise InvalidRequest(f"sampling parameters of stage {name!r}: give the fields to change, by name")
-            if params and self.config.stage(name).engine_type == "diffusion":
+            if params and self.config.stage(name).is_diffusion:
                 over[name] = _diffusion_fields(name, params)
             elif params:
                 validated = _validate(name, params)
@@ -315,7 +315,7 @@ class AsyncOmni(EngineClient):
     @property
     def is_diffusion(self) -> bool:
         """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
-        return self.config.stages[0].engine_type == "diffusion"
+        return self.config.stages[0].is_diffusion
 
     def _by_stage(self, given: ParamsList) -> dict[str, StageParams]:
         names = self.config.stage_names
@@ -338,7 +338,7 @@ class AsyncOmni(EngineClient):
 
     def _one_stage_params(self, stage: str, given: StageParams) -> SamplingParams | DiffusionParams:
         over = self.defaults.stage_params.get(stage, {})
-        if self.config.stage(stage).engine_type == "diffusion":
+        if self.config.stage(stage).is_diffusion:
             if isinstance(given, SamplingParams):
                 raise InvalidRequest(f"parameters of stage {stage!r}: it samples no tokens; give DiffusionParams")
             fields = _diffusion_fields(stage, given or {})

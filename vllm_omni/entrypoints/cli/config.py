@@ -134,12 +134,12 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
     for key, value in spec.engine_args.items():
         yield pinned((*at, "engine_args", key), value)
     known = {*stage.engine_args, *spec.engine_args}
-    for key in (*RESOLVED, *(RESOLVED_OF_AR if stage.engine_type == "ar" else ())):
+    for key in (*RESOLVED, *(RESOLVED_OF_AR if stage.is_autoregressive else ())):
         if key not in known:
             path = (*at, "engine_args", key.replace("cache_dtype", "kv_cache_dtype"))
             yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
 
-    if stage.engine_type == "diffusion":
+    if stage.is_diffusion:
         section = DiffusionConfig(**stage.diffusion)
         for key in section.__struct_fields__:
             yield _of_deployment(deployment, (*at, "diffusion", key), getattr(section, key))

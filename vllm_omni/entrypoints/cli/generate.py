@@ -77,7 +77,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
     answer_path(options.output)  # which refuses a suffix that no model's answer has
     # The files are the user's own, and nobody else asks this engine for any.
     config = parsed.load_config(allowed_local_media_path="/")
-    if config.stages[0].engine_type == "diffusion":
+    if config.stages[0].is_diffusion:
         (modality,) = Orchestrator(config).pipeline.modalities
         draw(config, modality, options, prompt, stdout)
         return
