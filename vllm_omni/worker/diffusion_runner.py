@@ -1,50 +1,194 @@
-"""``DiffusionModelRunner``: the runner of a diffusion stage in a worker.
+"""``DiffusersRunner``: engine steps as steps of a diffusers pipeline, whoever asks: an executor, or a worker.
 
-From: vLLM-Omni design document, section 11.
+From: vLLM-Omni design document, sections 9 and 11.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from vllm.config import VllmConfig
-from vllm.tasks import SupportedTask
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_omni.model_executor.diffusers_runner import DiffusersRunner
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.loading import load_pipeline, resolve_dtype
+from vllm_omni.diffusion.pipeline_weights import PipelineWeights
+from vllm_omni.diffusion.request import DiffusionRequest, frame_rate
+from vllm_omni.diffusion.row_cache import RowCache
+from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.denoise_step import (
+    DenoiseOutput,
+    DenoiseSchedulerOutput,
+    Failure,
+    PendingCall,
+    make_failure,
+    make_output,
+)
+from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.relay import Payload
+from vllm_omni.relay.hub import process_hub
 
 
-class DiffusionModelRunner:
-    """What ``DiffusionWorker`` asks of a runner. No language model's runner is extended: its buffers are for tokens."""
+class DiffusersRunner:
+    """Loads the pipeline and steps it as the scheduler says. For one thread.
 
-    steps: DiffusersRunner
+    A request fails alone, whatever is the matter with it; an error of the device itself is raised, since nothing can
+    be computed any more.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.vllm_config = vllm_config
+        config = DiffusionConfig.of(vllm_config.additional_config)
+        self.hub = process_hub(vllm_config.additional_config)
+        self.hub.prepare()
         self.device = device
+        self._memory_share = vllm_config.cache_config.gpu_memory_utilization
+        model_config = vllm_config.model_config
+        load = partial(
+            load_pipeline,
+            model_config.model,
+            # "auto": with decoders that were published for float32 in that
+            dtype="auto" if model_config.dtype == resolve_dtype("auto", device) else model_config.dtype,
+            device=device,
+            attention_backend=config.attention_backend,
+            revision=model_config.revision,
+        )
+        self.pipeline = load()
+        self.weights = PipelineWeights(self.pipeline, device, load)
+        self.cache = RowCache(threshold=config.cache_threshold) if config.cache_threshold else None
+        max_rows = config.max_rows or vllm_config.scheduler_config.max_num_seqs
+        self.stepper = PipelineStepper(self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge)
+        self._params: dict[str, DiffusionParams] = {}  # of the requests that have begun
+        self._steps_done: dict[str, int] = {}  # how far each was when it was last asked
 
-    def load_model(self) -> None:
-        self.steps = DiffusersRunner(self.vllm_config, self.device)
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        return self.steps.execute(scheduler_output)
+    def execute(self, scheduler_output: SchedulerOutput) -> DenoiseOutput:
+        """One call of the denoiser for each scheduled request; and the end of those that have ended elsewhere."""
+        # Finished first: an id may be aborted and submitted again within one step.
+        for request_id in scheduler_output.finished_req_ids:
+            self.stepper.abort(request_id)
+            self._forget(request_id)
+        failures = self._begin(scheduler_output.scheduled_new_reqs)
+        self._update_cache(scheduler_output)
+        scheduled = list(scheduler_output.num_scheduled_tokens)
+        outcomes = self._step([one for one in scheduled if one not in failures], failures)
+        payloads: dict[str, Payload] = {}
+        for request_id, outcome in outcomes.items():
+            try:
+                if outcome.error is not None:
+                    raise outcome.error
+                if (payload := self._payload(request_id, outcome)) is not None:
+                    payloads[request_id] = payload
+            except torch.AcceleratorError:  # nothing can be computed on this device any more
+                raise
+            except Exception as exc:  # the request fails, the engine must live
+                failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
+        ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
+        pending = {
+            request_id: self._pending_call(request_id, outcome)
+            for request_id, outcome in outcomes.items()
+            if not outcome.has_ended
+        }
+        for request_id in (*ended, *failures):
+            self._forget(request_id)
+        return make_output(scheduled, payloads, ended=ended, failures=failures, pending=pending)
 
-    def get_model(self) -> Any:
-        return self.steps.pipeline
+    def _begin(self, requests: Sequence[NewRequestData]) -> dict[str, Failure]:
+        failures = {}
+        for request in requests:
+            params = request.sampling_params
+            assert params is not None and params.extra_args is not None, (
+                "StageEngine sends every request with arguments"
+            )
+            try:
+                asked = DiffusionRequest.from_args(params.extra_args[STAGE_ARGS][DIFFUSION])
+                self.stepper.add(request.req_id, asked)
+                self._params[request.req_id] = asked.params
+            except Exception as exc:  # the request fails, the engine must live
+                failures[request.req_id] = make_failure(request.req_id, exc, is_invalid=isinstance(exc, ValueError))
+        return failures
 
-    def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {}
+    def _step(self, request_ids: Sequence[str], failures: dict[str, Failure]) -> Mapping[str, StepOutcome]:
+        if not request_ids:
+            return {}
+        try:
+            return self.stepper.step(request_ids)
+        except torch.AcceleratorError:  # nothing can be computed on this device any more
+            raise
+        except Exception as exc:  # the stepper answers for each request; whatever this is, the engine must live
+            for request_id in request_ids:
+                self.stepper.abort(request_id)
+                failures[request_id] = make_failure(request_id, exc, is_invalid=False)
+            return {}
 
-    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return ("generate",)
+    def _payload(self, request_id: str, outcome: StepOutcome) -> Payload | None:
+        """What the user is told of this step: the answer, a preview, or how far it is."""
+        progress = {"step": outcome.step_index, "num_steps": outcome.num_steps}
+        if outcome.output is not None:
+            about: dict[str, Any] = dict(progress)
+            fps = frame_rate(self.pipeline, self._params[request_id]) if "frames" in outcome.output else None
+            if fps is not None:
+                about["fps"] = fps
+            return self.hub.publish(request_id, {**outcome.output, **about})
+        # With guidance in two calls, every other one is no step of its own.
+        is_step = outcome.step_index > self._steps_done.get(request_id, 0)
+        self._steps_done[request_id] = outcome.step_index
+        if outcome.preview is not None:
+            return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
+        return Payload(values=progress) if is_step and self._params[request_id].progress else None
 
-    def reset_mm_cache(self) -> None:
-        """Images come with the request that needs them."""
+    def _pending_call(self, request_id: str, outcome: StepOutcome) -> PendingCall:
+        num_rows = outcome.num_rows or self._params[request_id].num_outputs_per_prompt
+        return PendingCall(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
 
-    def reset_encoder_cache(self) -> None:
-        """As above."""
+    def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
+        if not isinstance(scheduler_output, DenoiseSchedulerOutput):
+            return
+        for request_id in scheduler_output.cache_update.dropped:
+            self.stepper.drop_cache(request_id)
+        for request_id, num_bytes in scheduler_output.cache_update.granted.items():
+            self.stepper.grant_cache(request_id, num_bytes)
 
-    def shutdown(self) -> None:
-        self.steps.hub.close()
+    def _forget(self, request_id: str) -> None:
+        self._params.pop(request_id, None)
+        self._steps_done.pop(request_id, None)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def available_memory(self) -> int:
+        """Bytes that requests may still take: of a GPU, of the share that vLLM is given; of a CPU, what is free."""
+        if self.device.type != "cuda":
+            return int(psutil.virtual_memory().available)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, int(total * self._memory_share) - (total - free))
+
+    def sleep(self, level: int = 1) -> None:
+        """Level 1 keeps the weights in the CPU's memory, level 2 nowhere."""
+        if level > 1:
+            self.weights.discard()
+        else:
+            self.weights.offload()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        if not tags or "weights" in tags:
+            self.weights.restore()
+
+    def discard(self, tags: Sequence[str]) -> None:
+        """ "kv_cache" has nothing to give up: what a request has computed goes with it."""
+        if "weights" in tags:
+            self.weights.discard()
+
+    def statistics(self) -> dict[str, Any]:
+        """``StepperStatistics`` in types that travel, how many requests have begun, what the row cache has spared."""
+        return {
+            **asdict(self.stepper.statistics()),
+            "num_requests": len(self._params),
+            "num_rows_reused": 0 if self.cache is None else self.cache.statistics().num_rows_reused,
+        }
