@@ -116,7 +116,7 @@ class Engine:
         return not (
             runner.stepper._running
             or runner._params
-            or runner._steps_done
+            or runner._num_steps_reported
             or runner.cache.statistics().num_requests
             or self.scheduler.jobs
             or self.scheduler.cache.statistics().num_requests

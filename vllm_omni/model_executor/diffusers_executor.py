@@ -9,17 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_omni.model_executor.diffusers_runner import DiffusersRunner
 from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
+
+RUNNER = "vllm_omni.worker.diffusion_runner.DiffusionModelRunner"
+"""Resolved by name, as vLLM's executors resolve ``worker_cls``: the package of runners imports this one."""
 
 
 class DiffusersPipelineExecutor(WorkerlessExecutor):
-    """Steps any pipeline of diffusers on one device; no workers, no messages.
+    """Steps any diffusers pipeline on one device, without workers or messages.
 
-    ``sleep`` and ``wake_up`` are upstream's, with its tags: what they do to the weights is ``DiffusersRunner``'s.
+    ``sleep`` and ``wake_up`` take upstream's levels and tags; the runner applies them to the weights.
     """
 
     def _load_model(self) -> None:
@@ -28,19 +31,21 @@ class DiffusersPipelineExecutor(WorkerlessExecutor):
         device = torch.device(self.vllm_config.device_config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
-        self.runner = DiffusersRunner(self.vllm_config, device)
+        self.runner = resolve_obj_by_qualname(RUNNER)(self.vllm_config, device)
+        self.runner.load_model()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         try:
-            return self.runner.execute(scheduler_output)
-        except Exception as exc:  # requests fail inside: this is the device, or a defect of ours
+            output: ModelRunnerOutput = self.runner.execute_model(scheduler_output)
+            return output
+        except Exception as exc:  # the runner catches the errors of requests: this is the device, or a defect
             self._failure = exc
             if self._failure_callback is not None:
                 self._failure_callback()
             raise
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Called when no request can be served any more."""
+        """Register a callback for when the executor can serve no further request."""
         self._failure_callback = callback
 
     def check_health(self) -> None:
@@ -51,7 +56,8 @@ class DiffusersPipelineExecutor(WorkerlessExecutor):
             raise RuntimeError(f"the executor has failed: {self._failure}") from self._failure
 
     def determine_available_memory(self) -> list[int]:
-        return [self.runner.available_memory()]
+        num_bytes: int = self.runner.available_memory()
+        return [num_bytes]
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         match method:

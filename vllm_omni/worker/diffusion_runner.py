@@ -1,4 +1,4 @@
-"""``DiffusersRunner``: engine steps as steps of a diffusers pipeline, whoever asks: an executor, or a worker.
+"""``DiffusionModelRunner``: load a diffusers pipeline and execute engine steps on it.
 
 From: vLLM-Omni design document, sections 9 and 11.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from vllm.config import VllmConfig
+from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
@@ -36,41 +37,48 @@ from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import process_hub
 
 
-class DiffusersRunner:
-    """Loads the pipeline and steps it as the scheduler says. For one thread.
+class DiffusionModelRunner:
+    """Runs a pipeline for ``DiffusionWorker`` or ``DiffusersPipelineExecutor``. Not thread-safe.
 
-    A request fails alone, whatever is the matter with it; an error of the device itself is raised, since nothing can
-    be computed any more.
+    Extends none of vLLM's runners, whose buffers are for tokens. A failing request ends alone; only an error of the
+    device itself is raised, because nothing can be computed on the device afterwards.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        config = DiffusionConfig.of(vllm_config.additional_config)
+        self.vllm_config = vllm_config
+        self.device = device
         self.hub = process_hub(vllm_config.additional_config)
         self.hub.prepare()
-        self.device = device
-        self._memory_share = vllm_config.cache_config.gpu_memory_utilization
-        model_config = vllm_config.model_config
+        self._params: dict[str, DiffusionParams] = {}  # request id -> parameters, from the first step of the request
+        self._num_steps_reported: dict[str, int] = {}  # request id -> denoise steps done at its latest engine step
+
+    def load_model(self) -> None:
+        """Load the pipeline and check which of its networks can merge requests.
+
+        Raises:
+            MissingDependency, ConfigError: see ``load_pipeline``.
+        """
+        config = DiffusionConfig.of(self.vllm_config.additional_config)
+        model_config = self.vllm_config.model_config
+        is_default_dtype = model_config.dtype == resolve_dtype("auto", self.device)
         load = partial(
             load_pipeline,
             model_config.model,
-            # "auto": with decoders that were published for float32 in that
-            dtype="auto" if model_config.dtype == resolve_dtype("auto", device) else model_config.dtype,
-            device=device,
+            dtype="auto" if is_default_dtype else model_config.dtype,  # "auto" keeps some decoders in float32
+            device=self.device,
             attention_backend=config.attention_backend,
             revision=model_config.revision,
         )
         self.pipeline = load()
-        self.weights = PipelineWeights(self.pipeline, device, load)
+        self.weights = PipelineWeights(self.pipeline, self.device, load)
         self.cache = RowCache(threshold=config.cache_threshold) if config.cache_threshold else None
-        max_rows = config.max_rows or vllm_config.scheduler_config.max_num_seqs
+        max_rows = config.max_rows or self.vllm_config.scheduler_config.max_num_seqs
         self.stepper = PipelineStepper(self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge)
-        self._params: dict[str, DiffusionParams] = {}  # of the requests that have begun
-        self._steps_done: dict[str, int] = {}  # how far each was when it was last asked
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def execute(self, scheduler_output: SchedulerOutput) -> DenoiseOutput:
-        """One call of the denoiser for each scheduled request; and the end of those that have ended elsewhere."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> DenoiseOutput:
+        """Forget finished requests, then call the denoiser once for each scheduled request."""
         # Finished first: an id may be aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
             self.stepper.abort(request_id)
@@ -138,8 +146,8 @@ class DiffusersRunner:
                 about["fps"] = fps
             return self.hub.publish(request_id, {**outcome.output, **about})
         # With guidance in two calls, every other one is no step of its own.
-        is_step = outcome.step_index > self._steps_done.get(request_id, 0)
-        self._steps_done[request_id] = outcome.step_index
+        is_step = outcome.step_index > self._num_steps_reported.get(request_id, 0)
+        self._num_steps_reported[request_id] = outcome.step_index
         if outcome.preview is not None:
             return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
         return Payload(values=progress) if is_step and self._params[request_id].progress else None
@@ -158,19 +166,40 @@ class DiffusersRunner:
 
     def _forget(self, request_id: str) -> None:
         self._params.pop(request_id, None)
-        self._steps_done.pop(request_id, None)
+        self._num_steps_reported.pop(request_id, None)
+
+    # -- called by vLLM's worker ------------------------------------------------------------------------------------
+
+    def get_model(self) -> Any:
+        return self.pipeline
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {}
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: input images arrive with each request and are not cached."""
+
+    def reset_encoder_cache(self) -> None:
+        """Do nothing; see ``reset_mm_cache``."""
+
+    def shutdown(self) -> None:
+        self.hub.close()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def available_memory(self) -> int:
-        """Bytes that requests may still take: of a GPU, of the share that vLLM is given; of a CPU, what is free."""
+        """Bytes free for requests: on a GPU within ``gpu_memory_utilization``, on a CPU what the system has free."""
         if self.device.type != "cuda":
             return int(psutil.virtual_memory().available)
         free, total = torch.cuda.mem_get_info(self.device)
-        return max(0, int(total * self._memory_share) - (total - free))
+        memory_share = self.vllm_config.cache_config.gpu_memory_utilization
+        return max(0, int(total * memory_share) - (total - free))
 
     def sleep(self, level: int = 1) -> None:
-        """Level 1 keeps the weights in the CPU's memory, level 2 nowhere."""
+        """Free the device's memory: level 1 keeps the weights in the CPU's memory, level 2 drops them."""
         if level > 1:
             self.weights.discard()
         else:
@@ -181,12 +210,12 @@ class DiffusersRunner:
             self.weights.restore()
 
     def discard(self, tags: Sequence[str]) -> None:
-        """ "kv_cache" has nothing to give up: what a request has computed goes with it."""
+        """Drop the weights if tagged; the tag "kv_cache" frees nothing, since requests own what they computed."""
         if "weights" in tags:
             self.weights.discard()
 
     def statistics(self) -> dict[str, Any]:
-        """``StepperStatistics`` in types that travel, how many requests have begun, what the row cache has spared."""
+        """``StepperStatistics`` as plain types, plus the number of started requests and of rows the cache skipped."""
         return {
             **asdict(self.stepper.statistics()),
             "num_requests": len(self._params),

@@ -19,8 +19,10 @@ from vllm_omni.worker.diffusion_runner import DiffusionModelRunner
 
 
 class DiffusionWorker(Worker):
-    """On CPU and CUDA alike. Of upstream's worker, all that is about a language model is overridden: its KV cache, its
-    warm-up, and its pool of memory for sleeping, which would have to hold diffusers' allocations.
+    """Runs a diffusers pipeline on one CPU or GPU.
+
+    Overrides what upstream's worker does for language models only: KV cache, warm-up, and the memory pool for sleeping,
+    which would have to hold diffusers' allocations.
     """
 
     model_runner: DiffusionModelRunner
@@ -44,10 +46,10 @@ class DiffusionWorker(Worker):
         self.model_runner.load_model()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["NHD"]  # vLLM asserts that every worker names one, also where there is no cache to lay out
+        return ["NHD"]  # vLLM asserts that every worker names a layout, even without a KV cache
 
     def determine_available_memory(self) -> int:
-        return self.model_runner.steps.available_memory()
+        return self.model_runner.available_memory()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         pass
@@ -64,18 +66,18 @@ class DiffusionWorker(Worker):
         return self.model_runner.execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
-        self.model_runner.steps.sleep(level)
+        self.model_runner.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        self.model_runner.steps.wake_up(tags)
+        self.model_runner.wake_up(tags)
 
     def discard(self, tags: Sequence[str]) -> None:
-        self.model_runner.steps.discard(tags)
+        self.model_runner.discard(tags)
 
     def relay_statistics(self) -> dict[str, dict[str, int]]:
-        """Asked for by ``StageEngine.relay_statistics``."""
-        return self.model_runner.steps.hub.plain_statistics()
+        """Read by ``StageEngine.relay_statistics``."""
+        return self.model_runner.hub.plain_statistics()
 
     def diffusion_statistics(self) -> dict[str, Any]:
-        """As ``DiffusersPipelineExecutor`` answers it."""
-        return self.model_runner.steps.statistics()
+        """Statistics of the runner, as from ``DiffusersPipelineExecutor``."""
+        return self.model_runner.statistics()
