@@ -88,9 +88,9 @@ MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH = (
 )
 # Relays that may not be there, as (module, class).
 OTHERS = {
-    "tcp": ("vllm_omni.relay.tcp", "TcpRelay"),
-    "nixl": ("vllm_omni.relay.nixl", "NixlRelay"),
-    "mooncake": ("vllm_omni.relay.mooncake", "MooncakeRelay"),
+    "tcp": ("vllm_omni.relay.remote.tcp", "TcpRelay"),
+    "nixl": ("vllm_omni.relay.remote.nixl", "NixlRelay"),
+    "mooncake": ("vllm_omni.relay.remote.mooncake", "MooncakeRelay"),
 }
 SOCKET, LINK = "socket", "link"
 TIMEOUT_S = 60.0  # without an answer the other process is given up

@@ -11,10 +11,10 @@ from vllm_omni.relay import InlineRelay, Relay, TensorRef
 from vllm_omni.relay.base import Layout
 from vllm_omni.relay.cuda_ipc import CudaIpcRelay
 from vllm_omni.relay.local import LocalRelay
-from vllm_omni.relay.mooncake import MooncakeRelay
-from vllm_omni.relay.nixl import NixlRelay
+from vllm_omni.relay.remote.mooncake import MooncakeRelay
+from vllm_omni.relay.remote.nixl import NixlRelay
+from vllm_omni.relay.remote.tcp import TcpRelay
 from vllm_omni.relay.shm import ShmRelay
-from vllm_omni.relay.tcp import TcpRelay
 
 NUM_BYTES = 4 << 20  # of a producer's slab
 

@@ -15,9 +15,10 @@ import torch
 import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
-from vllm_omni.relay import TensorRef, wire
-from vllm_omni.relay.tcp import TcpRelay
-from vllm_omni.relay.wire import (
+from vllm_omni.relay import TensorRef
+from vllm_omni.relay.remote import wire
+from vllm_omni.relay.remote.tcp import TcpRelay
+from vllm_omni.relay.remote.wire import (
     Abandon,
     Begin,
     Credit,
@@ -407,8 +408,8 @@ async def test_rows_that_do_not_fit_break_a_stream(consumer: TcpRelay, impostor:
 
 PRODUCER = """
 import sys, torch, msgspec
-from vllm_omni.relay import wire
-from vllm_omni.relay.tcp import TcpRelay
+from vllm_omni.relay.remote import wire
+from vllm_omni.relay.remote.tcp import TcpRelay
 relay = TcpRelay(4 << 20)
 refs = [relay.put_nowait("request", torch.ones(1000)) for _ in range(2)]
 writer = relay.open_stream("request", (2,), torch.float32)
@@ -420,8 +421,8 @@ sys.stdin.read()
 CONSUMER = """
 import sys, torch, msgspec
 from vllm_omni.relay import TensorRef
-from vllm_omni.relay import wire
-from vllm_omni.relay.tcp import TcpRelay
+from vllm_omni.relay.remote import wire
+from vllm_omni.relay.remote.tcp import TcpRelay
 relay = TcpRelay(0)
 ref, stream = msgspec.json.decode(sys.stdin.readline(), type=list[TensorRef])
 relay.get_blocking(ref)

@@ -15,7 +15,7 @@ from tests.contract.relays import Pair
 from vllm_omni.errors import RelayBroken, RelayClosed
 from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.shm import ShmRelay
-from vllm_omni.relay.shm_memory import FLAGS, READING, RELEASED, SLOT_BYTES, parse_location
+from vllm_omni.relay.shm.memory import FLAGS, READING, RELEASED, SLOT_BYTES, parse_location
 
 NUM_BYTES = 1 << 20
 DEADLINE_S = 20.0

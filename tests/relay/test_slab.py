@@ -10,7 +10,7 @@ import torch
 from vllm_omni.errors import PoolExhausted
 from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.shm import ShmRelay
-from vllm_omni.relay.shm_memory import NUM_SLOTS
+from vllm_omni.relay.shm.memory import NUM_SLOTS
 
 PAGE = 4096
 

@@ -26,7 +26,7 @@ import torch
 from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, Layout, TensorRef, check_ref
 from vllm_omni.relay.shm import ShmRelay
-from vllm_omni.relay.shm_memory import NUM_SLOTS
+from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
 
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t

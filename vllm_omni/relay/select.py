@@ -21,9 +21,9 @@ BACKENDS = {
     "local": "vllm_omni.relay.local:LocalRelay",
     "cuda_ipc": "vllm_omni.relay.cuda_ipc:CudaIpcRelay",
     "shm": "vllm_omni.relay.shm:ShmRelay",
-    "nixl": "vllm_omni.relay.nixl:NixlRelay",
-    "mooncake": "vllm_omni.relay.mooncake:MooncakeRelay",
-    "tcp": "vllm_omni.relay.tcp:TcpRelay",
+    "nixl": "vllm_omni.relay.remote.nixl:NixlRelay",
+    "mooncake": "vllm_omni.relay.remote.mooncake:MooncakeRelay",
+    "tcp": "vllm_omni.relay.remote.tcp:TcpRelay",
     "inline": "vllm_omni.relay.inline:InlineRelay",
 }
 """The fastest first: the order in which ``auto`` tries."""

@@ -26,7 +26,7 @@ from vllm_omni.relay.base import (
     make_layout,
 )
 from vllm_omni.relay.base import new_lease as next_number
-from vllm_omni.relay.buffer_pool import Block, BufferPool
+from vllm_omni.relay.pool import Block, BufferPool
 
 NUM_BYTES = 256 << 20
 CHUNK_BYTES = 4096

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
-from vllm_omni.relay.one_sided import OneSidedRelay
+from vllm_omni.relay.remote.one_sided import OneSidedRelay
 
 NUM_EAGER_POLLS = 20  # a small tensor is there by then
 MAX_POLL_S = 0.001

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from vllm_omni.errors import PoolExhausted
-from vllm_omni.relay.buffer_pool import Block, BufferPool
+from vllm_omni.relay.pool import Block, BufferPool
 
 
 def make_pool(num_chunks=8):

@@ -18,8 +18,8 @@ import torch
 
 from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
 from vllm_omni.relay.base import LEASE_S, Clock
-from vllm_omni.relay.one_sided import LANDING_BYTES, OneSidedRelay
-from vllm_omni.relay.remote import HOST
+from vllm_omni.relay.remote.one_sided import LANDING_BYTES, OneSidedRelay
+from vllm_omni.relay.remote.relay import HOST
 from vllm_omni.relay.slab import NUM_BYTES
 
 MAX_SESSION = 64  # characters

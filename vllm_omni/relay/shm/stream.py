@@ -14,8 +14,8 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
 from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref
-from vllm_omni.relay.buffer_pool import Block
-from vllm_omni.relay.shm_memory import (
+from vllm_omni.relay.pool import Block
+from vllm_omni.relay.shm.memory import (
     NUM_READ,
     NUM_WRITTEN,
     RELEASED,

@@ -21,12 +21,12 @@ import zmq
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError, RelayTimeout
 from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref, io_thread
+from vllm_omni.relay.remote.wire import MAX_TEXT, Credit, End, Rows
 from vllm_omni.relay.slab import Lease
 from vllm_omni.relay.stream import StreamReader, StreamWriter, check_rows, write_ring
-from vllm_omni.relay.wire import MAX_TEXT, Credit, End, Rows
 
 if TYPE_CHECKING:
-    from vllm_omni.relay.remote import Consumers, Producer, RemoteRelay
+    from vllm_omni.relay.remote.relay import Consumers, Producer, RemoteRelay
 
 ROWS_BYTES = 1 << 20  # of a message with several rows
 CREDIT_S = 0.002  # after which less than half a window is given back, too

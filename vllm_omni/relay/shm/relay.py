@@ -26,7 +26,7 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, TensorRef, check_ref, dtype_name, io_thread, make_layout
-from vllm_omni.relay.shm_memory import (
+from vllm_omni.relay.shm.memory import (
     EMPTY_SLOT,
     FLAGS,
     MAX_READERS,
@@ -48,7 +48,7 @@ from vllm_omni.relay.shm_memory import (
     fence,
     parse_location,
 )
-from vllm_omni.relay.shm_stream import RING_OFFSET, ShmReader, ShmWriter
+from vllm_omni.relay.shm.stream import RING_OFFSET, ShmReader, ShmWriter
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 

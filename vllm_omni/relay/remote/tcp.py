@@ -14,8 +14,8 @@ import torch
 
 from vllm_omni.errors import RelayBroken
 from vllm_omni.relay.base import Layout, TensorRef
-from vllm_omni.relay.remote import PIECE_BYTES, Producer, RemoteRelay
-from vllm_omni.relay.wire import Read
+from vllm_omni.relay.remote.relay import PIECE_BYTES, Producer, RemoteRelay
+from vllm_omni.relay.remote.wire import Read
 
 WINDOW = 4  # pieces under way
 

@@ -41,10 +41,8 @@ from vllm_omni.relay.base import (
     io_thread,
     wait_for,
 )
-from vllm_omni.relay.remote_stream import RemoteReader, RemoteWriter
-from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
-from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
-from vllm_omni.relay.wire import (
+from vllm_omni.relay.remote.stream import RemoteReader, RemoteWriter
+from vllm_omni.relay.remote.wire import (
     CONNECT_MS,
     MAX_BODY_BYTES,
     TOKEN_BYTES,
@@ -73,6 +71,8 @@ from vllm_omni.relay.wire import (
     encode,
     parse_location,
 )
+from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
+from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 HOST = "127.0.0.1"
 MAX_CONSUMERS = 4096

@@ -22,10 +22,10 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
 from vllm_omni.relay.base import LEASE_S, Clock, Layout, TensorRef, io_thread
-from vllm_omni.relay.buffer_pool import BufferPool
-from vllm_omni.relay.remote import HOST, Producer, RemoteRelay
+from vllm_omni.relay.pool import BufferPool
+from vllm_omni.relay.remote.relay import HOST, Producer, RemoteRelay
+from vllm_omni.relay.remote.wire import Location, parse_location
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES
-from vllm_omni.relay.wire import Location, parse_location
 
 LANDING_BYTES = 64 << 20
 KEEP_S = 5.0

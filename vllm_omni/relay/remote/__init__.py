@@ -1,0 +1,1 @@
+"""Backends that work between hosts: ``tcp``, ``nixl`` and ``mooncake``."""
