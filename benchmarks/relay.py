@@ -69,7 +69,7 @@ import torch
 import torch.multiprocessing
 
 from vllm_omni.flow import Frame
-from vllm_omni.flow.link import ZmqLink
+from vllm_omni.flow.remote.link import ZmqLink
 from vllm_omni.relay import Payload, Relay, TensorRef
 from vllm_omni.relay.shm import ShmRelay
 

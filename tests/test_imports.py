@@ -31,6 +31,9 @@ ORDER = [
 ]
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
 
+# Within a package: a folder imports from those before it, and from itself.
+INNER_ORDER = {"flow": ["graph", "run", "remote"]}
+
 MAY_IMPORT_VLLM = (
     "capacity/simulator.py",
     "compat.py",
@@ -85,6 +88,18 @@ def test_imports_point_to_the_left(path):
         where = f"{relative(path)}:{line}: {name}"
         assert parts[1] in RANK, f"{where} has no place in the order"
         assert RANK[parts[1]] < RANK[here], f"{where}: {here} may not import {parts[1]}"
+
+
+@pytest.mark.parametrize("package", INNER_ORDER)
+def test_imports_between_the_folders_of_a_package_point_to_the_left(package):
+    order = INNER_ORDER[package]
+    for path in sorted((PACKAGE / package).rglob("*/*.py")):
+        here = path.relative_to(PACKAGE / package).parts[0]
+        for line, name in imported_modules(path):
+            parts = name.split(".")
+            if parts[:2] == ["vllm_omni", package]:
+                assert len(parts) > 2 and parts[2] in order, f"{relative(path)}:{line}: {name} is not in {order}"
+                assert order.index(parts[2]) <= order.index(here), f"{relative(path)}:{line}: {here} imports {name}"
 
 
 def may_import_vllm(path: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 needs_langgraph = pytest.mark.skipif(
     importlib.util.find_spec("langgraph") is None, reason="needs the baseline, langgraph: pip install -e '.[bench]'"
 )

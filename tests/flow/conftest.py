@@ -7,8 +7,8 @@ import pytest
 
 from tests.flow.builders import ShufflingLink, spin
 from vllm_omni.flow import ENTRY, FlowStatistics, Graph, GraphParser, GraphRuntime, InProcessLink, parse_graphs
-from vllm_omni.flow.host import Remote, RoleHost
-from vllm_omni.flow.link import ZmqLink
+from vllm_omni.flow.remote.host import Remote, RoleHost
+from vllm_omni.flow.remote.link import ZmqLink
 
 
 @pytest.fixture(params=["in_process", "shuffled", "zmq"])

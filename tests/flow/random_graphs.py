@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from tests.flow import reference
 from tests.flow.reference import Inputs, NodeFails, Outcome, Path, Result, Yield
-from vllm_omni.flow.dsl import Field, FieldRef, Graph, Interface, Role, Scheduling, interface
-from vllm_omni.flow.frame import Chunk, Emission
+from vllm_omni.flow.graph.dsl import Field, FieldRef, Graph, Interface, Role, Scheduling, interface
+from vllm_omni.flow.graph.transfer import Chunk
+from vllm_omni.flow.run.frame import Emission
 
 TEXT = "text"
 NEVER = 10**6  # frames that a count node waits for as long as nobody knows how many there are

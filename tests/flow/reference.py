@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from vllm_omni.flow.dsl import FieldRef, Graph, Interface
-from vllm_omni.flow.frame import ENTRY
+from vllm_omni.flow.graph.dsl import FieldRef, Graph, Interface
+from vllm_omni.flow.graph.transfer import ENTRY
 
 Inputs: TypeAlias = dict[str, list[Any]]  # input field -> payloads, as they are read
 Yield: TypeAlias = list[tuple[str, Any]]  # output field, payload

@@ -10,8 +10,8 @@ import pytest
 from tests.flow.builders import FunctionNode, read, read_payloads, spin
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest
 from vllm_omni.flow import Emission, EndReason, Field, GlobalParameters, Graph, Role, Scheduling, interface
-from vllm_omni.flow.credit import WINDOW
-from vllm_omni.flow.frame import TURN
+from vllm_omni.flow.run.credit import WINDOW
+from vllm_omni.flow.run.frame import TURN
 
 TEXT = Field("text")
 STREAM = Field("text", streamed=True)

@@ -21,7 +21,8 @@ from tests.flow.random_graphs import make_case
 from tests.flow.reference import TooLarge
 from tests.fuzz import num_cases
 from vllm_omni.errors import CallAborted, GraphError, PlanError
-from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink, credit
+from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink
+from vllm_omni.flow.run import credit
 
 NUM_CASES = num_cases(6000)
 NUM_PROCESSES = 2

@@ -7,8 +7,9 @@ import pytest
 
 from tests.flow.random_graphs import NodeBroke, make_case
 from tests.flow.reference import NodeFails, Outcome, Unpredictable, interpret
-from vllm_omni.flow.dsl import Field, Graph, Role, interface
-from vllm_omni.flow.frame import Chunk, Emission
+from vllm_omni.flow.graph.dsl import Field, Graph, Role, interface
+from vllm_omni.flow.graph.transfer import Chunk
+from vllm_omni.flow.run.frame import Emission
 
 STREAM, WHOLE = Field("text", streamed=True), Field("text")
 

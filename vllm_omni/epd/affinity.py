@@ -9,8 +9,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_omni.flow.balance import LeastOutstanding, LoadBalance, RoundRobin, SessionLoadBalance
-from vllm_omni.flow.registry import Instance, MemoryRegistry
+from vllm_omni.flow.remote.registry import Instance, MemoryRegistry
+from vllm_omni.flow.remote.replicas import LeastOutstanding, LoadBalance, RoundRobin, SessionLoadBalance
 
 NUM_PREFIX_TOKENS = 64  # of a piece of a prompt by which its cached prefix is found again
 MAX_PIECES = 64  # of one prompt: what is behind them seldom differs in where it was

@@ -3,16 +3,16 @@
 From: Omni-Flow section 3. Depends on the standard library and msgspec only.
 """
 
-from vllm_omni.flow.call import FlowStatistics, GraphCall, GraphRuntime
-from vllm_omni.flow.clock import Clock, LoopClock, TimerHandle
-from vllm_omni.flow.controller import NodeController
-from vllm_omni.flow.dsl import Field, GlobalParameters, Graph, Placeholder, Role, Scheduling, interface
-from vllm_omni.flow.frame import ENTRY, CallInfo, Chunk, Emission, EndReason, Frame, OutputFrame, TransferFunction
-from vllm_omni.flow.linear import LinearStage, linear_graph
-from vllm_omni.flow.link import InProcessLink, Link
-from vllm_omni.flow.node import Activation, Node, Yield
-from vllm_omni.flow.parser import GraphParser, parse_graphs
-from vllm_omni.flow.plan import StaticPlan
+from vllm_omni.flow.graph.dsl import Field, GlobalParameters, Graph, Placeholder, Role, Scheduling, interface
+from vllm_omni.flow.graph.parser import GraphParser, parse_graphs
+from vllm_omni.flow.graph.plan import StaticPlan
+from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk, TransferFunction
+from vllm_omni.flow.run.call import FlowStatistics, GraphCall, GraphRuntime
+from vllm_omni.flow.run.clock import Clock, LoopClock, TimerHandle
+from vllm_omni.flow.run.controller import NodeController
+from vllm_omni.flow.run.frame import Emission, EndReason, Frame, OutputFrame
+from vllm_omni.flow.run.link import InProcessLink, Link
+from vllm_omni.flow.run.node import Activation, Node, Yield
 
 __all__ = [
     "ENTRY",
@@ -31,7 +31,6 @@ __all__ = [
     "GraphParser",
     "GraphRuntime",
     "InProcessLink",
-    "LinearStage",
     "Link",
     "LoopClock",
     "Node",
@@ -45,6 +44,5 @@ __all__ = [
     "TransferFunction",
     "Yield",
     "interface",
-    "linear_graph",
     "parse_graphs",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm_omni.entrypoints.cli.parser import RefusingParser
 from vllm_omni.errors import ConfigError, GraphError
 from vllm_omni.flow import Graph, GraphParser, StaticPlan
-from vllm_omni.flow.render import to_mermaid, to_svg, to_text
+from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
 
 FORMATS = {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
 

@@ -1,0 +1,162 @@
+"""The contract, over every backend."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.flow.builders import ManualClock
+from vllm_omni.errors import RegistryUnavailable
+from vllm_omni.flow.remote.registry import Instance, MemoryRegistry, ServiceRegistry
+from vllm_omni.flow.remote.registry.redis import RedisRegistry
+
+A, B = Instance("llm", "a", "ipc://a"), Instance("llm", "b")
+OTHER = Instance("vocoder", "a")
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def make_registry(
+    request: pytest.FixtureRequest,
+) -> AsyncIterator[Callable[[], ServiceRegistry]]:
+    """Registries of one backend; those of Redis are of several processes, as far as they can tell."""
+    made: list[ServiceRegistry] = []
+    prefix = f"{uuid.uuid4()}:"
+
+    def make() -> ServiceRegistry:
+        if request.param == "redis":
+            made.append(RedisRegistry(request.getfixturevalue("redis_url"), prefix=prefix))
+        elif not made:
+            made.append(MemoryRegistry())
+        return made[-1]
+
+    yield make
+    for registry in made:
+        await registry.aclose()
+
+
+async def test_who_registers_is_found_by_role_and_in_order(make_registry):
+    registry = make_registry()
+    for instance in (B, A, OTHER):
+        await registry.register(instance)
+    assert await registry.instances("llm") == (A, B)
+    assert await registry.instances("vocoder") == (OTHER,)
+
+
+async def test_role_that_nobody_serves_has_no_instances(make_registry):
+    assert await make_registry().instances("llm") == ()
+
+
+async def test_who_leaves_is_gone(make_registry):
+    registry = make_registry()
+    await registry.register(A)
+    await registry.register(B)
+    await registry.deregister(A)
+    await registry.deregister(Instance("llm", "unknown"))
+    assert await registry.instances("llm") == (B,)
+
+
+async def test_registering_again_changes_the_address(make_registry):
+    registry = make_registry()
+    await registry.register(A)
+    await registry.register(Instance("llm", "a", "ipc://elsewhere"))
+    assert await registry.instances("llm") == (Instance("llm", "a", "ipc://elsewhere"),)
+
+
+async def test_session_without_an_instance_belongs_to_nobody(make_registry):
+    assert await make_registry().affinity("llm", "s") is None
+
+
+async def test_first_to_bind_a_session_has_it(make_registry):
+    one, other = make_registry(), make_registry()
+    assert await one.bind("llm", "s", "a", instead_of=None) == "a"
+    assert await other.bind("llm", "s", "b", instead_of=None) == "a"
+    assert await other.affinity("llm", "s") == "a"
+
+
+async def test_session_is_taken_over_only_from_whom_it_was_believed_to_belong_to(make_registry):
+    registry = make_registry()
+    await registry.bind("llm", "s", "a", instead_of=None)
+    assert await registry.bind("llm", "s", "b", instead_of="a") == "b"
+    assert await registry.bind("llm", "s", "c", instead_of="a") == "b"
+
+
+async def test_affinity_is_of_one_role(make_registry):
+    registry = make_registry()
+    await registry.bind("llm", "s", "a", instead_of=None)
+    assert await registry.affinity("vocoder", "s") is None
+
+
+async def test_closing_leaves_no_instance(make_registry):
+    one, other = make_registry(), make_registry()
+    await one.register(A)
+    await one.aclose()
+    assert await other.instances("llm") == ()
+
+
+async def test_session_that_nobody_asks_for_is_forgotten():
+    clock = ManualClock()
+    registry = MemoryRegistry(clock=clock, affinity_ttl_s=10)
+    await registry.bind("llm", "kept", "a", instead_of=None)
+    await registry.bind("llm", "lost", "a", instead_of=None)
+    clock.advance(6)
+    assert await registry.affinity("llm", "kept") == "a"
+    clock.advance(6)
+    assert await registry.affinity("llm", "lost") is None
+    assert await registry.affinity("llm", "kept") == "a"
+
+
+# ---- Redis alone ----
+
+
+async def wait_until(condition, timeout_s=20.0):
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 - another process decides
+            await asyncio.sleep(0.01)
+
+
+async def test_instance_without_heartbeat_is_evicted(redis_url):
+    prefix = f"{uuid.uuid4()}:"
+    dead = RedisRegistry(redis_url, prefix=prefix, heartbeat_s=3600, timeout_s=0.05)
+    watcher = RedisRegistry(redis_url, prefix=prefix)
+    await dead.register(A)
+
+    async def is_gone():
+        return await watcher.instances("llm") == ()
+
+    await wait_until(is_gone)
+    assert await watcher._redis.hlen(f"{prefix}instances:llm") == 0
+    await watcher.aclose()
+    await dead.aclose()
+
+
+async def test_heartbeats_keep_an_instance_and_bring_an_evicted_one_back(redis_url):
+    prefix = f"{uuid.uuid4()}:"
+    registry = RedisRegistry(redis_url, prefix=prefix, heartbeat_s=0.01)
+    await registry.register(A)
+    await registry._redis.delete(f"{prefix}alive:llm:a", f"{prefix}instances:llm")
+
+    async def is_back():
+        return await registry.instances("llm") == (A,)
+
+    await wait_until(is_back)
+    await registry.aclose()
+
+
+async def test_who_has_left_does_not_come_back_by_a_heartbeat(redis_url):
+    prefix = f"{uuid.uuid4()}:"
+    registry = RedisRegistry(redis_url, prefix=prefix, heartbeat_s=0.001)
+    for _ in range(20):
+        await registry.register(A)
+        await asyncio.sleep(0.002)
+        await registry.deregister(A)
+        assert await registry.instances("llm") == ()
+    await registry.aclose()
+
+
+async def test_server_that_does_not_answer_is_named_without_its_password(tmp_path):
+    registry = RedisRegistry("redis://user:secret@127.0.0.1:1/0")
+    with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1/0") as raised:
+        await registry.instances("llm")
+    assert "secret" not in str(raised.value)
+    await registry.aclose()

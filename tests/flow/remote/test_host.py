@@ -1,0 +1,358 @@
+"""The speech graph over ZMQ: the entry here, each role behind a link of its own, and at the end in its own process."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.flow.builders import (
+    FunctionNode,
+    ManualClock,
+    hang,
+    make_speech_nodes,
+    make_speech_plan,
+    read,
+    read_payloads,
+    talk,
+)
+from vllm_omni.errors import (
+    CallAborted,
+    DeadlineExceeded,
+    GraphError,
+    InvalidRequest,
+    LinkError,
+    RemoteError,
+    RoleUnavailable,
+)
+from vllm_omni.flow import ENTRY, Emission, FlowStatistics, Frame, GraphRuntime
+from vllm_omni.flow.remote.host import Remote, RoleHost
+from vllm_omni.flow.remote.link import ZmqLink
+from vllm_omni.flow.remote.messages import OpenCall
+from vllm_omni.flow.run.credit import WINDOW
+
+ROLES = ("thinker", "talker", "token2wav")
+ALL = {"text", "audio", "codec_ids"}
+NOTHING_LEFT = FlowStatistics(0, 0, 0, 0)
+TIMEOUT_S = 30.0
+
+
+class World:
+    """An entry and a host for each role, in one event loop, over sockets."""
+
+    def __init__(self, directory, *, clock=None, local=(), **nodes):
+        plan = make_speech_plan()
+        addresses = {ENTRY: f"ipc://{directory}/entry"}
+        for name, node in plan.nodes.items():
+            addresses[name] = addresses[ENTRY] if node.role in local else f"ipc://{directory}/{node.role}"
+        self.nodes = make_speech_nodes(**nodes)
+        remote = [role for role in ROLES if role not in local]
+        self.link = ZmqLink(addresses[ENTRY], addresses)
+        self.links = [ZmqLink(f"ipc://{directory}/{role}", addresses) for role in remote]
+        self.hosts = [
+            RoleHost(plan, {role: self.nodes[role]}, link) for role, link in zip(remote, self.links, strict=True)
+        ]
+        self.runtime = GraphRuntime(plan, self.nodes | {role: Remote() for role in remote}, clock=clock, link=self.link)
+
+    def open(self, outputs=ALL, call_id="call", **kwargs):
+        return self.runtime.open(call_id, {"prompt": "w"}, outputs, **kwargs)
+
+    def close(self):
+        for link in (self.link, *self.links):
+            link.close()
+
+
+@pytest.fixture
+async def make_world(tmp_path):
+    worlds = []
+
+    def make(**kwargs):
+        worlds.append(World(tmp_path, **kwargs))
+        return worlds[-1]
+
+    async with asyncio.timeout(TIMEOUT_S):
+        yield make
+    for world in worlds:
+        world.close()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - messages are under way on sockets
+        await asyncio.sleep(0.001)
+
+
+async def is_over(world):
+    """Hosts hear of a call's end after the entry."""
+    await until(lambda: all(host.num_open_calls == 0 for host in world.hosts))
+    assert world.runtime.statistics() == NOTHING_LEFT
+    for node in world.nodes.values():
+        assert node.events.count("start") == node.events.count("clean")
+
+
+async def fail(activation):
+    await asyncio.sleep(0)
+    raise KeyError("weights")
+    yield
+
+
+async def refuse(activation):
+    raise InvalidRequest("too long")
+    yield
+
+
+@pytest.mark.parametrize("local", [(), ("thinker",), ("talker",), ("thinker", "token2wav")])
+async def test_every_output_arrives_in_order_wherever_the_roles_live(make_world, local):
+    world = make_world(local=local)
+    for number in range(3):
+        assert await read_payloads(world.open(call_id=f"c{number}")) == {
+            "text": ["w0", "w1", "w2"],
+            "codec_ids": [0, 10, 20],
+            "audio": [[0, 10, 20]],
+        }
+    await is_over(world)
+
+
+async def test_many_calls_at_once_do_not_mix(make_world):
+    world = make_world()
+    calls = [world.runtime.open(f"c{i}", {"prompt": f"{i}-"}, {"text"}) for i in range(50)]
+    answers = await asyncio.gather(*map(read_payloads, calls))
+    assert answers == [{"text": [f"{i}-{step}" for step in range(3)]} for i in range(50)]
+    await is_over(world)
+
+
+async def test_text_only_call_never_starts_the_talker(make_world):
+    world = make_world()
+    await read(world.open({"text"}))
+    await is_over(world)
+    assert world.nodes["talker"].events == []
+
+
+async def test_context_and_session_reach_the_node(make_world):
+    world = make_world()
+    await read(world.open({"text"}, context={"temperature": 0.5}, session="s"))
+    (activation,) = world.nodes["thinker"].activations
+    assert activation.context == {"temperature": 0.5}
+    assert activation.session == "s"
+
+
+async def test_abort_returns_after_every_activation_has_cleaned_up(make_world):
+    world = make_world(talker=FunctionNode(hang))
+    call = world.open()
+    await until(lambda: world.nodes["talker"].events)
+    await call.abort()
+    assert world.nodes["talker"].events == ["start", "cancelled", "clean"]
+    with pytest.raises(CallAborted):
+        await read(call)
+    await is_over(world)
+
+
+async def test_abort_before_anything_was_heard_of_a_host_waits_for_it_too(make_world):
+    world = make_world(thinker=FunctionNode(hang))
+    call = world.open()
+    await call.abort()
+    await is_over(world)
+    assert world.nodes["thinker"].events in ([], ["start", "cancelled", "clean"])
+
+
+async def test_deadline_aborts_what_runs_elsewhere(make_world):
+    clock = ManualClock()
+    world = make_world(clock=clock, talker=FunctionNode(hang))
+    call = world.open(deadline_s=1.0)
+    await until(lambda: world.nodes["talker"].events)
+    clock.advance(1.0)
+    with pytest.raises(DeadlineExceeded):
+        await read(call)
+    await is_over(world)
+
+
+async def test_failure_elsewhere_says_what_was_raised_and_where(make_world):
+    world = make_world(talker=FunctionNode(fail))
+    with pytest.raises(RemoteError, match="KeyError: 'weights'") as raised:
+        await read(world.open())
+    assert "talker.generate" in "".join(raised.value.__notes__)
+    await is_over(world)
+
+
+async def test_errors_of_ours_come_back_as_they_were(make_world):
+    world = make_world(thinker=FunctionNode(refuse))
+    with pytest.raises(InvalidRequest, match="too long"):
+        await read(world.open())
+    await is_over(world)
+
+
+async def test_slow_consumer_elsewhere_holds_its_producer_back(make_world):
+    sent, gate = [], asyncio.Event()
+
+    async def emit(activation):
+        for row in range(1000):
+            yield Emission("rows", row, last=row == 999)
+            sent.append(row)
+
+    async def read_when_told(activation):
+        await gate.wait()
+        async for emission in talk(activation):
+            yield emission
+
+    world = make_world(thinker=FunctionNode(emit), talker=FunctionNode(read_when_told))
+    call = world.open({"codec_ids"})
+    await until(lambda: len(sent) == WINDOW - 1)
+    await asyncio.sleep(0.05)  # it could go on now
+    assert len(sent) == WINDOW - 1
+    gate.set()
+    assert await read_payloads(call) == {"codec_ids": [10 * row for row in range(1000)]}
+    await is_over(world)
+
+
+async def test_payload_that_cannot_travel_fails_its_call_alone(make_world):
+    async def emit(activation):
+        yield Emission("text", object() if activation.call_id == "bad" else "fine", last=True)
+
+    world = make_world(thinker=FunctionNode(emit))
+    with pytest.raises(LinkError, match="cannot leave this process"):
+        await read(world.open({"text"}, call_id="bad"))
+    assert await read_payloads(world.open({"text"}, call_id="good")) == {"text": ["fine"]}
+    await is_over(world)
+
+
+async def test_context_that_cannot_travel_is_refused_and_leaves_nothing(make_world):
+    world = make_world()
+    with pytest.raises(LinkError):
+        world.open(context=object())
+    await is_over(world)
+
+
+async def test_message_of_a_stranger_is_dropped(make_world, tmp_path, caplog):
+    world = make_world()
+    context = zmq.Context()
+    stranger = context.socket(zmq.PUSH)
+    stranger.connect(f"ipc://{tmp_path}/thinker")
+    for data in (b"", b"\xc1", *map(msgspec.msgpack.encode, (["Frame", 1], [["Frame", 1]], {"a": 1}))):
+        stranger.send(data)
+    await until(lambda: caplog.text.count("no messages of ours") == 5)
+    context.destroy(linger=0)
+    assert await read_payloads(world.open({"text"})) == {"text": ["w0", "w1", "w2"]}
+
+
+async def test_frames_that_overtake_the_opening_of_their_call_are_kept(make_world):
+    world = make_world()
+    host = world.hosts[1]
+    frames = [Frame("call", "thinker.generate", "talker.generate", 0, "rows", 7, 0, True, 4)]
+    for frame in frames:
+        host._receive(frame)
+    world.runtime._calls.clear()
+    received = []
+    world.link.bind(ENTRY, received.append)
+    world.link.send(OpenCall("call", "talker.generate", "speech", ["codec_ids"], None, None))
+    await until(lambda: any(isinstance(one, Frame) for one in received))
+    assert [one.payload for one in received if isinstance(one, Frame)] == [40]
+
+
+async def test_role_that_was_lost_fails_its_calls_and_refuses_new_ones_until_it_is_back(make_world):
+    world = make_world(talker=FunctionNode(hang))
+    needs_it, does_not = world.open({"audio"}, call_id="needs"), world.open({"text"}, call_id="does not")
+    await until(lambda: world.nodes["talker"].events)
+    world.runtime.lose("talker", "killed")
+    with pytest.raises(RoleUnavailable, match="'talker' was lost: killed"):
+        await read(needs_it)
+    assert await read_payloads(does_not) == {"text": ["w0", "w1", "w2"]}
+    with pytest.raises(RoleUnavailable, match="'talker' is not there: killed"):
+        world.open({"audio"}, call_id="new")
+    assert await read_payloads(world.open({"text"}, call_id="new")) == {"text": ["w0", "w1", "w2"]}
+    world.runtime.regain("talker")
+    await world.open({"audio"}, call_id="again").aclose()
+    await is_over(world)
+
+
+async def test_host_of_an_unknown_role_is_refused(make_world):
+    world = make_world()
+    with pytest.raises(GraphError, match="'singer'"):
+        RoleHost(make_speech_plan(), {"singer": FunctionNode(talk)}, world.link)
+
+
+async def test_address_that_is_taken_is_named(make_world, tmp_path):
+    with pytest.raises(LinkError, match="nowhere"):
+        ZmqLink(f"ipc://{tmp_path}/nowhere/at/all", {})
+
+
+async def test_target_that_nobody_knows_is_named(make_world):
+    with pytest.raises(LinkError, match=r"'b\.run'"):
+        make_world().link.send(Frame("call", "a.run", "b.run", 0, "x", 7, 0, True, None))
+
+
+# ---- processes ----
+
+HOST = """
+import asyncio, sys
+from tests.flow.builders import FunctionNode, hang, make_speech_nodes, make_speech_plan
+from vllm_omni.flow import ENTRY
+from vllm_omni.flow.remote.host import RoleHost
+from vllm_omni.flow.remote.link import ZmqLink
+
+async def main(directory, role):
+    plan = make_speech_plan()
+    addresses = {ENTRY: f"ipc://{directory}/entry"}
+    addresses |= {name: f"ipc://{directory}/{node.role}" for name, node in plan.nodes.items()}
+    link = ZmqLink(f"ipc://{directory}/{role}", addresses)
+    host = RoleHost(plan, {role: make_speech_nodes()[role]}, link)
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the parent has gone
+    link.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def start_host(directory, role):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOST, str(directory), role,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
+    assert await process.stdout.readline() == b"ready\n"
+    return process
+
+
+async def test_killing_the_process_of_a_role_fails_only_the_calls_that_need_it(tmp_path):
+    plan = make_speech_plan()
+    addresses = {ENTRY: f"ipc://{tmp_path}/entry"}
+    addresses |= {name: f"ipc://{tmp_path}/{node.role}" for name, node in plan.nodes.items()}
+    link = ZmqLink(addresses[ENTRY], addresses)
+    runtime = GraphRuntime(plan, dict.fromkeys(ROLES, Remote()), link=link)
+    processes = dict(zip(ROLES, await asyncio.gather(*(start_host(tmp_path, role) for role in ROLES)), strict=True))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            whole = {"text": ["w0", "w1", "w2"], "audio": [[0, 10, 20]]}
+            assert await read_payloads(runtime.open("before", {"prompt": "w"}, {"text", "audio"})) == whole
+
+            processes["talker"].send_signal(signal.SIGKILL)
+            await processes["talker"].wait()
+            stuck = runtime.open("stuck", {"prompt": "w"}, {"audio"})
+            runtime.lose("talker", "killed by SIGKILL")
+            with pytest.raises(RoleUnavailable):
+                await read(stuck)
+            assert await read_payloads(runtime.open("text", {"prompt": "w"}, {"text"})) == {"text": whole["text"]}
+
+            processes["talker"] = await start_host(tmp_path, "talker")
+            runtime.regain("talker")
+            assert await read_payloads(runtime.open("after", {"prompt": "w"}, {"text", "audio"})) == whole
+            assert runtime.statistics() == NOTHING_LEFT
+    finally:
+        for process in processes.values():
+            process.stdin.close()
+        assert {await process.wait() for process in processes.values()} == {0}
+        link.close()
+
+
+async def test_hosts_are_told_when_there_is_no_more_work(make_world):
+    world = make_world(local=("talker",))
+    assert await read_payloads(world.open({"text"}))
+    waiting = [asyncio.create_task(host.wait_stopped()) for host in world.hosts]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await world.runtime.aclose()
+    world.runtime.shutdown_hosts()
+    await asyncio.gather(*waiting)

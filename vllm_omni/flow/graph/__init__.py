@@ -1,0 +1,1 @@
+"""The language of pipelines: a declared graph (``dsl``) is checked and compiled (``parser``) to tables (``plan``)."""

@@ -1,0 +1,113 @@
+"""What the shape of a graph says: loops, order, dominators. Small graphs, plain algorithms.
+
+From: Omni-Flow section 3.3 (diamond roots by reverse search).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_omni.flow.graph.transfer import ENTRY
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A strongly connected part of a graph."""
+
+    nodes: frozenset[str]
+    headers: tuple[str, ...]  # nodes that are fed from outside as well
+
+
+class Topology:
+    """Args:
+    feeds: node -> the nodes (or ENTRY) that feed it.
+    gathering: nodes that gather all of a call: nothing above them but ENTRY is above what is below them.
+
+    ``forward`` is the same without the edges that lead back to the header of a cycle.
+    """
+
+    def __init__(self, feeds: Mapping[str, Iterable[str]], gathering: Iterable[str] = ()):
+        self._gathering = frozenset(gathering)
+        self._feeds = {name: tuple(dict.fromkeys(sources)) for name, sources in feeds.items()}
+        self.cycles = self._find_cycles()
+        self._cycle_of = {name: cycle for cycle in self.cycles for name in cycle.nodes}
+        self.forward = {
+            name: tuple(source for source in sources if not self.is_back(source, name))
+            for name, sources in self._feeds.items()
+        }
+
+    def cycle_of(self, node: str) -> Cycle | None:
+        return self._cycle_of.get(node)
+
+    def is_back(self, source: str, target: str) -> bool:
+        """Whether an edge leads back to a header of its cycle."""
+        cycle = self._cycle_of.get(target)
+        return cycle is not None and source in cycle.nodes and target in cycle.headers
+
+    def order(self) -> Sequence[str]:
+        """Every node behind those that feed it forward; nodes on a way around that has no header are left out."""
+        placed = {ENTRY: None}
+        todo = list(self.forward)
+        while todo:
+            ready = [name for name in todo if all(source in placed for source in self.forward[name])]
+            if not ready:
+                break
+            placed[ready[0]] = None
+            todo.remove(ready[0])
+        del placed[ENTRY]
+        return list(placed)
+
+    def dominators(self) -> Mapping[str, Sequence[str]]:
+        """Node -> all nodes that every way from ENTRY to it goes through, itself last, each above the next."""
+        chains: dict[str, Sequence[str]] = {ENTRY: [ENTRY]}
+        for name in self.order():
+            above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
+            chains[name] = [*common_prefix(above), name]
+        return chains
+
+    def reaches(self, source: str) -> frozenset[str]:
+        """All nodes that a way leads to from ``source``, forward; itself included."""
+        found, todo = {source}, [source]
+        while todo:
+            at = todo.pop()
+            for name, sources in self.forward.items():
+                if at in sources and name not in found:
+                    found.add(name)
+                    todo.append(name)
+        return frozenset(found)
+
+    def _find_cycles(self) -> list[Cycle]:
+        above = {name: self._above(name) for name in self._feeds}
+        cycles: list[Cycle] = []
+        seen: set[str] = set()
+        for name in self._feeds:
+            if name not in above[name] or name in seen:
+                continue
+            nodes = frozenset(other for other in above[name] if name in above.get(other, ()))
+            seen |= nodes
+            headers = tuple(
+                each for each in self._feeds if each in nodes and any(s not in nodes for s in self._feeds[each])
+            )
+            cycles.append(Cycle(nodes, headers))
+        return cycles
+
+    def _above(self, name: str) -> frozenset[str]:
+        found: set[str] = set()
+        todo = list(self._feeds[name])
+        while todo:
+            at = todo.pop()
+            if at not in found and at != ENTRY:
+                found.add(at)
+                todo.extend(self._feeds[at])
+        return frozenset(found)
+
+
+def common_prefix(chains: Sequence[Sequence[str]]) -> Sequence[str]:
+    prefix = chains[0]
+    for chain in chains[1:]:
+        length = 0
+        while length < min(len(prefix), len(chain)) and prefix[length] == chain[length]:
+            length += 1
+        prefix = prefix[:length]
+    return prefix

@@ -1,9 +1,0 @@
-"""Who serves a role: instances join, tell that they are alive, and leave.
-
-From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
-"""
-
-from vllm_omni.flow.registry.base import Instance, ServiceRegistry
-from vllm_omni.flow.registry.memory import MemoryRegistry
-
-__all__ = ["Instance", "MemoryRegistry", "ServiceRegistry"]

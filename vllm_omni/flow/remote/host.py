@@ -1,0 +1,204 @@
+"""A graph over several processes: the entry's runtime has a ``RemoteController`` where another process, a ``RoleHost``,
+has the node.
+
+The entry owns calls, deadlines and aborts; hosts own activations, and tell the entry when they begin and end. A host
+that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni.errors import GraphError
+from vllm_omni.flow.graph.dsl import what_exists
+from vllm_omni.flow.graph.plan import Route, StaticPlan
+from vllm_omni.flow.graph.transfer import ENTRY
+from vllm_omni.flow.remote.messages import (
+    ActivationEnded,
+    ActivationStarted,
+    CancelCall,
+    CancelDone,
+    CloseCall,
+    OpenCall,
+    ShutdownHost,
+    cancellation,
+)
+from vllm_omni.flow.run.activity import Activity, Tracker
+from vllm_omni.flow.run.controller import NodeController
+from vllm_omni.flow.run.frame import Credit, Frame, SlotEos
+from vllm_omni.flow.run.link import Link
+from vllm_omni.flow.run.node import Node
+from vllm_omni.flow.run.scope import CallScope, RemoteNode
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS_REMEMBERED = 4096
+MAX_EARLY_MESSAGES = 4096
+"""Frames of calls that the entry has not opened here yet: they come from other hosts, whose way may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote(RemoteNode):
+    """Stands for the node of a role that another process serves."""
+
+    def make_controller(self, name: str, link: Link) -> RemoteController:
+        return RemoteController(name, link)
+
+
+class RemoteController:
+    """The entry's side of a node elsewhere: what is done to it is sent to it."""
+
+    num_running = 0  # unknown here
+    num_buffered = 0
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.name = name
+        self._link = link
+        self._trackers: dict[str, Tracker] = {}
+
+    def open(self, scope: CallScope) -> None:
+        outputs = sorted(scope.route.outputs)
+        self._link.send(OpenCall(scope.call_id, self.name, scope.route.graph, outputs, scope.context, scope.session))
+        self._trackers[scope.call_id] = scope.tracker
+
+    def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
+        if not unfinished_only:
+            # Its activations may have begun without being heard of yet: the answer is what the call waits for.
+            self._trackers[call_id].begin(cancellation(self.name))
+        self._link.send(CancelCall(call_id, self.name, unfinished_only))
+
+    def close(self, call_id: str) -> None:
+        del self._trackers[call_id]
+        self._link.send(CloseCall(call_id, self.name))
+
+    def shutdown(self) -> None:
+        self._link.send(ShutdownHost("", self.name))
+
+
+class _RemoteTracker:
+    """Tells the entry what is in flight in this process."""
+
+    def __init__(self, host: RoleHost, call_id: str, node: str) -> None:
+        self._host = host
+        self._call_id = call_id
+        self._node = node
+        self.num_inflight = 0
+        self.is_cancelled = False
+
+    def begin(self, activity: Activity) -> None:
+        self.num_inflight += 1
+        self._host.link.send(ActivationStarted(self._call_id, ENTRY, self._node, activity.activation_id))
+
+    def end(self, activity: Activity) -> None:
+        self.num_inflight -= 1
+        self._host.link.send(ActivationEnded(self._call_id, ENTRY, self._node, activity.activation_id))
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        if self.is_cancelled and not self.num_inflight:
+            self._host.link.send(CancelDone(self._call_id, ENTRY, self._node))
+
+
+@dataclass(slots=True)
+class _Node:
+    controller: NodeController
+    trackers: dict[str, _RemoteTracker] = field(default_factory=dict)  # by open call
+    early: OrderedDict[str, deque[Frame | SlotEos | Credit]] = field(
+        default_factory=OrderedDict
+    )  # by call not opened yet
+    over: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed lately
+
+
+class RoleHost:
+    """Serves roles of a plan, or of several, for an entry elsewhere.
+
+    Args:
+        plans: the same as the entry's.
+        nodes: role -> the node that serves it, for the roles that live in this process.
+
+    Raises:
+        GraphError: a role is not in the plans, or shares parameters, which are the entry's.
+    """
+
+    def __init__(self, plans: StaticPlan | Sequence[StaticPlan], nodes: Mapping[str, Node], link: Link) -> None:
+        all_plans = [plans] if isinstance(plans, StaticPlan) else list(plans)
+        roles = frozenset[str]().union(*(plan.roles for plan in all_plans))
+        graphs = ", ".join(repr(plan.name) for plan in all_plans)
+        for role in sorted(nodes):
+            if role not in roles:
+                raise GraphError(f"graph {graphs}: has no role {role!r}; {what_exists(role, roles)}")
+        self.plans = {plan.name: plan for plan in all_plans}
+        self.link = link
+        self._routes: dict[tuple[str, frozenset[str]], Route] = {}
+        self._stopped = asyncio.Event()
+        self._nodes: dict[str, _Node] = {}
+        for plan in all_plans:
+            for name, node_plan in plan.nodes.items():
+                if node_plan.role in nodes and name not in self._nodes:
+                    if node_plan.parameters:
+                        raise GraphError(
+                            f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the "
+                            "entry's process; serve the role there"
+                        )
+                    self._nodes[name] = _Node(NodeController(name, nodes[node_plan.role], link))
+                    link.bind(name, self._receive)
+
+    @property
+    def num_open_calls(self) -> int:
+        return len({call_id for node in self._nodes.values() for call_id in node.trackers})
+
+    async def wait_stopped(self) -> None:
+        """Until the entry has no more work for this process (``GraphRuntime.shutdown_hosts``)."""
+        await self._stopped.wait()
+
+    def _receive(self, message: Any) -> None:
+        node = self._nodes[message.target]
+        match message:
+            case ShutdownHost():
+                self._stopped.set()
+            case OpenCall():
+                self._open(node, message)
+            case CancelCall():
+                self._cancel(node, message)
+            case CloseCall():
+                self._close(node, message)
+            case _ if message.call_id in node.trackers:
+                node.controller.receive(message)
+            case _ if message.call_id not in node.over:
+                self._keep(node, message)
+
+    def _open(self, node: _Node, message: OpenCall) -> None:
+        key = (message.graph, frozenset(message.outputs))
+        route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
+        node.over.pop(message.call_id, None)  # an id may be used again
+        tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
+        node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
+        for early in node.early.pop(message.call_id, ()):
+            node.controller.receive(early)
+
+    def _cancel(self, node: _Node, message: CancelCall) -> None:
+        tracker = node.trackers.get(message.call_id)
+        if tracker is not None:
+            node.controller.cancel(message.call_id, unfinished_only=message.unfinished_only)
+            if not message.unfinished_only:
+                tracker.is_cancelled = True
+                tracker.acknowledge()
+
+    def _close(self, node: _Node, message: CloseCall) -> None:
+        if node.trackers.pop(message.call_id, None) is not None:
+            node.controller.cancel(message.call_id)  # nothing runs any more, if the entry is right
+            node.controller.close(message.call_id)
+        node.over[message.call_id] = None
+        if len(node.over) > MAX_CALLS_REMEMBERED:
+            node.over.popitem(last=False)
+
+    def _keep(self, node: _Node, message: Frame | SlotEos | Credit) -> None:
+        node.early.setdefault(message.call_id, deque()).append(message)
+        while sum(map(len, node.early.values())) > MAX_EARLY_MESSAGES:
+            call_id, lost = node.early.popitem(last=False)
+            logger.warning("dropped %d messages of call %r, which nobody opened here", len(lost), call_id)

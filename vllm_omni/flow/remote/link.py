@@ -1,0 +1,183 @@
+"""A link over ZMQ between processes and hosts.
+
+Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` use this link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_omni.errors import LinkError
+from vllm_omni.flow.graph.transfer import ENTRY
+from vllm_omni.flow.remote.messages import Fault, WireMessage
+from vllm_omni.flow.run.frame import EndReason, Frame
+from vllm_omni.flow.run.link import InProcessLink, Message
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+MAX_TOGETHER = 64  # messages in one of ZMQ's
+
+
+class _Peer:
+    """A process that messages go to, over one socket, which keeps them in order.
+
+    The first message of a turn of the event loop leaves at once; those behind it leave together at the turn's end, or
+    when there are ``MAX_TOGETHER``: handing something to ZMQ costs as much as making and encoding several messages.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, not_now: int, full: type[Exception]):
+        self._socket = socket
+        self._loop = loop
+        self._not_now = not_now  # ZMQ's flag
+        self._full = full
+        self._waiting: list[bytes] | None = None  # encoded; None before a turn's first message
+
+    def send(self, data: bytes) -> None:
+        if self._waiting is None:
+            self._waiting = []
+            self._loop.call_soon(self._end_turn)
+            self._hand_over([data])
+            return
+        self._waiting.append(data)
+        if len(self._waiting) == MAX_TOGETHER:
+            self._hand_over(self._waiting)
+            self._waiting = []
+
+    def _end_turn(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting and not self._socket.closed:
+            self._hand_over(waiting)
+
+    def _hand_over(self, messages: list[bytes]) -> None:
+        count = len(messages)
+        header = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")  # msgpack's, of an array
+        with contextlib.suppress(self._full):  # without a high-water mark it is never full
+            self._socket.send(header + b"".join(messages), self._not_now)
+
+
+class ZmqLink(InProcessLink):
+    """Targets of several processes: those bound here are called directly, the others are sent to over ZMQ.
+
+    Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
+    order. Sending never waits: credit bounds what is under way. The socket's file descriptor is drained rather than
+    awaited by ``zmq.asyncio``, which is twelve times slower. Messages are msgpack, sent as an array of them; a payload
+    must be, too.
+
+    Args:
+        address: where this process listens: ``ipc://...`` or ``tcp://host:port``.
+        addresses: target -> the address of the process in which it lives; those bound here may be left out.
+
+    Raises:
+        LinkError: the address cannot be listened on.
+    """
+
+    def __init__(self, address: str, addresses: Mapping[str, str]) -> None:
+        import zmq
+
+        self._zmq = zmq
+        super().__init__()
+        self._addresses = dict(addresses)
+        self._peers: dict[str, _Peer] = {}  # by address
+        self._peer_of: dict[str, _Peer] = {}  # by target
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[WireMessage])
+        self._context = zmq.Context()
+        self._inbound = self._make_socket(zmq.PULL)
+        try:
+            self._inbound.bind(address)
+        except zmq.ZMQError as exc:
+            self._context.destroy(linger=0)
+            raise LinkError(f"cannot listen on {address}: {exc}") from exc
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._inbound, self._drain)
+        self._drain()
+
+    def send(self, message: Message) -> None:
+        """Hand a message over.
+
+        Raises:
+            LinkError: nobody knows where the target lives, or its payload cannot travel.
+        """
+        if message.target in self._receivers:
+            super().send(message)
+            return
+        if isinstance(message, Frame) and isinstance(message.payload, BaseException):
+            message = msgspec.structs.replace(message, payload=Fault.of(message.payload))
+        try:
+            data = self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise LinkError(f"a message for {message.target!r} cannot leave this process: {exc}") from exc
+        peer = self._peer_of.get(message.target)
+        if peer is None:
+            peer = self._peer_of[message.target] = self._peer(message.target)
+        peer.send(data)
+
+    def close(self) -> None:
+        """Stop listening; what was sent and not delivered is dropped."""
+        if not self._context.closed:
+            self._loop.remove_reader(self._inbound)
+            self._context.destroy(linger=0)
+
+    def _peer(self, target: str) -> _Peer:
+        address = self._addresses.get(target)
+        if address is None:
+            raise LinkError(f"nobody knows where {target!r} lives; known: {', '.join(sorted(self._addresses))}")
+        peer = self._peers.get(address)
+        if peer is None:
+            socket = self._make_socket(self._zmq.PUSH)
+            socket.connect(address)
+            peer = self._peers[address] = _Peer(socket, self._loop, self._zmq.NOBLOCK, self._zmq.Again)
+        return peer
+
+    def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 0
+        return socket
+
+    def _drain(self) -> None:
+        # The descriptor tells of a change only: whatever is there must be taken, or nobody tells again.
+        while True:
+            try:
+                data = self._inbound.recv(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            try:
+                messages = [_with_error(message) for message in self._decoder.decode(data)]
+            except msgspec.MsgspecError as exc:
+                logger.warning("dropped %d bytes that are no messages of ours: %s", len(data), exc)
+                continue
+            for message in messages:
+                self._dispatch(message)
+
+    def _dispatch(self, message: Message) -> None:
+        receive = self._receivers.get(message.target)
+        if receive is None:
+            logger.warning("dropped a message for %r, which does not live here", message.target)
+            return
+        try:
+            receive(message)
+        except Exception as exc:  # the others must be taken all the same
+            logger.exception("call %r: a message for %r could not be taken", message.call_id, message.target)
+            self._fail(message, exc)
+
+    def _fail(self, message: Message, error: Exception) -> None:
+        if message.target != ENTRY:
+            reason = EndReason.ERROR
+            self.send(Frame(message.call_id, message.target, ENTRY, 0, "", 0, 0, True, error, reason))
+
+
+def _with_error(message: Message) -> Message:
+    if isinstance(message, Frame) and message.reason in (EndReason.ERROR, EndReason.CANCEL) and message.payload:
+        fault = msgspec.convert(message.payload, Fault)
+        return msgspec.structs.replace(message, payload=fault.to_error())
+    return message

@@ -1,0 +1,1 @@
+"""The runtime: calls of a compiled graph, with one controller per node."""

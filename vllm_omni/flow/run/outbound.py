@@ -1,0 +1,175 @@
+"""What an activation sends: its yields go where the plan says, and what it did not yield is said, too.
+
+From: Omni-Flow section 3.4, outbound dispatch: ARRIVED, SLOT_EOS, UNREACHABLE.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm_omni.errors import GraphError
+from vllm_omni.flow.graph.dsl import what_exists
+from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan, Outlets
+from vllm_omni.flow.run.credit import SendLimits
+from vllm_omni.flow.run.frame import NO_BUCKET, Death, Emission, EndReason, Frame, Lineage, Root, SlotEos
+from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
+from vllm_omni.flow.run.link import Link
+
+
+class Outbound:
+    """The sending side of one activation, or of one that never lived.
+
+    Args:
+        lineage: of the activation.
+    """
+
+    __slots__ = (
+        "_call_id",
+        "_id",
+        "_lineage",
+        "_link",
+        "_num_yields",
+        "_outlets",
+        "_plan",
+        "_whole",
+        "limits",
+        "next_seq",
+    )
+
+    def __init__(self, plan: NodePlan, outlets: Outlets, link: Link, call_id: str, own_id: int, lineage: Lineage):
+        self._plan = plan
+        self._outlets = outlets
+        self._link = link
+        self._call_id = call_id
+        self._id = own_id
+        self._lineage = lineage = self._mark(lineage) if plan.is_root else lineage
+        self._whole = targets(outlets, lineage, own_id)
+        self._num_yields = 0  # over edges that are per frame
+        # Wanted fields that have not ended -> seq of the next frame.
+        self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
+        self.limits = SendLimits(outlets.readers)
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Fields that somebody reads in this call."""
+        return self._outlets.fields
+
+    def emit(self, emissions: Emission | Sequence[Emission]) -> None:
+        """Send one yield.
+
+        Raises:
+            GraphError: a field that the node did not declare, or that has ended.
+        """
+        if isinstance(emissions, Emission):
+            emission = emissions
+            self._send_whole(emission)
+            if emission.field in self._outlets.per_frame:
+                self._send_yield({emission.field: emission})
+            return
+        frames: dict[str, Emission] = {}
+        for emission in emissions:
+            if emission.field in self._outlets.per_frame:
+                if emission.field in frames:
+                    raise GraphError(
+                        f"node {self._plan.name!r} yielded field {emission.field!r} twice at once; yield each by itself"
+                    )
+                frames[emission.field] = emission
+        for emission in emissions:
+            self._send_whole(emission)
+        if frames:
+            self._send_yield(frames)
+
+    def _send_whole(self, emission: Emission) -> None:
+        name = emission.field
+        declared = self._plan.outputs.get(name)
+        if declared is None:
+            known = what_exists(name, self._plan.outputs)
+            raise GraphError(f"node {self._plan.name!r} emitted field {name!r}, which it does not declare; {known}")
+        seq = self.next_seq.get(name)
+        streamed = declared.streamed
+        if seq is None:
+            if name in self._outlets.fields:
+                why = "after its last frame" if streamed else "twice; declare Field(streamed=True)"
+                raise GraphError(f"node {self._plan.name!r} emitted field {name!r} {why}")
+            return  # nobody wants it
+        last = emission.last or not streamed
+        if last:
+            del self.next_seq[name]
+        else:
+            self.next_seq[name] = seq + 1
+        whole = self._whole.get(name)
+        if whole is not None:
+            if not last:
+                self.limits.on_sent(name)
+            for edge, target_id in whole:
+                self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
+
+    def end(self, reason: EndReason, error: BaseException | None = None) -> None:
+        """Nothing more comes; ``reason``: why fields that have not ended end."""
+        open_fields = [name for name in self._whole if name in self.next_seq]
+        for name in open_fields:
+            seq = self.next_seq.pop(name)
+            for edge, target_id in self._whole[name]:
+                self._send(edge, target_id, self._lineage, seq, True, error, reason)
+        self.next_seq.clear()
+        if self._outlets.per_frame:
+            if reason is not EndReason.EMPTY:  # as if it were one yield more, so that the reason gets there
+                self._send_yield({}, reason, error)
+            edges = (edge for each in self._outlets.per_frame.values() for edge in each)
+            send_count(edges, self._link, self._call_id, self._lineage, self._num_yields)
+
+    def _send_yield(
+        self, frames: dict[str, Emission], reason: EndReason = EndReason.EMPTY, error: BaseException | None = None
+    ) -> None:
+        index = self._num_yields
+        self._num_yields += 1
+        lineage = Lineage((*self._lineage.path, index), self._lineage.roots, (), self._lineage.death)
+        if self._plan.is_root:
+            lineage = Lineage(lineage.path, self._renumber(index), (), lineage.death)
+        self.limits.on_sent(PER_FRAME)
+        for name, edges in self._outlets.per_frame.items():
+            emission = frames.get(name)
+            for edge in edges:
+                target_id = activation_id(edge, lineage, self._id, index)
+                if emission is None:
+                    self._send(edge, target_id, lineage, 0, True, error, reason)
+                else:
+                    self._send(edge, target_id, lineage, 0, True, emission.payload, EndReason.NONE)
+
+    def _mark(self, lineage: Lineage) -> Lineage:
+        root = Root(self._plan.name, self._id, 0, len(lineage.path), lineage.turns)
+        return Lineage(lineage.path, (*lineage.roots, root), lineage.turns, lineage.death)
+
+    def _renumber(self, index: int) -> tuple[Root, ...]:
+        *above, own = self._lineage.roots
+        return (*above, Root(own.node, own.activation_id, index, own.depth, own.turns))
+
+    def _send(
+        self, edge: Edge, target_id: int, lineage: Lineage, seq: int, last: bool, payload: Any, reason: EndReason
+    ) -> None:
+        if edge.is_back and lineage.death is Death.NO_TURN:
+            return  # the turn that was not taken has no next one
+        self._link.send(
+            Frame(
+                self._call_id,
+                edge.source,
+                edge.target,
+                edge.slot,
+                edge.target_field,
+                target_id,
+                seq,
+                last,
+                payload,
+                reason,
+                self._id,
+                lineage,
+            )
+        )
+
+
+def send_count(edges: Iterable[Edge], link: Link, call_id: str, lineage: Lineage, count: int) -> None:
+    """Say how many yields there were at a path: own ones, or what came from above."""
+    for edge in edges:
+        bucket = bucket_for(edge, lineage)
+        if edge.is_back and bucket == NO_BUCKET:
+            continue  # what is above a loop is known to its header
+        link.send(SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count))
