@@ -36,9 +36,9 @@ import torch
 
 from benchmarks.qwen_omni import ENGINE_ARGS, MODALITIES, NUM_CODES, SHAPE, Job, run_jobs
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
-from vllm_omni.relay import InlineRelay, Payload
-from vllm_omni.relay.codec import encode
+from vllm_omni.relay import InlineRelay
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.testing.qwen2_5_omni import build
 

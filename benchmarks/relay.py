@@ -70,7 +70,8 @@ import torch.multiprocessing
 
 from vllm_omni.flow import Frame
 from vllm_omni.flow.remote.link import ZmqLink
-from vllm_omni.relay import Payload, Relay, TensorRef
+from vllm_omni.messages.payload import Payload, TensorRef
+from vllm_omni.relay import Relay
 from vllm_omni.relay.shm import ShmRelay
 
 KB, MB, GB = 1 << 10, 1 << 20, 1e9

@@ -19,9 +19,9 @@ PACKAGE = ROOT / "vllm_omni"
 ORDER = [
     ["errors", "names"],
     ["compat", "envs", "media"],
+    ["messages"],
     ["config", "flow", "ops"],
     ["process", "relay"],
-    ["messages"],
     ["diffusion", "epd", "kv"],
     ["testing", "model_executor"],
     ["core", "worker"],

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_omni.relay import InlineRelay, Relay, TensorRef
-from vllm_omni.relay.base import Layout
+from vllm_omni.messages.payload import Layout, TensorRef
+from vllm_omni.relay import InlineRelay, Relay
 from vllm_omni.relay.cuda_ipc import CudaIpcRelay
 from vllm_omni.relay.local import LocalRelay
 from vllm_omni.relay.remote.mooncake import MooncakeRelay

@@ -13,7 +13,7 @@ import torch
 
 from tests.contract.relays import BACKENDS, COPYING, LEASING, NUM_BYTES, Pair, make_pair
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 
 DTYPES = [
     torch.float32,

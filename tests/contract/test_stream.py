@@ -12,7 +12,8 @@ import torch
 
 from tests.contract.relays import BACKENDS, NUM_BYTES, STREAMING, Pair, make_pair
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError, RelayTimeout
-from vllm_omni.relay import StreamReader, StreamWriter, TensorRef
+from vllm_omni.messages.payload import TensorRef
+from vllm_omni.relay import StreamReader, StreamWriter
 
 CREDITS = 4
 

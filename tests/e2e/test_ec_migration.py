@@ -12,7 +12,7 @@ from vllm import LLM, RequestOutput
 
 from tests.e2e.engines import MARKS, OMNI, Prompt, engine_apart, engine_here, greedy, kill, make_image, stock_answers
 from tests.e2e.engines import tokens_of as tokens
-from vllm_omni.relay.codec import decode
+from vllm_omni.messages.payload import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.testing import llava as llava
 

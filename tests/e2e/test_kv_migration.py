@@ -21,7 +21,7 @@ from tests.e2e.engines import (
     tokens_of,
 )
 from vllm_omni.messages.epd_step import EPD_CONFIG
-from vllm_omni.relay.codec import decode
+from vllm_omni.messages.payload import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 pytestmark = MARKS

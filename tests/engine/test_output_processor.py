@@ -10,8 +10,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload, pack
 from vllm_omni.messages.timeline import TIMELINE, Mark, Task, Timeline
-from vllm_omni.relay import Payload, pack
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 hub = RelayHub(RelayOptions())

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_omni.epd.image_store import TTL_S, ImageStore
-from vllm_omni.relay import Payload, TensorRef
+from vllm_omni.messages.payload import Payload, TensorRef
 
 NUM_BYTES = 64
 

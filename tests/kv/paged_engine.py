@@ -29,7 +29,7 @@ from tests.text_model import MAX_MODEL_LEN
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.kv.kv_connector import RelayKVConnector, WorkerSide
 from vllm_omni.kv.pages import PagedCaches
-from vllm_omni.relay.codec import decode
+from vllm_omni.messages.payload import decode
 from vllm_omni.relay.hub import RelayHub
 
 BLOCK_SIZE = 4

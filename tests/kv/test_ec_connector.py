@@ -14,8 +14,8 @@ from tests.core.sched.drive import make_config, make_request
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv.ec_connector import EMBEDS, Pull, Put, PutRefusal, RelayECConnector, RelayECMetadata, RelayECReport
-from vllm_omni.relay import InlineRelay, Payload
-from vllm_omni.relay.codec import decode, encode
+from vllm_omni.messages.payload import Payload, decode, encode
+from vllm_omni.relay import InlineRelay
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 WIDTH = 8  # of the language model

@@ -15,7 +15,7 @@ from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv import page_relay
 from vllm_omni.messages.epd_step import EPD_CONFIG
-from vllm_omni.relay.base import TensorRef
+from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 RELAY_BYTES = 1 << 20

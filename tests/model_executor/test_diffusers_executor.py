@@ -19,9 +19,10 @@ from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
 from vllm_omni.engine.diffusion_request import make_sampling_params
+from vllm_omni.messages.payload import unpack
 from vllm_omni.model_executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.plugin import register
-from vllm_omni.relay import hub, unpack
+from vllm_omni.relay import hub
 from vllm_omni.testing import diffusion as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")

@@ -18,8 +18,7 @@ import torch
 from tests.contract.relays import BACKENDS, NUM_BYTES
 from tests.processes import pause, resume
 from vllm_omni.errors import PoolExhausted, RelayBroken
-from vllm_omni.relay import Payload, TensorRef
-from vllm_omni.relay.codec import decode, encode
+from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
 
 DEADLINE_S = 20.0  # of whatever a test waits for
 LEASE_S = 60.0

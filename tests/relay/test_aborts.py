@@ -22,7 +22,8 @@ from tests.contract.relays import BACKENDS, CROSSING, make_pair
 from tests.fuzz import num_cases
 from tests.relay.peer import Peer, pattern, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken
-from vllm_omni.relay import StreamReader, StreamWriter, TensorRef
+from vllm_omni.messages.payload import TensorRef
+from vllm_omni.relay import StreamReader, StreamWriter
 from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.shm import ShmRelay
 

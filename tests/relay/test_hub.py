@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vllm_omni.errors import ConfigError, RelayBroken
-from vllm_omni.relay import Payload, TensorRef
-from vllm_omni.relay.codec import decode, encode
+from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
 from vllm_omni.relay.hub import INLINE_BYTES, RelayHub, RelayOptions
 
 SMALL, LARGE = torch.arange(10.0), torch.arange(float(INLINE_BYTES))

@@ -12,7 +12,7 @@ import torch
 
 from tests.contract.relays import BACKENDS
 from vllm_omni.errors import MissingDependency, RelayBroken
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote.one_sided import OneSidedRelay
 from vllm_omni.relay.select import make_relay
 

@@ -15,7 +15,7 @@ import pytest
 from tests.contract.relays import BACKENDS, CROSSING, NUM_BYTES
 from tests.relay.peer import Peer, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 
 HEARD_S = 4.0
 HALF = NUM_BYTES // 2

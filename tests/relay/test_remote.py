@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote import wire
 from vllm_omni.relay.remote.tcp import TcpRelay
 from vllm_omni.relay.remote.wire import (
@@ -420,7 +420,7 @@ sys.stdin.read()
 
 CONSUMER = """
 import sys, torch, msgspec
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote import wire
 from vllm_omni.relay.remote.tcp import TcpRelay
 relay = TcpRelay(0)

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from tests.contract.relays import BACKENDS, Pair, make_pair
 from vllm_omni.errors import ConfigError, MissingDependency, RelayBroken, RelayTimeout
-from vllm_omni.relay import Payload, Relay, TensorRef, pack, unpack
-from vllm_omni.relay.base import DTYPES, io_thread
-from vllm_omni.relay.codec import decode, encode, extract, restore
+from vllm_omni.messages.payload import DTYPES, Payload, TensorRef, decode, encode, pack, unpack
+from vllm_omni.relay import Relay
+from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import FLAGS, SLOT_WORDS, TABLE_BYTES, Hello

@@ -33,11 +33,10 @@ from vllm_omni.epd.image_store import ImageStore, ImageStoreStatistics, StoredIm
 from vllm_omni.epd.tasks import Load, Offer, find_offers, may_resume
 from vllm_omni.errors import ConfigError, RelayError, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.names import suggest
-from vllm_omni.relay import Payload
-from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
 from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
+from vllm_omni.messages.payload import Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
-from vllm_omni.relay import Payload, unpack
-from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import RelayHub
 
 Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]

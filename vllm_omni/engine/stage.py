@@ -47,11 +47,11 @@ from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed, StageUnav
 from vllm_omni.flow import Activation, Emission
 from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.process.run_directory import Lease
-from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.worker.platforms import ar_worker_cls
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_omni.relay import Payload
-from vllm_omni.relay.base import DTYPES, LEASE_S, Clock
+from vllm_omni.messages.payload import DTYPES, Payload
+from vllm_omni.relay.base import LEASE_S, Clock
 
 TTL_S = 0.8 * LEASE_S  # the relay frees what nobody came for; whoever finds an image here still has time to pull it
 

@@ -33,8 +33,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken
-from vllm_omni.relay import Payload
-from vllm_omni.relay.codec import decode, encode
+from vllm_omni.messages.payload import Payload, decode, encode
 from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, process_hub
 
 if TYPE_CHECKING:

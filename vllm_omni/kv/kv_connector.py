@@ -48,7 +48,7 @@ from vllm.v1.request import RequestStatus
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.page_relay import Load, PageSource, PageTable, PageTarget, Reserve, Save
 from vllm_omni.kv.pages import CacheFormat, PagedCaches
-from vllm_omni.relay import TensorRef
+from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.hub import OPTIONS, RelayHub, process_hub
 
 if TYPE_CHECKING:

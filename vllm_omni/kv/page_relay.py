@@ -29,9 +29,8 @@ from torch import Tensor
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError, RelayTimeout
 from vllm_omni.kv.pages import CacheFormat, HeadRun, PagedCaches, match_heads
-from vllm_omni.relay import Payload, TensorRef
+from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
 from vllm_omni.relay.base import TIMEOUT_S, Clock
-from vllm_omni.relay.codec import decode, encode
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.relay.slab import CHUNK_BYTES
 

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.cache_update import DiTCacheUpdate
-from vllm_omni.relay import Payload, pack
+from vllm_omni.messages.payload import Payload, pack
 
 logger = logging.getLogger(__name__)
 

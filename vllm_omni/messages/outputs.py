@@ -15,9 +15,9 @@ from vllm_omni.errors import OmniError
 from vllm_omni.media.audio import AUDIO_FORMATS, AUDIO_SUFFIXES, encode_audio
 from vllm_omni.media.image import IMAGE_FORMATS, IMAGE_SUFFIXES, encode_image, to_image
 from vllm_omni.media.video import DEFAULT_FPS, VIDEO_FORMATS, VIDEO_SUFFIXES, encode_video
+from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.slo import SloReport
 from vllm_omni.names import suggest
-from vllm_omni.relay import Payload
 
 
 class Progress(NamedTuple):

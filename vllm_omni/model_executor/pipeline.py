@@ -17,8 +17,8 @@ from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import Graph
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import StageTimes, Task, TaskNotes
-from vllm_omni.relay import Payload
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",

@@ -1,7 +1,7 @@
 """Tensors between stages: a producer puts and announces a ``TensorRef``, the consumer pulls it when it is scheduled."""
 
-from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef
-from vllm_omni.relay.codec import Payload, pack, unpack
+from vllm_omni.messages.payload import Payload, TensorRef, pack, unpack
+from vllm_omni.relay.base import Relay, RelayStatistics
 from vllm_omni.relay.inline import InlineRelay
 from vllm_omni.relay.stream import StreamReader, StreamWriter
 

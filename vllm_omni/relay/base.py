@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import itertools
-import math
 import os
 import threading
 import time
@@ -19,99 +17,16 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
 import torch
 
-from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
+from vllm_omni.errors import PoolExhausted, RelayClosed, RelayTimeout
+from vllm_omni.messages.payload import TensorRef
 
 TIMEOUT_S = 30.0  # of a wait, unless its caller says otherwise
 LEASE_S = 300.0  # after that nobody comes for a tensor any more
 EXIT_S = 1.0  # the I/O thread's last work may take, when the process ends
-MAX_DIMS = 16
-MAX_NUM_BYTES = 1 << 40
 
 Clock: TypeAlias = Callable[[], float]  # seconds, monotonic
-
-# Spelled out, not getattr(torch, name): a reference comes off a wire and may name no other attribute.
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class TensorRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies; what control messages carry in its stead."""
-
-    backend: str  # which relay can pull it
-    shape: tuple[int, ...]
-    dtype: str  # torch's name without the prefix: "float32", "bfloat16", "int64"
-    location: bytes  # understood by the backend alone; "inline" puts the bytes themselves here
-    lease: int = 0  # number of the lease at its owner, whom the location names; 0: nothing is leased
-
-    @property
-    def num_rows(self) -> int:
-        """Length of the first dimension; 0 for a scalar."""
-        return self.shape[0] if self.shape else 0
-
-
-class Layout(NamedTuple):
-    """What a reference claims, once it has been checked."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_bytes: int
-    strides: tuple[int, ...]  # in items
-
-
-@functools.lru_cache(1024)  # a stage sends the same few shapes again and again
-def make_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
-    """Of a contiguous tensor."""
-    num_items, strides = 1, []
-    for size in reversed(shape):
-        strides.append(num_items)
-        num_items *= size
-    return Layout(dtype, shape, num_items * dtype.itemsize, tuple(reversed(strides)))
-
-
-def check_ref(ref: TensorRef, backend: str) -> Layout:
-    """Look a reference over before a byte is touched.
-
-    Raises:
-        RelayBroken: another backend's, an unknown dtype, a shape that no tensor has.
-    """
-    if ref.backend != backend:
-        raise RelayBroken(f"a reference of backend {ref.backend!r} was given to {backend!r}")
-    return _check_layout(ref.dtype, ref.shape)
-
-
-@functools.lru_cache(1024)
-def _check_layout(name: str, shape: tuple[int, ...]) -> Layout:
-    dtype = DTYPES.get(name)
-    if dtype is None:
-        raise RelayBroken(f"a reference has dtype {name!r}; known: {', '.join(DTYPES)}")
-    if min(shape, default=0) < 0:
-        raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}")
-    if len(shape) <= MAX_DIMS:
-        # Without the sizes of 0: torch multiplies the others for the strides.
-        extent = math.prod(max(size, 1) for size in shape) * dtype.itemsize
-        if extent <= MAX_NUM_BYTES:
-            return make_layout(dtype, shape)
-    raise RelayBroken(f"a reference has the shape {list(shape)[:MAX_DIMS]}, beyond what can travel")
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Raises ``TypeError`` for a dtype that cannot travel."""
-    name = DTYPE_NAMES.get(tensor.dtype)
-    if name is None:
-        raise TypeError(f"cannot publish a tensor of {tensor.dtype}; supported: {', '.join(DTYPES)}")
-    return name
 
 
 class RelayStatistics(NamedTuple):

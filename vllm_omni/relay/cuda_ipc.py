@@ -24,7 +24,8 @@ import msgspec
 import torch
 
 from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, Layout, TensorRef, check_ref
+from vllm_omni.messages.payload import Layout, TensorRef, check_ref
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from vllm_omni.errors import RelayBroken
-from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef, check_ref, dtype_name
+from vllm_omni.messages.payload import TensorRef, check_ref, dtype_name
+from vllm_omni.relay.base import Relay, RelayStatistics
 
 
 class InlineRelay(Relay):

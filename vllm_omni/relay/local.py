@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni.errors import RelayBroken
-from vllm_omni.relay.base import Relay, RelayStatistics, TensorRef, check_ref, dtype_name, new_lease
+from vllm_omni.messages.payload import TensorRef, check_ref, dtype_name
+from vllm_omni.relay.base import Relay, RelayStatistics, new_lease
 
 _relays: weakref.WeakValueDictionary[bytes, LocalRelay] = weakref.WeakValueDictionary()  # of this process, by token
 

@@ -14,17 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni.errors import PoolExhausted
-from vllm_omni.relay.base import (
-    LEASE_S,
-    Clock,
-    Layout,
-    Relay,
-    RelayStatistics,
-    TensorRef,
-    dtype_name,
-    io_thread,
-    make_layout,
-)
+from vllm_omni.messages.payload import Layout, TensorRef, dtype_name, make_layout
+from vllm_omni.relay.base import LEASE_S, Clock, Relay, RelayStatistics, io_thread
 from vllm_omni.relay.base import new_lease as next_number
 from vllm_omni.relay.pool import Block, BufferPool
 

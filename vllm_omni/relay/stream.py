@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from vllm_omni.errors import PoolExhausted
-from vllm_omni.relay.base import TIMEOUT_S, TensorRef
+from vllm_omni.messages.payload import TensorRef
+from vllm_omni.relay.base import TIMEOUT_S
 
 CREDITS = 256  # rows
 

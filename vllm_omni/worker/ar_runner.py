@@ -28,6 +28,7 @@ from vllm_omni.messages.epd_step import (
     EPDSchedulerOutput,
     encodes_in_thread,
 )
+from vllm_omni.messages.payload import Payload, decode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.model_executor.stage_model import (
     ConsumesPayload,
@@ -36,8 +37,6 @@ from vllm_omni.model_executor.stage_model import (
     RequestInfo,
     StepRequest,
 )
-from vllm_omni.relay import Payload, pack
-from vllm_omni.relay.codec import decode
 from vllm_omni.relay.hub import process_hub
 from vllm_omni.worker.sliced_encoder import Slice, SlicedEncoder
 from vllm_omni.worker.threaded_encoder import ThreadedEncoder

@@ -32,8 +32,8 @@ from vllm_omni.messages.denoise_step import (
     make_failure,
     make_output,
 )
+from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
-from vllm_omni.relay import Payload
 from vllm_omni.relay.hub import process_hub
 
 

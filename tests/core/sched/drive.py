@@ -35,8 +35,8 @@ from vllm_omni.core.sched.timeline import TimedScheduler
 from vllm_omni.epd.budget import SloBudgets
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.messages.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
-from vllm_omni.relay import InlineRelay, Payload
-from vllm_omni.relay.codec import encode
+from vllm_omni.messages.payload import Payload, encode
+from vllm_omni.relay import InlineRelay
 
 S = TypeVar("S", bound=Scheduler)
 

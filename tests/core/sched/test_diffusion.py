@@ -21,8 +21,8 @@ from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
 from vllm_omni.messages.cache_update import DiTCacheUpdate
 from vllm_omni.messages.denoise_step import Failure, PendingCall, make_output
+from vllm_omni.messages.payload import Payload, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
-from vllm_omni.relay import Payload, unpack
 
 
 def make_scheduler(vllm_config: VllmConfig, *, max_num_seqs: int = 16, **section: Any) -> DiffusionScheduler:

@@ -19,9 +19,9 @@ from vllm_omni.epd.budget import SloBudgets
 from vllm_omni.epd.cost import LanguageLoad
 from vllm_omni.epd.deadlines import TPOT_FACTOR_OF_LOST
 from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
-from vllm_omni.relay import InlineRelay, Payload
-from vllm_omni.relay.codec import encode
+from vllm_omni.relay import InlineRelay
 from vllm_omni.relay.shm import ShmRelay
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False)

@@ -18,11 +18,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni.core.sched.stream import StreamScheduler
+from vllm_omni.messages.payload import Payload, encode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.plugin import register
-from vllm_omni.relay import InlineRelay, Payload, StreamWriter, pack
-from vllm_omni.relay.codec import encode
+from vllm_omni.relay import InlineRelay, StreamWriter
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.testing import qwen2_5_omni as tiny
 

@@ -23,8 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
 from vllm_omni.messages.denoise_step import DenoiseOutput, DenoiseSchedulerOutput, Failure, PendingCall
+from vllm_omni.messages.payload import Payload, pack, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
-from vllm_omni.relay import Payload, pack, unpack
 from vllm_omni.relay.hub import process_hub
 
 Shape = tuple[Any, ...]

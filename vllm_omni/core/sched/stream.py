@@ -23,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import RelayError
 from vllm_omni.kv.kv_connector import RelayKVConnector
+from vllm_omni.messages.payload import TensorRef, decode, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
-from vllm_omni.relay import StreamReader, TensorRef, unpack
-from vllm_omni.relay.codec import decode
+from vllm_omni.relay import StreamReader
 from vllm_omni.relay.hub import RelayHub, process_hub
 
 logger = logging.getLogger(__name__)

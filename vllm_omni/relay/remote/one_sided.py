@@ -21,7 +21,8 @@ import msgspec
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
-from vllm_omni.relay.base import LEASE_S, Clock, Layout, TensorRef, io_thread
+from vllm_omni.messages.payload import Layout, TensorRef
+from vllm_omni.relay.base import LEASE_S, Clock, io_thread
 from vllm_omni.relay.pool import BufferPool
 from vllm_omni.relay.remote.relay import HOST, Producer, RemoteRelay
 from vllm_omni.relay.remote.wire import Location, parse_location

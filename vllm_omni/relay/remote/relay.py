@@ -29,18 +29,8 @@ import torch
 import zmq
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError
-from vllm_omni.relay.base import (
-    LEASE_S,
-    TIMEOUT_S,
-    Clock,
-    Layout,
-    TensorRef,
-    block_on,
-    check_ref,
-    dtype_name,
-    io_thread,
-    wait_for,
-)
+from vllm_omni.messages.payload import Layout, TensorRef, check_ref, dtype_name
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, block_on, io_thread, wait_for
 from vllm_omni.relay.remote.stream import RemoteReader, RemoteWriter
 from vllm_omni.relay.remote.wire import (
     CONNECT_MS,

@@ -20,7 +20,8 @@ import torch
 import zmq
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError, RelayTimeout
-from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref, io_thread
+from vllm_omni.messages.payload import Layout, TensorRef, check_ref
+from vllm_omni.relay.base import TIMEOUT_S, io_thread
 from vllm_omni.relay.remote.wire import MAX_TEXT, Credit, End, Rows
 from vllm_omni.relay.slab import Lease
 from vllm_omni.relay.stream import StreamReader, StreamWriter, check_rows, write_ring

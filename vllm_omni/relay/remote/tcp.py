@@ -13,7 +13,7 @@ import asyncio
 import torch
 
 from vllm_omni.errors import RelayBroken
-from vllm_omni.relay.base import Layout, TensorRef
+from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.remote.relay import PIECE_BYTES, Producer, RemoteRelay
 from vllm_omni.relay.remote.wire import Read
 

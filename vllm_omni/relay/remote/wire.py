@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from vllm_omni.errors import RelayBroken
-from vllm_omni.relay.base import MAX_NUM_BYTES, TensorRef
+from vllm_omni.messages.payload import MAX_NUM_BYTES, TensorRef
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ import msgspec
 import torch
 
 from vllm_omni.errors import RelayBroken, RelayTimeout
-from vllm_omni.relay.base import Layout, TensorRef, io_thread
+from vllm_omni.messages.payload import Layout, TensorRef
+from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.slab import CHUNK_BYTES, typed_view
 
 SLOT_BYTES, SLOT_WORDS = 64, 8

@@ -25,7 +25,8 @@ from concurrent.futures import Future
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, TensorRef, check_ref, dtype_name, io_thread, make_layout
+from vllm_omni.messages.payload import TensorRef, check_ref, dtype_name, make_layout
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, io_thread
 from vllm_omni.relay.shm.memory import (
     EMPTY_SLOT,
     FLAGS,

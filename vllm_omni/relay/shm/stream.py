@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
-from vllm_omni.relay.base import TIMEOUT_S, Layout, TensorRef, check_ref
+from vllm_omni.messages.payload import Layout, TensorRef, check_ref
+from vllm_omni.relay.base import TIMEOUT_S
 from vllm_omni.relay.pool import Block
 from vllm_omni.relay.shm.memory import (
     NUM_READ,

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
@@ -21,7 +22,6 @@ from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_
 from vllm_omni.model_executor.models.qwen2_5_omni.windows import Window, WindowCutter, WindowSizes
 from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageRequest, StageSpec
 from vllm_omni.names import suggest
-from vllm_omni.relay.codec import encode
 
 logger = logging.getLogger(__name__)
 
