@@ -43,8 +43,8 @@ from diffusers import DiffusionPipeline, FirstBlockCacheConfig, QwenImageTransfo
 from torch import Tensor
 
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.request import DiffusionRequest
-from vllm_omni.diffusion.row_cache import RowCache
 from vllm_omni.diffusion.stepper import PipelineStepper
 from vllm_omni.testing import diffusion as tiny
 
@@ -280,7 +280,7 @@ def measure_cache(pipeline: Any, workload: Workload) -> list[dict[str, Any]]:
     for width in (4,):
         requests = [workload.request(index, workload.cache_steps) for index in range(width)]
         plain = PipelineStepper(pipeline, max_rows=8)
-        cached = {threshold: RowCache(threshold) for threshold in THRESHOLDS}
+        cached = {threshold: FirstBlockCache(threshold) for threshold in THRESHOLDS}
         steppers = {name: PipelineStepper(pipeline, max_rows=8, cache=cache) for name, cache in cached.items()}
         seconds: dict[Any, list[float]] = {name: [] for name in (None, *THRESHOLDS, "diffusers")}
         errors: dict[Any, float] = {}

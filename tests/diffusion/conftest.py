@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
-from vllm_omni.diffusion.loading import load_pipeline
+from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.diffusion.stepper import PipelineStepper
 from vllm_omni.testing import diffusion as tiny
 
@@ -23,7 +23,7 @@ def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
     @cache
     def load(name: str) -> Any:
-        return load_pipeline(str(tiny.build(root / name, name)))
+        return load_diffusers_pipeline(str(tiny.build(root / name, name)))
 
     yield load
     patch.undo()

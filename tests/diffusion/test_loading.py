@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from vllm_omni.diffusion.loading import load_pipeline, set_attention_backend
+from vllm_omni.diffusion.loading import load_diffusers_pipeline, set_attention_backend
 from vllm_omni.errors import ConfigError
 from vllm_omni.testing import diffusion as tiny
 
@@ -14,7 +14,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_pipeline_is_ready_to_be_stepped(checkpoint):
-    pipeline = load_pipeline(checkpoint)
+    pipeline = load_diffusers_pipeline(checkpoint)
     assert type(pipeline).__name__ == "WanPipeline"
     for component in ("transformer", "transformer_2", "vae", "text_encoder"):
         module = getattr(pipeline, component)
@@ -24,46 +24,46 @@ def test_a_pipeline_is_ready_to_be_stepped(checkpoint):
 
 
 def test_a_dtype_is_that_of_all_weights(checkpoint):
-    pipeline = load_pipeline(checkpoint, "bfloat16")
+    pipeline = load_diffusers_pipeline(checkpoint, "bfloat16")
     assert pipeline.transformer.dtype == pipeline.vae.dtype == pipeline.text_encoder.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["native", "_native_math"])
 def test_an_attention_backend_is_that_of_the_denoisers(checkpoint, backend):
-    pipeline = load_pipeline(checkpoint, attention_backend=backend)
+    pipeline = load_diffusers_pipeline(checkpoint, attention_backend=backend)
     for expert in (pipeline.transformer, pipeline.transformer_2):
         assert {block.attn1.processor._attention_backend.value for block in expert.blocks} == {backend}
 
 
 def test_an_unknown_attention_backend_is_refused_with_the_nearest(checkpoint):
     with pytest.raises(ConfigError, match="no attention backend 'flsh': did you mean 'flash'"):
-        load_pipeline(checkpoint, attention_backend="flsh")
+        load_diffusers_pipeline(checkpoint, attention_backend="flsh")
 
 
 @pytest.mark.parametrize("backend", ["flash", "sage", "xformers"])
 def test_an_attention_backend_that_cannot_run_here_is_refused_with_the_reason(checkpoint, backend):
     with pytest.raises(ConfigError, match=f"attention backend '{backend}' cannot run on cpu"):
-        load_pipeline(checkpoint, attention_backend=backend)
+        load_diffusers_pipeline(checkpoint, attention_backend=backend)
 
 
 def test_an_attention_backend_that_fails_only_when_it_runs_is_found_at_the_start(checkpoint):
-    pipeline = load_pipeline(checkpoint)
+    pipeline = load_diffusers_pipeline(checkpoint)
     with pytest.raises(ConfigError, match="'_native_efficient' cannot run on cpu"):
         set_attention_backend(pipeline, "_native_efficient", torch.float32, torch.device("cpu"))
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="no dtype 'bfloat61'"):
-        load_pipeline(checkpoint, "bfloat61")
+        load_diffusers_pipeline(checkpoint, "bfloat61")
 
 
 def test_a_directory_without_a_pipeline_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no model_index\.json"):
-        load_pipeline(str(tmp_path))
+        load_diffusers_pipeline(str(tmp_path))
 
 
 def test_a_pipeline_with_missing_parts_is_refused(tmp_path):
     index = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="cannot be loaded as a diffusers pipeline"):
-        load_pipeline(str(tmp_path))
+        load_diffusers_pipeline(str(tmp_path))

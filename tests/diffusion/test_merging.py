@@ -6,7 +6,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
 from vllm_omni.diffusion.merging import Fingerprints, MergeRule, Unmergeable, group_key, merge, split
-from vllm_omni.diffusion.suspended import PendingCall
+from vllm_omni.diffusion.suspended_call import PendingCall
 
 RULE = MergeRule(
     rows=("x", "t", "extra"),

@@ -10,8 +10,8 @@ from tests.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
 from tests.diffusion.requests import difference, make_request, results, run, run_diffusers
 from vllm_omni.diffusion import outputs
 from vllm_omni.diffusion import stepper as stepper_module
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.request import DiffusionRequest, pipeline_arguments
-from vllm_omni.diffusion.row_cache import RowCache
 from vllm_omni.diffusion.stepper import PipelineStepper
 from vllm_omni.errors import InvalidRequest
 
@@ -227,7 +227,7 @@ def test_when_a_merged_forward_fails_only_the_request_at_fault_does(pipeline, ma
 
 
 def test_after_the_last_request_nothing_is_held(pipeline, make_stepper):
-    stepper = make_stepper("qwen-image", cache=RowCache(0.1))
+    stepper = make_stepper("qwen-image", cache=FirstBlockCache(0.1))
     bad = make_request(pipeline, 2, extra_args={"max_sequence_length": 5000})
     for name, request in {"a": make_request(pipeline, 0), "b": make_request(pipeline, 1), "bad": bad}.items():
         stepper.add(name, request)
@@ -323,7 +323,7 @@ def test_a_family_without_previews_says_so_once(load_tiny, make_stepper, caplog)
 
 
 def test_a_cached_request_shares_forwards_with_one_that_is_not(pipeline, make_stepper):
-    cache = RowCache(1e3, num_warmup_steps=1, num_last_steps=0, max_reuses=None)
+    cache = FirstBlockCache(1e3, num_warmup_steps=1, num_last_steps=0, max_reuses=None)
     stepper = make_stepper("qwen-image", cache=cache)
     requests = {"cached": make_request(pipeline, 0), "plain": make_request(pipeline, 0, cache_threshold=0.0)}
     for name, request in requests.items():

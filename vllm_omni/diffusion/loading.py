@@ -1,4 +1,4 @@
-"""``load_pipeline``: a diffusers pipeline, ready to be stepped."""
+"""``load_diffusers_pipeline``: a diffusers pipeline, ready to be stepped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.suspended import find_denoisers
+from vllm_omni.diffusion.suspended_call import find_denoisers
 from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
 
@@ -28,7 +28,7 @@ DTYPES = {
 FLOAT32_DECODERS = {"AutoencoderKLWan"}
 
 
-def load_pipeline(
+def load_diffusers_pipeline(
     model: str,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.merging import RULES, Fingerprints, MergeRule, group_key, merge, split
 from vllm_omni.diffusion.request import NEEDS_IMAGE, DiffusionRequest, pipeline_arguments
-from vllm_omni.diffusion.suspended import CopiedPipeline, PendingCall, SuspendedCall
+from vllm_omni.diffusion.suspended_call import CopiedPipeline, PendingCall, SuspendedCall
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ SHORT_CUTS = {"enable_prompt_rewrite": False, "use_resolution_binning": False}
 NUM_COMPARED = 2  # calls of each network: those of both branches of the guidance
 
 
-class SelfTestFailed(Exception):
+class MergeCheckFailed(Exception):
     """Two ways to compute the same thing gave two results, or none; the message says what."""
 
 
@@ -177,11 +177,11 @@ def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRul
     """Merge ``calls`` and hold what comes out against ``outputs``, which each gave alone.
 
     Raises:
-        SelfTestFailed: they differ, or the calls do not go together.
+        MergeCheckFailed: they differ, or the calls do not go together.
     """
     keys = {group_key(call, rule, fingerprints) for call in calls}
     if len(keys) != 1:
-        raise SelfTestFailed("calls of the same shape do not go together")
+        raise MergeCheckFailed("calls of the same shape do not go together")
     merged, counts = merge(calls, rule)
     call = calls[0]
     function: Callable[..., Any] = call.module if call.method == "forward" else getattr(call.module, call.method)
@@ -190,7 +190,7 @@ def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRul
             difference = relative_difference(ours, theirs)
             allowed = TOLERANCES.get(theirs.dtype, 0.0)
             if not difference <= allowed:
-                raise SelfTestFailed(
+                raise MergeCheckFailed(
                     f"merged and alone differ by {difference:.1e} of the output's scale, {allowed:.0e} is rounding"
                 )
 
@@ -208,7 +208,7 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def describe(error: Exception) -> str:
-    return str(error) if isinstance(error, SelfTestFailed) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MergeCheckFailed) else f"{type(error).__name__}: {error}"
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

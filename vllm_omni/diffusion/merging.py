@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_omni.diffusion.suspended import PendingCall
+from vllm_omni.diffusion.suspended_call import PendingCall
 
 
 class Unmergeable(Exception):

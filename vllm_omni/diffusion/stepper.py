@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_omni.diffusion import outputs
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache, RowKey, RowStep
 from vllm_omni.diffusion.merge_check import find_merging_rules
 from vllm_omni.diffusion.merging import (
     RULES,
@@ -26,8 +27,7 @@ from vllm_omni.diffusion.merging import (
 )
 from vllm_omni.diffusion.merging import split as split_output
 from vllm_omni.diffusion.request import DiffusionRequest, pipeline_arguments
-from vllm_omni.diffusion.row_cache import RowCache, RowKey, RowStep
-from vllm_omni.diffusion.suspended import CopiedPipeline, PendingCall, SuspendedCall, forget_frames
+from vllm_omni.diffusion.suspended_call import CopiedPipeline, PendingCall, SuspendedCall, forget_frames
 from vllm_omni.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class PipelineStepper:
         pipeline: Any,
         *,
         max_rows: int = 8,
-        cache: RowCache | None = None,
+        cache: FirstBlockCache | None = None,
         merge: bool = True,
         rules: Mapping[str, MergeRule] | None = None,
     ):

@@ -1,4 +1,4 @@
-"""``DiTCacheUpdate``: what the scheduler tells the runner's cache."""
+"""``DiTCacheUpdate``: cache decisions of the scheduler for the runner. Imports no vLLM, as its manager does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DiTCacheUpdate(NamedTuple):
-    """What the runner must do before its next step: first drop, then grant."""
+    """Applied by the runner before its next step, which first drops, then grants."""
 
-    granted: dict[str, int]  # request id -> bytes that its entries may take, also when it was granted others before
-    dropped: list[str]  # ids of requests that lose their entries
+    granted: dict[str, int]  # request id -> bytes that its cache entries may take; replaces an earlier grant
+    dropped: list[str]  # ids of requests whose entries are freed

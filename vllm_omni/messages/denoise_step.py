@@ -29,7 +29,7 @@ class DenoiseSchedulerOutput(SchedulerOutput):
     cache_update: DiTCacheUpdate = field(default_factory=lambda: DiTCacheUpdate({}, []))
 
 
-class PendingCall(NamedTuple):
+class CallSize(NamedTuple):
     """The call of the denoiser that a request waits for."""
 
     num_rows: int
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
 class DenoiseOutput(ModelRunnerOutput):
     """vLLM's, with what became of the requests that gave no token."""
 
-    pending: dict[str, PendingCall] = field(default_factory=dict)  # request id -> what it waits for
+    pending: dict[str, CallSize] = field(default_factory=dict)  # request id -> what it waits for
     failures: dict[str, Failure] = field(default_factory=dict)  # request id -> why it is over
 
 
@@ -58,7 +58,7 @@ def make_output(
     *,
     ended: Collection[str],
     failures: Mapping[str, Failure],
-    pending: Mapping[str, PendingCall] | None = None,
+    pending: Mapping[str, CallSize] | None = None,
 ) -> DenoiseOutput:
     """The output of a step for these requests.
 

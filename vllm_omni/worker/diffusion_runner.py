@@ -18,17 +18,17 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.diffusion.loading import load_pipeline, resolve_dtype
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache
+from vllm_omni.diffusion.loading import load_diffusers_pipeline, resolve_dtype
 from vllm_omni.diffusion.pipeline_weights import PipelineWeights
 from vllm_omni.diffusion.request import DiffusionRequest, frame_rate
-from vllm_omni.diffusion.row_cache import RowCache
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.denoise_step import (
+    CallSize,
     DenoiseOutput,
     DenoiseSchedulerOutput,
     Failure,
-    PendingCall,
     make_failure,
     make_output,
 )
@@ -56,13 +56,13 @@ class DiffusionModelRunner:
         """Load the pipeline and check which of its networks can merge requests.
 
         Raises:
-            MissingDependency, ConfigError: see ``load_pipeline``.
+            MissingDependency, ConfigError: see ``load_diffusers_pipeline``.
         """
         config = DiffusionConfig.of(self.vllm_config.additional_config)
         model_config = self.vllm_config.model_config
         is_default_dtype = model_config.dtype == resolve_dtype("auto", self.device)
         load = partial(
-            load_pipeline,
+            load_diffusers_pipeline,
             model_config.model,
             dtype="auto" if is_default_dtype else model_config.dtype,  # "auto" keeps some decoders in float32
             device=self.device,
@@ -71,7 +71,7 @@ class DiffusionModelRunner:
         )
         self.pipeline = load()
         self.weights = PipelineWeights(self.pipeline, self.device, load)
-        self.cache = RowCache(threshold=config.cache_threshold) if config.cache_threshold else None
+        self.cache = FirstBlockCache(threshold=config.cache_threshold) if config.cache_threshold else None
         max_rows = config.max_rows or self.vllm_config.scheduler_config.max_num_seqs
         self.stepper = PipelineStepper(self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge)
 
@@ -100,7 +100,7 @@ class DiffusionModelRunner:
                 failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
         pending = {
-            request_id: self._pending_call(request_id, outcome)
+            request_id: self._call_size(request_id, outcome)
             for request_id, outcome in outcomes.items()
             if not outcome.has_ended
         }
@@ -152,9 +152,9 @@ class DiffusionModelRunner:
             return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
         return Payload(values=progress) if is_step and self._params[request_id].progress else None
 
-    def _pending_call(self, request_id: str, outcome: StepOutcome) -> PendingCall:
+    def _call_size(self, request_id: str, outcome: StepOutcome) -> CallSize:
         num_rows = outcome.num_rows or self._params[request_id].num_outputs_per_prompt
-        return PendingCall(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
+        return CallSize(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
 
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
         if not isinstance(scheduler_output, DenoiseSchedulerOutput):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.suspending import import_greenlet, is_autocast, return_here
+from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 
 WEIGHT = 0.25
 """Of the last layer in what a part of a layer is expected to take."""

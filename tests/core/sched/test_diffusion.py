@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
 from vllm_omni.messages.cache_update import DiTCacheUpdate
-from vllm_omni.messages.denoise_step import Failure, PendingCall, make_output
+from vllm_omni.messages.denoise_step import CallSize, Failure, make_output
 from vllm_omni.messages.payload import Payload, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
 
@@ -61,7 +61,7 @@ class Runner:
         for one in ids:
             self.num_calls_left[one] -= 1
         ended = [one for one in ids if not self.num_calls_left[one] and one not in (failures or {})]
-        pending = {one: PendingCall(1, self.num_bytes.get(one, 0)) for one in ids if one not in ended}
+        pending = {one: CallSize(1, self.num_bytes.get(one, 0)) for one in ids if one not in ended}
         return make_output(ids, {}, ended=ended, failures=failures or {}, pending=pending)
 
 
@@ -237,7 +237,7 @@ def test_rows_are_counted_as_the_runner_reports_them(generation_vllm_config: Vll
     for name in "abc":
         scheduler.add_request(make_request(name))
     output = scheduler.schedule()
-    guided = {name: PendingCall(num_rows=2, num_bytes=0) for name in "abc"}
+    guided = {name: CallSize(num_rows=2, num_bytes=0) for name in "abc"}
     scheduler.update_from_output(output, make_output(list("abc"), {}, ended=(), failures={}, pending=guided))
     assert scheduled(scheduler.schedule()) == ["a", "b"]
 
@@ -357,7 +357,7 @@ def step_cached(scheduler: DiffusionScheduler, num_cache_bytes: Mapping[str, int
     """One step in which nothing ends; what it told the runner's cache."""
     output = scheduler.schedule()
     ids = scheduled(output)
-    pending = {one: PendingCall(1, 0, num_cache_bytes.get(one, 0)) for one in ids}
+    pending = {one: CallSize(1, 0, num_cache_bytes.get(one, 0)) for one in ids}
     scheduler.update_from_output(output, make_output(ids, {}, ended=(), failures={}, pending=pending))
     scheduler.cache.check_integrity()
     return output.cache_update

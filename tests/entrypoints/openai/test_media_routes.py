@@ -17,7 +17,7 @@ from tests.media.test_image import decode as decode_image
 from tests.media.test_image import make_pixels
 from tests.media.test_video import decode as decode_video
 from vllm_omni import AsyncOmni
-from vllm_omni.diffusion.loading import load_pipeline
+from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.media.image import IMAGE_FORMATS, encode_image, to_image
@@ -99,7 +99,7 @@ async def test_an_edit_is_the_one_that_diffusers_makes(editing: Asked, edit_path
     prompt = {"prompt": "at night", "negative_prompt": "blurred", "multi_modal_data": {"image": picture}}
     params = {"height": 64, "width": 64, "num_inference_steps": 2, "true_cfg_scale": 3.0}
     ours = [one async for one in editing.omni.generate(prompt, {**params, "seed": 3, "output_type": "float"})]
-    pipeline = load_pipeline(str(edit_path))
+    pipeline = load_diffusers_pipeline(str(edit_path))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         theirs = pipeline(

@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
-from vllm_omni.messages.denoise_step import DenoiseOutput, DenoiseSchedulerOutput, Failure, PendingCall
+from vllm_omni.messages.denoise_step import CallSize, DenoiseOutput, DenoiseSchedulerOutput, Failure
 from vllm_omni.messages.payload import Payload, pack, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay.hub import process_hub
@@ -45,7 +45,7 @@ class _Job:
     def has_begun(self) -> bool:
         return self.request.status is RequestStatus.RUNNING
 
-    def take(self, call: PendingCall) -> None:
+    def take(self, call: CallSize) -> None:
         self.num_rows, self.num_bytes = call.num_rows, call.num_bytes
 
 

@@ -1,6 +1,6 @@
 """``DiTCacheManager``: which requests may keep cache entries of their denoiser, within a budget of bytes.
 
-The scheduler counts; the tensors are in the runner's ``RowCache``, which does as it is told by ``DiTCacheUpdate``.
+The scheduler counts bytes; the tensors are in the runner's ``FirstBlockCache``, which applies each ``DiTCacheUpdate``.
 
 From: vLLM-Omni design document, section 7 (DiT Cache Manager).
 """

@@ -15,12 +15,12 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion import DiffusionModels, DiffusionServing, describe, read_values
 from vllm_omni.entrypoints.openai.diffusion_protocol import (
-    DrawingChatRequest,
+    ImageChatRequest,
     ImageRequest,
     SoundRequest,
     VideoRequest,
 )
-from vllm_omni.entrypoints.openai.drawing_chat import OmniServingDrawingChat
+from vllm_omni.entrypoints.openai.image_chat import OmniServingImageChat
 from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics
 from vllm_omni.entrypoints.openai.images import OmniServingImages
 from vllm_omni.entrypoints.openai.media_files import OmniServingFiles
@@ -77,12 +77,12 @@ async def generate_sound(raw_request: Request, values: Values) -> Response:
     return await files.sound(values, raw_request)
 
 
-@router.post("/v1/chat/completions", openapi_extra=describe(DrawingChatRequest), response_model=None)
+@router.post("/v1/chat/completions", openapi_extra=describe(ImageChatRequest), response_model=None)
 @with_cancellation
 @load_aware_call
 async def complete_chat(raw_request: Request, values: Values) -> Response:
     """The last message, drawn."""
-    chat: OmniServingDrawingChat = raw_request.app.state.serving_chat
+    chat: OmniServingImageChat = raw_request.app.state.serving_chat
     return await chat.complete(values, raw_request)
 
 
@@ -104,5 +104,5 @@ def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     state.openai_serving_models = models
     state.serving_images = OmniServingImages(serving, args.sse_keep_alive_interval)
     state.serving_files = OmniServingFiles(serving)
-    state.serving_chat = OmniServingDrawingChat(serving)
+    state.serving_chat = OmniServingImageChat(serving)
     return app

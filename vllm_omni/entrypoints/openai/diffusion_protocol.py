@@ -106,7 +106,7 @@ class SoundRequest(DiffusionFields):
         return values
 
 
-class DrawingChatRequest(DiffusionFields):
+class ImageChatRequest(DiffusionFields):
     """What a chat client may say to a model that draws; what steers the sampling of text is left unread."""
 
     model_config = ConfigDict(extra="allow")

@@ -14,9 +14,9 @@ from diffusers import FirstBlockCacheConfig, SD3Transformer2DModel, WanTransform
 from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
-from tests.diffusion.first_block_caches import SlowCache, diffusers_cache
+from tests.diffusion.other_caches import SlowCache, diffusers_cache
 from tests.diffusion.tiny_denoisers import FAMILIES, Call, Family, Request, Row, denoise, kwargs_of
-from vllm_omni.diffusion.row_cache import RowCache, RowKey, RowStep
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache, RowKey, RowStep
 
 PLENTY = 1 << 30
 # Float noise: a batch of several rows multiplies matrices of other shapes than a batch of one.
@@ -43,9 +43,9 @@ def modules() -> dict[str, nn.Module]:
     return {name: family.build() for name, family in FAMILIES.items()}
 
 
-def make_cache(threshold: float = 0.0, **limits: Any) -> RowCache:
+def make_cache(threshold: float = 0.0, **limits: Any) -> FirstBlockCache:
     """One that follows the formula alone, as the caches that it is compared with."""
-    return RowCache(threshold, **{"num_warmup_steps": 0, "num_last_steps": 0, "max_reuses": None, **limits})
+    return FirstBlockCache(threshold, **{"num_warmup_steps": 0, "num_last_steps": 0, "max_reuses": None, **limits})
 
 
 def make_requests(name: str) -> list[Request]:
@@ -58,7 +58,7 @@ def make_requests(name: str) -> list[Request]:
     ]
 
 
-def cached_call(cache: RowCache, family: Family, modules: Mapping[str, nn.Module]) -> Call:
+def cached_call(cache: FirstBlockCache, family: Family, modules: Mapping[str, nn.Module]) -> Call:
     """All rows of a tick in one forward."""
 
     def call(component: str, rows: list[Row]) -> list[Tensor]:
@@ -77,7 +77,7 @@ def plain_call(family: Family, modules: Mapping[str, nn.Module]) -> Call:
 
 
 def run_cached(
-    cache: RowCache, family: Family, module: nn.Module, requests: list[Request], **options: Any
+    cache: FirstBlockCache, family: Family, module: nn.Module, requests: list[Request], **options: Any
 ) -> dict[str, Tensor]:
     for request in requests:
         cache.grant(request.request_id, PLENTY, request.threshold)
@@ -122,7 +122,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 class MixedForwards:
     """Of calls through it: the rows of each forward, and how many of them were reused."""
 
-    cache: RowCache
+    cache: FirstBlockCache
     call: Call
     reused_of_rows: list[tuple[int, int]] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ class MixedForwards:
 
 def run_mixed(
     name: str, modules: Mapping[str, nn.Module], requests: list[Request], family: Family | None = None, **options: Any
-) -> tuple[dict[str, Tensor], RowCache]:
+) -> tuple[dict[str, Tensor], FirstBlockCache]:
     """All requests in the same batches, of which some hold rows that are reused and rows that are not."""
     family = family or FAMILIES[name]
     cache = make_cache()
@@ -569,6 +569,6 @@ def test_a_call_with_a_control_net_runs_plainly(modules):
 )
 def test_limits_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError):
-        RowCache(**arguments)
+        FirstBlockCache(**arguments)
     with pytest.raises(ValueError):
         make_cache().grant("a", PLENTY, threshold=-1.0)

@@ -1,4 +1,4 @@
-"""``RowCache``: first-block caching that decides for each row of a batch by itself.
+"""``FirstBlockCache``: first-block caching that decides for each row of a batch by itself.
 
 From: First Block Cache (ParaAttention; diffusers' ``FirstBlockCacheConfig``), whose one decision per call is here one
 per row. With x the hidden states before the first block, h after it, and t after the last:
@@ -39,7 +39,7 @@ class RowStep(NamedTuple):
     num_steps: int  # of the whole run; 0: not known yet
 
 
-class RowCacheStatistics(NamedTuple):
+class FirstBlockCacheStatistics(NamedTuple):
     num_requests: int  # known: granted, or seen in a call, and not dropped since
     num_entries: int
     num_bytes: int  # of all entries
@@ -84,7 +84,7 @@ class _Request:
         return others + num_bytes <= self.num_bytes_granted
 
 
-class RowCache:
+class FirstBlockCache:
     """Entries of the requests that were granted room, and the forward of a denoiser that makes use of them.
 
     Not to be shared between threads. An entry may go at any time: its row then runs through all blocks in its next
@@ -149,9 +149,9 @@ class RowCache:
         elif (request := self._requests.get(request_id)) is not None:
             request.entries = {key: entry for key, entry in request.entries.items() if key.component != component}
 
-    def statistics(self) -> RowCacheStatistics:
+    def statistics(self) -> FirstBlockCacheStatistics:
         requests = self._requests.values()
-        return RowCacheStatistics(
+        return FirstBlockCacheStatistics(
             num_requests=len(requests),
             num_entries=sum(len(request.entries) for request in requests),
             num_bytes=sum(request.num_bytes for request in requests),
@@ -252,7 +252,7 @@ class _Run:
 
     def __init__(
         self,
-        cache: RowCache,
+        cache: FirstBlockCache,
         blocks: FoundBlocks,
         keys: Sequence[RowKey | None],
         steps: Sequence[RowStep],

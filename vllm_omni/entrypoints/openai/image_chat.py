@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing
-from vllm_omni.entrypoints.openai.diffusion_protocol import DrawingChatRequest, read_body
+from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
 from vllm_omni.entrypoints.openai.images import data_url
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
@@ -29,7 +29,7 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 
 
-class OmniServingDrawingChat:
+class OmniServingImageChat:
     """Answers the chat route with images or sounds."""
 
     def __init__(self, serving: DiffusionServing) -> None:
@@ -45,11 +45,11 @@ class OmniServingDrawingChat:
             raise InvalidRequest(
                 f"this model answers in video, which no chat has: POST {ROUTES['video']}", param="model"
             )
-        fields = read_body(DrawingChatRequest, values)
+        fields = read_body(ImageChatRequest, values)
         for name in fields.model_extra or ():
             if name not in ChatCompletionRequest.model_fields:
                 raise InvalidRequest(
-                    f"unknown field {name!r}: {suggest(name, DrawingChatRequest.model_fields)}", param=name
+                    f"unknown field {name!r}: {suggest(name, ImageChatRequest.model_fields)}", param=name
                 )
         for wanted in fields.modalities or ():
             if wanted not in (modality, "text"):

@@ -9,7 +9,7 @@ from torch import nn
 from tests.diffusion.other_pipelines import make_ddpm
 from tests.diffusion.requests import make_request
 from vllm_omni.diffusion.request import pipeline_arguments
-from vllm_omni.diffusion.suspended import CopiedPipeline, ModuleProxy, SuspendedCall, find_denoisers
+from vllm_omni.diffusion.suspended_call import CopiedPipeline, ModuleProxy, SuspendedCall, find_denoisers
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.suspending import import_greenlet, is_autocast, return_here
+from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 
 # Components whose call is a step of the request. The others' calls (text encoders, decoders) happen between two steps.
 NEEDED_BY = "a diffusion stage"
