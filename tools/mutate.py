@@ -1,6 +1,6 @@
 """Change one operator at a time and count how many of the changes a room's tests notice.
 
-    python tools/mutate.py                                    50 mutants over flow, relay, core/sched, epd and kv
+    python tools/mutate.py                                    50 mutants over flow, relay, schedulers and kv
     python tools/mutate.py --rooms flow kv --number 20
     python tools/mutate.py --also-in OTHER_CHECKOUT           only statements that stand in the other checkout as well
 
@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Room -> folders of its tests.
+# Name -> places in the package, folders of tests. What a checkout does not have is left out.
 ROOMS = {
-    "flow": ["tests/flow"],
-    "relay": ["tests/relay", "tests/contract"],
-    "core/sched": ["tests/core"],
-    "epd": ["tests/epd", "tests/core"],
-    "kv": ["tests/kv"],
+    "flow": (["flow"], ["tests/flow"]),
+    "relay": (["relay", "messages/payload.py"], ["tests/relay", "tests/contract"]),
+    "sched": (["core/sched", "epd"], ["tests/core", "tests/epd"]),
+    "kv": (["kv"], ["tests/kv"]),
 }
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -131,16 +130,17 @@ def swap(operators: list[ast.cmpop], index: int) -> str:
 
 def all_mutants(root: Path, rooms: Sequence[str]) -> Iterator[tuple[str, Mutant]]:
     for room in rooms:
-        for path in sorted((root / "vllm_omni" / room).rglob("*.py")):
-            yield from ((room, mutant) for mutant in mutants_of(path, root))
+        for place in (root / "vllm_omni" / name for name in ROOMS[room][0]):
+            files = sorted(place.rglob("*.py")) if place.is_dir() else [place] if place.exists() else []
+            for file in files:
+                yield from ((room, mutant) for mutant in mutants_of(file, root))
 
 
 def choose(root: Path, rooms: Sequence[str], number: int, seed: int, also_in: Path | None) -> list[tuple[str, Mutant]]:
     """As many of each room, the lowest ranks first."""
     known = None
     if also_in is not None:
-        rooms_there = [room for room in ROOMS if (also_in / "vllm_omni" / room).is_dir()]
-        known = {(mutant.statement, mutant.index, mutant.change) for _, mutant in all_mutants(also_in, rooms_there)}
+        known = {(mutant.statement, mutant.index, mutant.change) for _, mutant in all_mutants(also_in, rooms)}
     by_room: dict[str, dict[str, Mutant]] = {room: {} for room in rooms}
     for room, mutant in all_mutants(root, rooms):
         if known is None or (mutant.statement, mutant.index, mutant.change) in known:
@@ -159,7 +159,7 @@ def is_noticed(checkout: Path, room: str, mutant: Mutant) -> bool:
     file = checkout / mutant.path
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.source(checkout), encoding="utf-8")
-    folders = [folder for folder in ROOMS[room] if (checkout / folder).is_dir()]
+    folders = [folder for folder in ROOMS[room][1] if (checkout / folder).is_dir()]
     named = [
         str(path.relative_to(checkout)) for one in folders for path in (checkout / one).rglob(f"test_{file.stem}*")
     ]
@@ -203,8 +203,7 @@ def main() -> None:
         "--also-in", type=Path, help="another checkout, in which each mutated statement must stand, too"
     )
     options = parser.parse_args()
-    rooms = [room for room in options.rooms if (options.checkout / "vllm_omni" / room).is_dir()]
-    chosen = choose(options.checkout.resolve(), rooms, options.number, options.seed, options.also_in)
+    chosen = choose(options.checkout.resolve(), options.rooms, options.number, options.seed, options.also_in)
     num_noticed, survivors = 0, []
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "checkout"
