@@ -6,6 +6,7 @@ PIP_FLAGS ?=
 PYTEST_ARGS ?=
 # Processes that run tests, each with engines of its own. With 0, pytest runs them itself, as --pdb needs.
 TEST_WORKERS ?= 2
+WORKERS := -n $(TEST_WORKERS) --dist loadgroup
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -91,10 +92,10 @@ $(NATIVE)/libvllm_omni_cuda.so: $(NATIVE_API) csrc/kernels/cuda/block_copy.cu $(
 	$(NVCC) $(NATIVE_FLAGS) -arch=sm_75 $(COMPILER_FLAGS:%=-Xcompiler %) -o $@ $(filter %.cpp %.cu,$^)
 
 test: $(STAMP) native
-	$(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not long" $(PYTEST_ARGS)
+	$(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP) native
-	FUZZ=$(or $(FUZZ),1) $(RUN_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or fuzz" $(PYTEST_ARGS)
+	FUZZ=$(or $(FUZZ),1) $(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "long or fuzz" $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

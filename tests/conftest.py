@@ -1,14 +1,14 @@
-"""What tests of several packages share: the settings of an engine on a small machine, and a checkpoint for it."""
+"""Settings and fixtures for all tests: a small machine's engine settings, tiny checkpoints, the order of a run."""
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.engine_groups import place_of
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
 for name, value in {
@@ -26,39 +26,25 @@ for name, value in {
 _STARTUP = str(Path(__file__).parent / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 
-# What one of `pytest -n`'s workers runs alone: files that share a server, and those with so many engines that two at a
-# time would need more than a small machine's memory.
-_TOGETHER = (r"tests/entrypoints/openai/", r"tests/e2e/test_(ec|kv|nixl|epd)_")
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``, a worker takes whole files, whose engines are then made once.
-
-    They are taken in the order of collection, in which the long ones are not the last: in the end, one worker is not
-    left alone for long.
-    """
-    if config.option.dist != "load":  # of `-n`, if no other was asked for
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByEngines(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((place for place in _TOGETHER if re.match(place, nodeid)), super()._split_scope(nodeid))
-
-    config.option.loadscopereorder = False
-    return ByEngines(config, log)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order tests by their groups of engines (``tests/engine_groups.py``), and mark each with its group."""
+    places = {item: place_of(item.nodeid.partition("::")[0]) for item in items}
+    items.sort(key=lambda item: places[item][:2])  # stable: the order within a file stays
+    for item, (_, _, group) in places.items():
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)
-def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ``caplog``, whatever ran before.
+def our_logs_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what earlier tests have changed about logging.
 
-    The plugin makes our logger vLLM's child, which tells the root nothing, and libraries that vLLM imports when it
-    needs them raise the root's level.
+    The plugin makes our logger a child of vLLM's, which does not propagate to the root, and libraries that vLLM imports
+    on demand raise the root's level.
     """
     monkeypatch.setattr(logging.getLogger("vllm_omni"), "parent", logging.root)
-    logging.root.setLevel(logging.WARNING)  # and forget what every logger knows of its level
+    logging.root.setLevel(logging.WARNING)  # this also clears the level that every logger has cached
 
 
 @pytest.fixture(scope="session")

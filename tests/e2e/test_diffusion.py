@@ -347,6 +347,7 @@ def video_reference(checkpoints: Callable[[str], Path]) -> Reference:
     return make
 
 
+@pytest.mark.long
 async def test_videos_of_both_experts_in_one_batch_are_those_of_diffusers(
     video_omni: AsyncOmni, video_reference: Reference
 ) -> None:
@@ -361,6 +362,7 @@ async def test_videos_of_both_experts_in_one_batch_are_those_of_diffusers(
     assert max(await widths(video_omni)) > 1
 
 
+@pytest.mark.long
 async def test_a_video_can_be_aborted_in_a_worker(video_omni: AsyncOmni) -> None:
     params = DiffusionParams(**CLIP, num_inference_steps=900, progress=True)
     outputs = video_omni.generate("a cat walks", params, "to-abort")

@@ -108,6 +108,7 @@ def test_a_consumer_answers_as_stock_does_and_encodes_nothing(
     assert num_encoded(outputs) == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_without_a_prefix_cache_it_does_so_too(stock: list[list[list[int]]], encoder: LLM, both: LLM) -> None:
     prompts = make_prompts(1)
     outputs = run(both, prompts, encode_on(encoder, prompts))
@@ -115,6 +116,7 @@ def test_without_a_prefix_cache_it_does_so_too(stock: list[list[list[int]]], enc
     assert num_encoded(outputs) == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_an_engine_encodes_for_another_beside_its_own_requests(
     stock: list[list[list[int]]], both: LLM, consumer: LLM
 ) -> None:
@@ -164,7 +166,7 @@ def test_an_encoder_refuses_to_answer_and_a_text_to_be_encoded(encoder: LLM) -> 
 # -- the last tests: what dies is not started again -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["encoder", "both"])
+@pytest.mark.parametrize("source", ["encoder", pytest.param("both", marks=pytest.mark.long)])
 def test_what_a_dead_engine_had_is_encoded_by_the_consumer(
     source: str, stock: list[list[list[int]]], consumer: LLM, request: pytest.FixtureRequest
 ) -> None:

@@ -80,22 +80,23 @@ COST = CostModel(
 @pytest.mark.parametrize(
     "epd",
     [
-        {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "num_encode_layers": 1},
-        {"token_budget": 256, "image_budget": 4 * llava.NUM_IMAGE_TOKENS, "num_encode_layers": 2},
-        {"tpot_ms": 5.0, "cost": vars(COST)},
-        {"tpot_ms": 5.0},
-        {"tpot_ms": 5.0, "profile_s": 0},
-        {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "encode_in": "thread"},
-        {"tpot_ms": 5.0, "encode_in": "thread"},
-    ],
-    ids=[
-        "one image, a layer a step",
-        "batches, two layers a step",
-        "from costs",
-        "costs measured",
-        "costs learned",
-        "one image, in a thread",
-        "costs measured, in a thread",
+        pytest.param(
+            {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "num_encode_layers": 1},
+            id="one image, a layer a step",
+        ),
+        pytest.param(
+            {"token_budget": 256, "image_budget": 4 * llava.NUM_IMAGE_TOKENS, "num_encode_layers": 2},
+            id="batches, two layers a step",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"tpot_ms": 5.0, "cost": vars(COST)}, id="costs given", marks=pytest.mark.long),
+        pytest.param({"tpot_ms": 5.0}, id="costs measured"),
+        pytest.param({"tpot_ms": 5.0, "profile_s": 0}, id="costs learned", marks=pytest.mark.long),
+        pytest.param(
+            {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "encode_in": "thread"},
+            id="one image, in a thread",
+        ),
+        pytest.param({"tpot_ms": 5.0, "encode_in": "thread"}, id="costs measured, in a thread", marks=pytest.mark.long),
     ],
 )
 def test_with_budgets_it_answers_as_stock_does(llava_checkpoint: Path, stock: Run, epd: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ def test_without_budgets_images_are_encoded_where_stock_does(llava_checkpoint: P
     assert not any(isinstance(step, EPDSchedulerOutput) for step in run.steps)
 
 
-@pytest.mark.parametrize("encode_in", ["slices", "thread"])
+@pytest.mark.parametrize("encode_in", ["slices", pytest.param("thread", marks=pytest.mark.long)])
 def test_an_image_that_cannot_be_encoded_fails_its_request_alone(
     llava_checkpoint: Path, stock: Run, encode_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

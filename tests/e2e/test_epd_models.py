@@ -17,7 +17,7 @@ from tests.reference.qwen2_5_omni import Reference
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 
 class Model(NamedTuple):

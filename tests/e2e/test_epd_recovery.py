@@ -135,6 +135,7 @@ async def begun(group: InstanceGroup, name: str) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.long
 def test_who_was_killed_is_started_again_and_nothing_is_lost(
     omni: OmniLLM, group: InstanceGroup, stock: Stock, adapter: LoRARequest
 ) -> None:

@@ -13,7 +13,7 @@ from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.relay.hub import INLINE_BYTES
 from vllm_omni.testing import llava as llava
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 PROMPTS = make_prompts()[1:6]  # a text, and four with an image each
 RELEASED_S = 20.0

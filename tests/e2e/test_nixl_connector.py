@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from tests.e2e.engines import MARKS, OMNI, engine_apart, engine_here, greedy, tokens_of
 from tests.reference import llama
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt_token_ids": [5 + (number * 7 + place * place) % 100 for place in range(length)]}

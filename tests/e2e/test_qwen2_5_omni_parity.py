@@ -84,7 +84,9 @@ class Pair(NamedTuple):
         return self.reference.vocode_windows(codes, speaker, **self.chunks)
 
 
-@pytest.fixture(scope="module", params=DEPLOYMENTS)
+@pytest.fixture(
+    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("wide", "deep"))]
+)
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     stage_overrides, edge, chunks, seed = DEPLOYMENTS[request.param]
     path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param, seed=seed)

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 from msgspec import to_builtins
 from transformers import Qwen2_5OmniConfig
 
@@ -15,6 +16,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPip
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.testing import qwen2_5_omni as tiny
+
+pytestmark = pytest.mark.long
 
 
 def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> StageEngine:

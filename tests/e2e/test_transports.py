@@ -16,6 +16,8 @@ from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.testing import qwen2_5_omni as tiny
 
+pytestmark = pytest.mark.long
+
 
 class Deployment(NamedTuple):
     transport: str

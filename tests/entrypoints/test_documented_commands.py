@@ -84,6 +84,7 @@ def test_the_commands_of_the_documents_are_these() -> None:
     }
 
 
+@pytest.mark.long
 def test_make_demo(checkout: Path) -> None:
     """In the environment of this test, which `make` has set up or somebody else."""
     assert ["make", "demo"] in commands("README.md")
@@ -101,6 +102,7 @@ def test_extras_that_are_installed_exist() -> None:
     assert extras <= set(metadata("vllm-omni").get_all("Provides-Extra"))
 
 
+@pytest.mark.long
 def test_the_offline_program_of_the_readme(checkout: Path) -> None:
     """With the threads of a user, who sets no number: steps take cores by their size."""
     (program,) = [block for block in BLOCKS["README.md"] if block.is_program and "OmniLLM" in block.text]
@@ -126,6 +128,7 @@ def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatc
         parse_serve_args([word for word in command[2:] if word != "--omni"]).load_config()
 
 
+@pytest.mark.long
 def test_commands_of_the_guide_to_instances(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its requests to a server, which are asked in ``tests/e2e/test_epd_instances.py``."""
     monkeypatch.chdir(checkout)
@@ -168,6 +171,7 @@ def check_generate(command: list[str]) -> None:
     assert options.args.output
 
 
+@pytest.mark.long
 def test_commands_of_the_command_line(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +223,7 @@ def test_commands_of_the_guide_to_diffusion(checkout: Path, monkeypatch: pytest.
     assert stage.engine_args["max_num_seqs"] == 16
 
 
+@pytest.mark.long
 def test_commands_of_adding_a_model(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is installed beside this environment, not into it."""
     installed = checkout / "installed"

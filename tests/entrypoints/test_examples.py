@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import soundfile
 from PIL import Image
 
@@ -22,6 +23,7 @@ def run(name: str, *arguments: str | Path) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "speech.wav"
     out = run("speech_offline.py", "--model", tiny_checkpoint, "--output", path, "--max-codes=20")
@@ -29,6 +31,7 @@ def test_speech_offline(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert soundfile.info(path).frames == 20 * 480
 
 
+@pytest.mark.long
 def test_epd_offline(tmp_path: Path) -> None:
     model = llava.build(tmp_path / "model")
     paths = []
@@ -53,6 +56,7 @@ def test_images_offline(tmp_path: Path) -> None:
     assert [decode_image(path.read_bytes()).shape for path in paths] == [(64, 64, 3)] * 2
 
 
+@pytest.mark.long
 def test_video_offline(tmp_path: Path) -> None:
     model = tiny.build(tmp_path / "model", "wan2.2-t2v")
     size = ["--height=32", "--width=32", "--num-frames=5", "--fps=8", "--steps=4", "--preview-every=2"]

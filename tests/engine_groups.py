@@ -1,0 +1,68 @@
+"""Which tests share engines, and in which order a run takes them.
+
+A group is the unit of work of ``pytest -n N --dist loadgroup``: one worker runs all of its tests, one after the other,
+so that their engines are started once. Groups that start engines come first, the longest at the front; every other test
+file is a group of its own and fills the workers at the end.
+
+Engines of each group in ``make test``, with their processes beside the test's own. Two workers run any two neighbouring
+rows at the same time, which together must fit into 24 GB; a row needs 8 GB at most.
+
+| group | engines | processes |
+|---|---|---|
+| server | ``vllm serve`` with Qwen2.5-Omni | 4 |
+| instances | LLaVA as six instances, and as two with adapters | 8, 2 |
+| omni | Qwen2.5-Omni in the test's program, plain and with adapters | 3, 3 |
+| parity | Qwen2.5-Omni, beside transformers' model of it | 3 |
+| lifecycle | a program for each test, which is killed | 2 each |
+| documents | a program for each documented command | 2 each |
+| transports | none: all of its tests are long | |
+| language | LLaVA in the test's process, once for each kind of budgets; in a process of its own | 0, 1 |
+| migration | LLaVA that prefills, and that encodes, each beside a LLaVA in the test's process | 1, 1 |
+| images | Qwen-Image twice, Stable Audio twice, image to video, edits of images | 1 each |
+| image server | ``vllm serve`` with Qwen-Image | 2 |
+| commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 2 |
+"""
+
+from pathlib import PurePosixPath
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "server": (
+        "tests/entrypoints/openai/test_server.py",
+        "tests/entrypoints/openai/test_speech.py",
+        "tests/entrypoints/openai/test_documented_requests.py",
+        "tests/entrypoints/openai/test_stage_death.py",  # last: it stops the server
+    ),
+    "instances": ("tests/e2e/test_epd_instances.py", "tests/e2e/test_epd_recovery.py"),
+    "omni": ("tests/entrypoints/test_omni_llm.py", "tests/entrypoints/test_async_omni.py"),
+    "parity": ("tests/e2e/test_qwen2_5_omni_parity.py",),
+    "lifecycle": ("tests/e2e/test_lifecycle.py",),
+    "documents": ("tests/entrypoints/test_documented_commands.py", "tests/entrypoints/test_examples.py"),
+    "transports": (
+        "tests/e2e/test_transports.py",
+        "tests/e2e/test_epd_transports.py",
+        "tests/e2e/test_epd_models.py",
+        "tests/e2e/test_tensor_parallel.py",
+        "tests/e2e/test_kv_tensor_parallel.py",
+        "tests/e2e/test_nixl_connector.py",
+    ),
+    "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
+    "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
+    "images": (
+        "tests/e2e/test_diffusion.py",
+        "tests/entrypoints/test_omni_llm_diffusion.py",
+        "tests/entrypoints/openai/test_media_routes.py",
+    ),
+    "image server": ("tests/e2e/test_images.py",),
+    "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_draw.py"),
+}
+
+_PLACES = {
+    file: (number, place, name)
+    for number, (name, files) in enumerate(GROUPS.items())
+    for place, file in enumerate(files)
+}
+
+
+def place_of(file: str) -> tuple[int, int, str]:
+    """Where a test file stands in a run: its group's number, its place in the group, and the group's name."""
+    return _PLACES.get(file, (len(GROUPS), 0, PurePosixPath(file).stem.removeprefix("test_")))
