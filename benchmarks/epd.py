@@ -85,7 +85,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, judge
-from vllm_omni.testing import llava as llava
+from vllm_omni.testing import llava
 from vllm_omni.worker.platforms import ar_worker_cls
 
 SHAPE = llava.Shape(

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_omni.ops import native
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = native.DIRECTORY / "libvllm_omni_cpu.so"
 
 

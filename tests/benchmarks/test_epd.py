@@ -40,11 +40,12 @@ from benchmarks.epd import (
     some_of,
 )
 from vllm_omni.messages.slo import Slo
-from vllm_omni.testing import llava as llava
+from vllm_omni.testing import llava
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_quick_run_ends_with_a_line_of_json():
     command = [sys.executable, "-m", "benchmarks.epd", "--quick", "--modes", "stock,ours"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.relay import SHM_PREFIX
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.relay", "--quick"]
 CASES = ["4 KB", "64 KB", "1 MB", "thinker2talker", "talker2vocoder"]
 WAYS = {
