@@ -1,4 +1,4 @@
-"""``EPDDeployment``: the ``epd:`` section of a stage: its instances, how requests are spread, and its budgets.
+"""``EPDDeployment``: the ``epd:`` section of a stage: its instances, how requests are balanced, and its budgets.
 
 From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode, prefill and decode).
 """
@@ -6,16 +6,48 @@ From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Flag
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from vllm_omni.names import suggest
 
-KINDS = ("E", "P", "D", "EP", "ED", "PD", "EPD")
-"""What an instance may do of encode, prefill and decode."""
 
-STAGES = {"E": "encode", "P": "prefill", "D": "decode"}
+class Tasks(Flag):
+    """A set of the tasks of a request. A request passes through its tasks in this order.
+
+    The name of a set is its text form: in YAML, in names of instances (``thinker/PD0``) and in labels of metrics.
+    """
+
+    E = 1  # encode the images
+    P = 2  # prefill the prompt
+    D = 4  # decode the reply
+    EP = E | P
+    ED = E | D
+    PD = P | D
+    EPD = E | P | D
+
+    def __str__(self) -> str:
+        return self.name or ""
+
+    @property
+    def first(self) -> Tasks:
+        """The next task; the set must not be empty."""
+        return next(iter(self))
+
+    def leading(self, kind: Tasks) -> Tasks:
+        """The tasks of this set, from the first, up to one that an instance of this kind does not do."""
+        leading = Tasks(0)
+        for task in self:
+            if task not in kind:
+                break
+            leading |= task
+        return leading
+
+
+KINDS = tuple(Tasks.__members__)
+VERBS = {Tasks.E: "encodes", Tasks.P: "prefills", Tasks.D: "decodes"}
 BALANCES = ("least_work", "round_robin", "affinity")
 MAX_INSTANCES = 64  # of one kind
 
@@ -23,96 +55,101 @@ BUDGET_KEYS = (
     "token_budget image_budget num_encode_layers tpot_ms ttft_ms tpot_share margin min_prefill_tokens patience "
     "cost profile_s encode_in"
 ).split()
-"""Fields of ``core.sched.budget.EPDConfig``, which may stand in the same section."""
+"""Fields of ``epd.budget.EPDConfig``, which are keys of the same section."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 NumBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a stage is split into instances, each an engine of its own. Without ``instances`` it is one engine."""
+    """Split a stage into instances, each an engine of its own. Without ``instances`` the stage is one engine."""
 
-    instances: dict[str, int] = {}  # kind -> how many; in the order given
+    instances: dict[str, int] = {}  # name of the kind -> number of instances; in the order given
     balance: str = "least_work"  # one of BALANCES
-    transport: str = "auto"  # of caches between instances: a backend of the relay
-    relay_bytes: NumBytes | None = None  # of each instance; None: VLLM_OMNI_RELAY_BYTES
-    # Of each encoding instance: embeddings that are kept for the next request with the same image. They lie in its
-    # relay; None: a quarter of that. 0: none are kept.
+    transport: str = "auto"  # relay backend for caches between instances
+    relay_bytes: NumBytes | None = None  # per instance; None: VLLM_OMNI_RELAY_BYTES
+    # Embeddings that each encoding instance keeps in its relay for later requests with the same image.
+    # None: a quarter of ``relay_bytes``. 0: none are kept.
     image_cache_bytes: NumBytes | None = None
-    admission_timeout_s: Seconds = 10.0  # after which a request that was not begun goes to another instance
-    recovery_timeout_s: Seconds = 120.0  # how long a request waits for an instance that is started again
-    # "PD", or one instance alone, "PD1" -> field of vLLM's EngineArgs -> value, over the stage's own
+    admission_timeout_s: Seconds = 10.0  # after which a request that has not started moves to another instance
+    recovery_timeout_s: Seconds = 120.0  # how long a request waits for an instance to restart
+    # "PD", or one instance, "PD1" -> field of vLLM's EngineArgs -> value; wins over the stage's own
     engine_args: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> EPDDeployment:
-        """A section that has been checked."""
+        """Convert a section that has been checked."""
         return msgspec.convert({key: value for key, value in section.items() if key not in BUDGET_KEYS}, cls)
 
     @property
+    def mix(self) -> dict[Tasks, int]:
+        """Kind -> number of instances; in the order given."""
+        return {Tasks[name]: number for name, number in self.instances.items()}
+
+    @property
     def is_split(self) -> bool:
-        """Whether there is anything to route: one instance that does everything is the stage as it always was."""
-        return bool(self.instances) and self.instances != {"EPD": 1}
+        """Whether requests are routed: a single instance that does everything is the plain stage."""
+        return bool(self.instances) and self.mix != {Tasks.EPD: 1}
 
     @property
     def separates_encode(self) -> bool:
-        """Whether embeddings travel: some instance encodes what another prefills."""
-        return any("E" in kind and "P" not in kind for kind in self.instances)
+        """Whether embeddings travel: an instance encodes what another one prefills."""
+        return any(kind in (Tasks.E, Tasks.ED) for kind in self.mix)
 
     @property
     def separates_decode(self) -> bool:
-        """Whether a KV cache travels: some instance prefills what another decodes."""
-        return any(("P" in kind) != ("D" in kind) for kind in self.instances if kind != "E")
+        """Whether a KV cache travels: an instance prefills what another one decodes."""
+        return any(kind & Tasks.PD in (Tasks.P, Tasks.D) for kind in self.mix)
 
 
 class Instance(NamedTuple):
     """One engine of a stage that has several."""
 
-    stage: str  # its name
-    kind: str  # one of KINDS
-    number: int  # among those of its kind, from 0
-    engine_args: Mapping[str, Any]  # field of vLLM's EngineArgs -> value, over the stage's own
-    is_front: bool = False  # its front half reads the prompts of all
+    stage: str  # name of the stage
+    kind: Tasks
+    number: int  # among the instances of this kind, from 0
+    engine_args: Mapping[str, Any]  # field of vLLM's EngineArgs -> value; wins over the stage's own
+    is_front: bool = False  # this instance's front half renders the prompts for all of them
 
     @property
     def name(self) -> str:
-        """As people see it: ``thinker/PD0``."""
+        """As in logs, metrics and ``/health``: ``thinker/PD0``."""
         return f"{self.stage}/{self.kind}{self.number}"
 
 
 class Problem(ValueError):
-    """What is wrong with a section; ``path`` leads to it."""
+    """A wrong key or value in a section; ``path`` holds the keys that lead to it."""
 
     def __init__(self, message: str, *path: str) -> None:
         super().__init__(message)
         self.path = path
 
 
-def parse_instances(text: str) -> dict[str, int]:
-    """``E:1,PD:2`` as a mapping; a kind without a number is one.
+def parse_instances(text: str) -> dict[Tasks, int]:
+    """Read ``E:1,PD:2``; a kind without a number means one instance.
 
     Raises:
-        Problem: not of this form, an unknown kind, no instance, or a stage that nobody does.
+        Problem: another form, an unknown kind, no instance, or a task that no instance does.
     """
-    instances: dict[str, int] = {}
+    instances: dict[Tasks, int] = {}
     for part in text.split(","):
-        kind, colon, number = (one.strip() for one in part.partition(":"))
-        if not kind or (colon and not number.isdecimal()):
+        name, colon, number = (one.strip() for one in part.partition(":"))
+        if not name or (colon and not number.isdecimal()):
             raise Problem(f"{part.strip()!r}: must be KIND:NUMBER, as in E:1,PD:1")
-        kind = _kind(kind)
+        kind = _kind(name)
         if kind in instances:
             raise Problem(f"{kind} is given twice: give {kind}:{instances[kind] + int(number or 1)}")
         instances[kind] = int(number) if colon else 1
-    return check_instances(instances)
+    return check_instances({str(kind): number for kind, number in instances.items()})
 
 
-def check_instances(instances: Mapping[str, Any]) -> dict[str, int]:
-    """The mix, with kinds as they are written here: ``DP`` is ``PD``.
+def check_instances(instances: Mapping[str, Any]) -> dict[Tasks, int]:
+    """Check a mix and read its kinds; ``DP`` is ``PD``.
 
     Raises:
         Problem: see ``parse_instances``.
     """
-    mix: dict[str, int] = {}
+    mix: dict[Tasks, int] = {}
     for name, number in instances.items():
         kind = _kind(name)
         if type(number) is not int or not 1 <= number <= MAX_INSTANCES:
@@ -120,56 +157,60 @@ def check_instances(instances: Mapping[str, Any]) -> dict[str, int]:
         if kind in mix:
             raise Problem(f"{name}: {kind} is given twice", name)
         mix[kind] = number
-    for letter, stage in STAGES.items():
-        if letter != "E" and mix and not any(letter in kind for kind in mix):
-            raise Problem(f"nobody would {stage}: {_completed(mix, letter)}")
+    for task in Tasks.PD:
+        if mix and not any(task in kind for kind in mix):
+            raise Problem(f"no instance {VERBS[task]}: {_completed(mix, task)}")
     return mix
 
 
-def no_encoder(mix: Mapping[str, int]) -> str:
-    """What to say of a mix without an instance that encodes, for a model that reads images."""
-    return f"nobody would encode, and this model reads images: {_completed(mix, 'E')}"
+def no_encoder(mix: Mapping[Tasks, int]) -> str:
+    """Error text for a mix without an encoding instance, for a model that reads images."""
+    return f"no instance encodes, and this model reads images: {_completed(mix, Tasks.E)}"
 
 
-def needless_encoder(mix: Mapping[str, int]) -> str:
-    """What to say of a mix for a model that reads text alone; an EPD instance is any model's."""
-    without: dict[str, int] = {}
+def needless_encoder(mix: Mapping[Tasks, int]) -> str:
+    """Error text for a mix with an encoder, for a model that reads text alone; any model may have EPD instances."""
+    without: dict[Tasks, int] = {}
     for kind, number in mix.items():
-        if rest := kind.replace("E", ""):
+        if rest := kind & ~Tasks.E:
             without[rest] = without.get(rest, 0) + number
-    if without == {"PD": without.get("PD")}:
-        without = {"EPD": without["PD"]}
+    if without.keys() == {Tasks.PD}:
+        without = {Tasks.EPD: without[Tasks.PD]}
     return f"this model reads text alone, there is nothing to encode: give {_written(without)}"
 
 
-def _completed(mix: Mapping[str, int], letter: str) -> str:
-    neighbours = [one for one in {"E": "P", "P": "DE", "D": "P"}[letter] if any(one in kind for kind in mix)]
-    wide: dict[str, int] = {}
+def _completed(mix: Mapping[Tasks, int], task: Tasks) -> str:
+    """Advice for a mix without a task: add an instance of that kind, or widen the kinds beside it."""
+    neighbours = {Tasks.E: [Tasks.P], Tasks.P: [Tasks.D, Tasks.E], Tasks.D: [Tasks.P]}[task]
+    widened = next((one for one in neighbours if any(one in kind for kind in mix)), None)
+    wide: dict[Tasks, int] = {}
     for kind, number in mix.items():
-        does = kind + letter if neighbours and neighbours[0] in kind else kind
-        wider = "".join(one for one in "EPD" if one in does)
+        wider = kind | task if widened is not None and widened in kind else kind
         wide[wider] = wide.get(wider, 0) + number
-    return f"give {_written({**mix, letter: 1})}" + (f", or {_written(wide)}" if wide != mix else "")
+    return f"give {_written({**mix, task: 1})}" + (f", or {_written(wide)}" if wide != mix else "")
 
 
-def _written(mix: Mapping[str, int]) -> str:
+def _written(mix: Mapping[Tasks, int]) -> str:
     return ",".join(f"{kind}:{number}" for kind, number in mix.items())
 
 
-def _kind(name: str) -> str:
-    kind = "".join(letter for letter in "EPD" if letter in name.upper())
-    if not name or sorted(name.upper()) != sorted(kind):
-        raise Problem(f"no kind {name!r} (E encodes, P prefills, D decodes): {suggest(name.upper(), KINDS)}", name)
+def _kind(name: str) -> Tasks:
+    letters, kind = name.upper(), Tasks(0)
+    for task in Tasks:
+        if str(task) in letters:
+            kind |= task
+    if not name or len(letters) != len(kind):
+        raise Problem(f"no kind {name!r} (E encodes, P prefills, D decodes): {suggest(letters, KINDS)}", name)
     return kind
 
 
 def check_section(section: Mapping[str, Any], transports: Sequence[str]) -> dict[str, Any]:
-    """The section with its mix as a mapping.
+    """Check a section and return it with ``instances`` as a mapping.
 
-    Budgets are left to the scheduler's own check, engine arguments to vLLM's.
+    The scheduler checks the budgets, vLLM the engine arguments.
 
     Raises:
-        Problem: what is wrong, and where.
+        Problem: a key or value is wrong.
     """
     section = dict(section)
     known = (*EPDDeployment.__struct_fields__, *BUDGET_KEYS)
@@ -179,7 +220,8 @@ def check_section(section: Mapping[str, Any], transports: Sequence[str]) -> dict
     mix = section.get("instances")
     if mix is not None:
         try:
-            section["instances"] = parse_instances(mix) if isinstance(mix, str) else check_instances(_mapping(mix))
+            read = parse_instances(mix) if isinstance(mix, str) else check_instances(_mapping(mix))
+            section["instances"] = {str(kind): number for kind, number in read.items()}
         except Problem as exc:
             path = () if isinstance(mix, str) else exc.path
             raise Problem(str(exc), "instances", *path) from None
@@ -190,7 +232,7 @@ def check_section(section: Mapping[str, Any], transports: Sequence[str]) -> dict
     for name, values in _mapping(section.get("engine_args", {})).items():
         try:
             letters = name.rstrip("0123456789")
-            args.setdefault(_kind(letters) + name.removeprefix(letters), {}).update(_mapping(values))
+            args.setdefault(f"{_kind(letters)}{name.removeprefix(letters)}", {}).update(_mapping(values))
         except Problem as exc:
             raise Problem(str(exc), "engine_args", name) from None
     if args:

@@ -24,7 +24,8 @@ from vllm.transformers_utils.config import get_config
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.engine.instances import InstanceGroup, check_mix, make_instances
+from vllm_omni.engine.instance_args import check_mix, make_instances
+from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.request_processor import RequestProcessor

@@ -35,7 +35,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm_omni.config import StageConfig
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.config.epd import Instance
+from vllm_omni.config.epd import Instance, Tasks
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
@@ -479,7 +479,7 @@ class StageEngine(StageNode):
         self._loop = asyncio.get_running_loop()
         is_first = self.config.stage_id == 0
         lora_request = context.lora_request if is_first else None
-        if self.instance is not None and self.instance.kind == "E" and self.vllm_config.lora_config is None:
+        if self.instance is not None and self.instance.kind == Tasks.E and self.vllm_config.lora_config is None:
             lora_request = None  # it concerns the language model alone
         if lora_request is not None:
             await self._load_adapter(lora_request)

@@ -121,6 +121,11 @@ class Lease(dict[str, Any]):
         for process in self._started:
             self._shared_memory |= _mapped_shared_memory(process.pid)
 
+    @property
+    def pids(self) -> list[int]:
+        """The stage's processes, as of the moment when it was ready."""
+        return [process.pid for process in self._started]
+
     def has_lost_process(self) -> bool:
         """Whether one of the processes noted, be it a worker, has ended."""
         return not all(process.is_alive() for process in self._started)

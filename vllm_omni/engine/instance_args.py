@@ -1,0 +1,83 @@
+"""Engine arguments of the instances of a stage: the connectors, and what a deployment gives to single instances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import ModelConfig
+
+from vllm_omni.config import StageConfig
+from vllm_omni.config.epd import Instance, Tasks, needless_encoder, no_encoder
+from vllm_omni.errors import ConfigError
+from vllm_omni.names import suggest
+
+_SET_BY_THE_MIX = ("ec_transfer_config", "kv_transfer_config", "mm_encoder_only")
+_EC_CONNECTOR = {
+    "ec_connector": "RelayECConnector",
+    "ec_connector_module_path": "vllm_omni.kv.ec_connector",
+}
+_KV_CONNECTOR = {
+    "kv_connector": "RelayKVConnector",
+    "kv_connector_module_path": "vllm_omni.kv.kv_connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def make_instances(config: StageConfig) -> list[Instance]:
+    """List the instances of a stage, in the order of its mix.
+
+    Raises:
+        ConfigError: an engine argument that the mix sets itself, or one for an instance that does not exist.
+    """
+    deployment = config.deployment
+    where = f"stage {config.name!r}: epd.engine_args"
+    for name in _SET_BY_THE_MIX:
+        for of, args in (("", config.engine_args), *deployment.engine_args.items()):
+            if args.get(name):
+                at = f"{where}.{of}" if of else f"stage {config.name!r}: engine_args"
+                raise ConfigError(f"{at}.{name}: set by the mix of instances (epd.instances), and cannot be changed")
+    front = next(kind for kind in deployment.mix if kind != Tasks.E)
+    kinds = [(kind, number) for kind, count in deployment.mix.items() for number in range(count)]
+    known = [*deployment.instances, *(f"{kind}{number}" for kind, number in kinds)]
+    for of in deployment.engine_args:
+        if of not in known:
+            raise ConfigError(f"{where}.{of}: there is no such instance: {suggest(of, known)}")
+    return [
+        Instance(config.name, kind, number, instance_args(config, kind, number), (kind, number) == (front, 0))
+        for kind, number in kinds
+    ]
+
+
+def check_mix(config: StageConfig, model: ModelConfig) -> None:
+    """Check that a mix suits the model.
+
+    Raises:
+        ConfigError: an encoder is missing or has nothing to encode, or the model has no instances.
+    """
+    mix = config.deployment.mix
+    where = f"stage {config.name!r}: epd"
+    if model.is_encoder_decoder:
+        raise ConfigError(f"{where}: instances are not supported for an encoder-decoder model: leave the section out")
+    if model.supports_multimodal_inputs and not any(Tasks.E in kind for kind in mix):
+        raise ConfigError(f"{where}: {no_encoder(mix)}")
+    if not model.supports_multimodal_inputs and any(Tasks.E in kind and kind != Tasks.EPD for kind in mix):
+        raise ConfigError(f"{where}: {needless_encoder(mix)}")
+
+
+def instance_args(config: StageConfig, kind: Tasks, number: int) -> dict[str, Any]:
+    """Engine arguments of one instance, which win over the stage's own."""
+    deployment = config.deployment
+    args: dict[str, Any] = {}
+    if deployment.separates_encode:
+        role = {Tasks.E: "ec_producer", Tasks.ED: "ec_both"}.get(kind, "ec_consumer")
+        args["ec_transfer_config"] = {**_EC_CONNECTOR, "ec_role": role}
+    if kind == Tasks.E:
+        args["mm_encoder_only"] = True
+        if config.engine_args.get("enable_lora") and not config.engine_args.get("enable_tower_connector_lora"):
+            args["enable_lora"] = False  # the adapters are for the language model, which this instance lacks
+    elif deployment.separates_decode:
+        role = {Tasks.P: "kv_producer", Tasks.D: "kv_consumer", Tasks.PD: "kv_both"}[kind & Tasks.PD]
+        args["kv_transfer_config"] = {**_KV_CONNECTOR, "kv_role": role}
+    for of in (str(kind), f"{kind}{number}"):
+        args |= deployment.engine_args.get(of, {})
+    return args

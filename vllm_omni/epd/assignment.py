@@ -1,0 +1,84 @@
+"""Which instances may take a request's next tasks, and how much work these are.
+
+From: HydraInfer, sections 4.1 (instances of encode, prefill, decode and of any mix) and 4.4 (a request's tasks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_omni.config.epd import Tasks
+from vllm_omni.epd.cost import CostModel, LanguageLoad
+
+NUM_TOKENS_UNKNOWN = 256
+"""Assumed length of a reply for which the request sets no limit, or a higher one."""
+
+
+class Candidate(NamedTuple):
+    """An instance, and the tasks of a request that it would do next; the rest is for another instance."""
+
+    instance: str
+    tasks: Tasks
+
+
+def find_candidates(todo: Tasks, kinds: Mapping[str, Tasks], *, keeps_together: bool = False) -> list[Candidate]:
+    """Find the instances made for a request's next task or, if there are none, those that can do it as well.
+
+    An instance with the language model computes whatever it was not given: a decode instance prefills, a prefill
+    instance encodes.
+
+    Args:
+        todo: EPD, PD (the prompt is text, or the embeddings of its images exist) or D (the KV cache exists).
+        kinds: instance -> kind, of those that run.
+        keeps_together: prefill and decode stay on one instance.
+    """
+    found = [
+        Candidate(name, tasks) for name, kind in kinds.items() if (tasks := _tasks_for(kind, todo, keeps_together))
+    ]
+    if found:
+        return found
+    first = todo.first
+    if rest := todo & ~first:
+        return [
+            Candidate(name, first | tasks)
+            for name, tasks in find_candidates(rest, kinds, keeps_together=keeps_together)
+        ]
+    return [Candidate(name, todo) for name, kind in kinds.items() if kind != Tasks.E]
+
+
+def _tasks_for(kind: Tasks, todo: Tasks, keeps_together: bool) -> Tasks:
+    if todo.first == Tasks.E and Tasks.P not in kind:
+        return kind & Tasks.E  # an ED instance does not prefill, so its decode comes later
+    tasks = todo.leading(kind)
+    return Tasks(0) if keeps_together and Tasks.P in tasks and Tasks.D not in tasks else tasks
+
+
+class RequestSize(NamedTuple):
+    """The size of a request, as far as it is known before the request runs."""
+
+    num_embeds: int  # of its images
+    num_prompt_tokens: int
+    num_reply_tokens: int
+
+    @classmethod
+    def of(cls, prompt: Mapping[str, Any], max_tokens: int | None, num_replies: int = 1) -> RequestSize:
+        """Measure a rendered prompt."""
+        num_reply_tokens = min(max_tokens or NUM_TOKENS_UNKNOWN, NUM_TOKENS_UNKNOWN) * num_replies
+        num_embeds = sum(
+            place.get_num_embeds() for places in prompt.get("mm_placeholders", {}).values() for place in places
+        )
+        return cls(num_embeds, len(prompt.get("prompt_token_ids") or ()), num_reply_tokens)
+
+    def work(self, tasks: Tasks, cost: CostModel | None) -> float:
+        """Estimate the work of these tasks: seconds by a cost model; without one, tokens plus embeddings."""
+        encode = self.num_embeds if Tasks.E in tasks else 0
+        prefill = self.num_prompt_tokens if Tasks.P in tasks else 0
+        decode = self.num_reply_tokens if Tasks.D in tasks else 0
+        if cost is None:
+            return float(encode + prefill + decode)
+        work = cost.images_s(encode)
+        if prefill:
+            work += cost.language_s(LanguageLoad().with_prefill(prefill, 0))
+        context = self.num_prompt_tokens + decode // 2
+        return work + decode * (cost.decode_s + cost.decode_context_s * context)
