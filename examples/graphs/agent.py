@@ -1,7 +1,7 @@
 """An agent: the thinker calls tools, several at once if it likes, reads what they said, and thinks again.
 
 A turn begins when every tool that was called has answered. It ends when the thinker calls none, at the latest after
-`max_turns`.
+`max_iterations`.
 """
 
 from standins import FunctionNode, show
@@ -13,7 +13,7 @@ class Thinker(Role):
     think = interface(
         [["question"], ["results"]],
         {"calls": Field("tool_call", streamed=True), "answer": Field("text", streamed=True)},
-        max_turns=3,
+        max_iterations=3,
     )
 
 

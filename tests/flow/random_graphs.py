@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from tests.flow import reference
 from tests.flow.reference import Inputs, NodeFails, Outcome, Path, Result, Yield
-from vllm_omni.flow.graph.dsl import Field, FieldRef, Graph, Interface, Role, Scheduling, interface
+from vllm_omni.flow.graph.declarations import Field, Scheduling
+from vllm_omni.flow.graph.dsl import FieldRef, Graph, Interface, Role, interface
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.frame import Emission
 
@@ -54,7 +55,7 @@ class Behaviour:
     loop: frozenset[str] = frozenset()  # roles in the same loop
     is_header: bool = False
     back: set[str] = field(default_factory=set)  # output fields that lead to the next turn
-    max_turns: int = 0
+    max_iterations: int = 0
 
     def __call__(self, path: Path, group: int, inputs: Inputs) -> list[Yield]:
         main, head = self.split(inputs)
@@ -88,7 +89,7 @@ class Behaviour:
         count = dice.below(2) if self.forwards else NUM_YIELDS[dice.below(7 + self.sparse)]
         yields = self.make_yields(dice, count, turn, num_yields)
         for name in self.single:
-            if self.has_field(dice) and (name not in self.back or turn < self.max_turns):
+            if self.has_field(dice) and (name not in self.back or turn < self.max_iterations):
                 place = dice.below(len(yields) + 1)
                 if place == len(yields):
                     yields.append([])
@@ -96,7 +97,7 @@ class Behaviour:
         return (yields[: dice.below(len(yields) + 1)] if fails else yields), fails
 
     def make_yields(self, dice: _Dice, count: int, turn: int, start: int) -> list[Yield]:
-        fields = [name for name in self.streamed if name not in self.back or turn < self.max_turns]
+        fields = [name for name in self.streamed if name not in self.back or turn < self.max_iterations]
         yields = []
         for number in range(start, start + count):
             chosen = [name for name in fields if self.has_field(dice)]
@@ -264,26 +265,26 @@ class Case:
         )
 
     def graph_interface(self, name: str) -> Interface:
-        return next(call._interface for call in self.graph._calls if call._name == name)
+        return next(call.interface for call in self.graph.declarations.calls if call.node == name)
 
     def __str__(self) -> str:
         """The graph as the program that would make it, more or less."""
         lines = [f"inputs {self.inputs}"]
         told = set()
-        for call in self.graph._calls:
-            declared = call._interface
-            if call._name not in told:
-                told.add(call._name)
+        for call in self.graph.declarations.calls:
+            declared = call.interface
+            if call.node not in told:
+                told.add(call.node)
                 some = {name: "streamed" if spec.streamed else "whole" for name, spec in declared.inputs.items()}
                 outs = {name: "streamed" if spec.streamed else "single" for name, spec in declared.outputs.items()}
                 rest = f"{declared.activate_by_count or ''} {'first_wins' if declared.first_wins else ''}"
                 lines.append(
-                    f"{call._name}: {list(map(list, declared.inputs_or))} {some} -> {outs} "
-                    f"{declared.scheduling.value} {rest} max_turns={declared.max_turns}"
+                    f"{call.node}: {list(map(list, declared.inputs_or))} {some} -> {outs} "
+                    f"{declared.scheduling.value} {rest} max_iterations={declared.max_iterations}"
                 )
-                lines.append(f"    {self.behaviours[call._name]}")
-            lines.append(f"  {call._name}({', '.join(f'{name}={source}' for name, source in call._sources.items())})")
-        wanted = {name: str(source) for name, source in self.graph._outputs.items()}
+                lines.append(f"    {self.behaviours[call.node]}")
+            lines.append(f"  {call.node}({', '.join(f'{name}={source}' for name, source in call.sources.items())})")
+        wanted = {name: str(source) for name, source in self.graph.declarations.outputs.items()}
         lines.append(f"outputs {wanted}, asked for {sorted(self.outputs)}")
         for name, runs in self.expected.runs.items():
             for run in runs:
@@ -385,7 +386,7 @@ class _Builder:
         for role in sorted(self.made):
             if role in self.unheard or self.chance(0.25):
                 self.add_output(role)
-        names = sorted(self.graph._outputs)
+        names = sorted(self.graph.declarations.outputs)
         wanted = names if self.chance(0.7) else self.rng.sample(names, self.rng.randint(1, len(names)))
         case = Case(
             self.graph,
@@ -518,7 +519,7 @@ class _Builder:
             activate_by_count=counts,
             scheduling=Scheduling.SESSION if session else Scheduling.ROUND_ROBIN,
             first_wins=kind == "first_wins",
-            max_turns=self.rng.randint(1, 3) if kind == "loop" and self.chance(0.5) else None,
+            max_iterations=self.rng.randint(1, 3) if kind == "loop" and self.chance(0.5) else None,
         )
 
     def connect(self, role: Role, groups: list[list[str]], slots: dict[str, int], numbers: dict[str, str]) -> Any:
@@ -567,11 +568,11 @@ class _Builder:
         self.loop = None
         chosen = {each: self.rng.choice(loop.sources[-4:]) for each in loop.back_fields}
         loop.role.run(**{each: source.ref for each, source in chosen.items()})  # type: ignore[attr-defined]
-        max_turns = self.rng.randint(1, 3)
+        max_iterations = self.rng.randint(1, 3)
         roles = frozenset(source.role for source in loop.sources)
         for role in roles:
             behaviour = self.behaviours[f"{role}.run"]
-            behaviour.loop, behaviour.max_turns = roles, max_turns
+            behaviour.loop, behaviour.max_iterations = roles, max_iterations
         for source in chosen.values():
             self.behaviours[f"{source.role}.run"].back.add(source.ref.field)
             self.unheard.discard(source.role)
@@ -581,5 +582,5 @@ class _Builder:
     def add_output(self, role: str) -> None:
         self.unheard.discard(role)
         name = self.rng.choice(sorted(self.made[role]))
-        if f"{role}_{name}" not in self.graph._outputs:
+        if f"{role}_{name}" not in self.graph.declarations.outputs:
             self.graph.output(**{f"{role}_{name}": self.made[role][name]})

@@ -123,10 +123,10 @@ class Topology:
     """Edges, groups, loops, roots and per-frame edges of a graph that is taken to be right."""
 
     def __init__(self, graph: Graph):
-        self.interfaces: dict[str, Interface] = {call._name: call._interface for call in graph._calls}
+        self.interfaces: dict[str, Interface] = {call.node: call.interface for call in graph.declarations.calls}
         edges: dict[str, list[Edge]] = {name: [] for name in self.interfaces}  # by target
-        for call in graph._calls:
-            edges[call._name] += [_edge(call._interface, name, source) for name, source in call._sources.items()]
+        for call in graph.declarations.calls:
+            edges[call.node] += [_edge(call.interface, name, source) for name, source in call.sources.items()]
         fed = {name: {edge.source for edge in edges[name]} - {ENTRY} for name in edges}
         below = {name: _flood(name, _turned(fed)) for name in fed}  # without the node itself, unless it is in a loop
         self.loops: dict[str, set[str]] = {}  # header -> all nodes of the loop
@@ -253,7 +253,7 @@ class _Interpreter:
         self.topology = Topology(graph)
         self.behave = behave
         self.winners = winners or (lambda node, base, candidates: min(candidates))
-        self.wanted = {name: graph._outputs[name] for name in sorted(outputs or graph._outputs)}
+        self.wanted = {name: graph.declarations.outputs[name] for name in sorted(outputs or graph.declarations.outputs)}
         self.num_runs_left = max_runs
         fed = {name: {e.source for g in groups for e in g.edges} for name, groups in self.topology.groups.items()}
         ends = {source.node for source in self.wanted.values()}
@@ -359,14 +359,14 @@ class _Interpreter:
 
     def take_turns(self, header: str) -> bool:
         """Activates the header once more below its last activations, where its back group got what it needs."""
-        max_turns = self.topology.interfaces[header].max_turns
+        max_iterations = self.topology.interfaces[header].max_iterations
         rank = -self.topology.order.index(header)
         groups = [group for group in self.topology.groups[header] if group.is_back]
         assert len(groups) == 1, f"{header}: a turn by several groups is not defined"
         again = False
         for base, _ in self.bases(header, False, (header, "turn")):
             inputs = self.collect(groups[0], base, None)
-            if all(inputs.values()) and (max_turns is None or base.num_turns < max_turns):
+            if all(inputs.values()) and (max_iterations is None or base.num_turns < max_iterations):
                 path = (*base.path, Step(True, rank, header))
                 self.start(Run(header, path, base, None, groups[0].index, base.num_turns + 1, inputs))
                 again = True

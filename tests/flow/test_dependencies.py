@@ -358,7 +358,7 @@ async def test_other_group_is_taken_where_the_first_is_dead(make_runtime):
 
 class Thinker(Role):
     think = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM})
-    twice = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM}, max_turns=2)
+    twice = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM}, max_iterations=2)
 
 
 def make_agent(interface="think"):
@@ -731,7 +731,7 @@ async def test_one_node_serves_two_graphs(make_runtime):
     assert await read_payloads(runtime.open("c1", {"x": 0}, {"y"}, graph="one")) == {"y": ["x:0"]}
     assert await read_payloads(runtime.open("c2", {"x": 0}, {"y"}, graph="two")) == {"y": ["x:x:0"]}
     assert len(nodes["shared"].activations) == 2
-    with pytest.raises(InvalidRequest, match="there are several graphs, say which; there is: 'one', 'two'"):
+    with pytest.raises(InvalidRequest, match="there are several graphs, say which; valid: one, two"):
         runtime.open("c3", {"x": 0}, {"y"})
     with pytest.raises(InvalidRequest, match="no graph 'tow'; did you mean 'two'"):
         runtime.open("c3", {"x": 0}, {"y"}, graph="tow")

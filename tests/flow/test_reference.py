@@ -7,7 +7,8 @@ import pytest
 
 from tests.flow.random_graphs import NodeBroke, make_case
 from tests.flow.reference import NodeFails, Outcome, Unpredictable, interpret
-from vllm_omni.flow.graph.dsl import Field, Graph, Role, interface
+from vllm_omni.flow.graph.declarations import Field
+from vllm_omni.flow.graph.dsl import Graph, Role, interface
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.frame import Emission
 
@@ -243,7 +244,7 @@ def test_some_of_parallel_frames_cannot_be_predicted():
 
 def test_yields_are_numbered_by_what_the_call_asks_for():
     graph = make_diamond()
-    left = make_role(graph, "l", [["x"]], whole=("x",)).run(x=graph._calls[0].a)
+    left = make_role(graph, "l", [["x"]], whole=("x",)).run(x=graph.declarations.calls[1].sources["x"])
     graph.output(left=left.a)
     behave = {"r": emits("b0", "a1", "b2"), **{name: passes() for name in "abnl"}}
     result = run(graph, behave, outputs=["left"])

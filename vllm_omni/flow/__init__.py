@@ -3,7 +3,8 @@
 From: Omni-Flow section 3. Depends on the standard library and msgspec only.
 """
 
-from vllm_omni.flow.graph.dsl import Field, GlobalParameters, Graph, Placeholder, Role, Scheduling, interface
+from vllm_omni.flow.graph.declarations import Field, GlobalParameters, Scheduling
+from vllm_omni.flow.graph.dsl import Graph, Placeholder, Role, interface
 from vllm_omni.flow.graph.parser import GraphParser, parse_graphs
 from vllm_omni.flow.graph.plan import StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk, TransferFunction

@@ -72,7 +72,7 @@ def test_file_finds_its_neighbours_only_while_it_runs(capsys: pytest.CaptureFixt
 def test_what_the_checks_found_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     unread = GOOD.replace('Field("text")}', 'Field("text"), "z": Field("text")}')
     code, out, _ = run(capsys, write(tmp_path, unread))
-    assert (code, out.splitlines()[-1]) == (0, "  found: nobody reads output 'z' of node 'echo.run'")
+    assert (code, out.splitlines()[-1]) == (0, "  found: output 'z' of node 'echo.run' has no reader")
 
 
 def test_svg_goes_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

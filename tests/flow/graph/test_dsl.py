@@ -18,11 +18,11 @@ def test_unknown_input_names_node_and_nearest():
         thinker.generate(promt=prompt)
 
 
-def test_unknown_output_field_names_node_and_what_exists():
+def test_unknown_output_field_names_node_and_suggestion():
     _, prompt, thinker = make_thinker()
     reply = thinker.generate(prompt=prompt)
     with pytest.raises(
-        GraphError, match=r"'thinker.generate' has no output 'row'; did you mean 'rows'\? there is: 'rows', 'text'"
+        GraphError, match=r"'thinker.generate' has no output 'row'; did you mean 'rows'\? valid: text, rows"
     ):
         _ = reply.row
 
@@ -155,10 +155,10 @@ def test_role_has_as_many_interfaces_as_it_declares():
     "arguments, complaint",
     [
         ({"first_wins": True}, r"first_wins chooses among groups, but there is one"),
-        ({"max_turns": -1}, r"max_turns = -1 must be at least 0"),
+        ({"max_iterations": -1}, r"max_iterations = -1 must be at least 0"),
         ({"activate_by_count": {"x": 0}}, r"activate_by_count\['x'\] = 0 must be at least 1"),
-        ({"activate_by_count": {"x": "y"}}, r"activate_by_count\['x'\] = 'y' is a number, or an input"),
-        ({"activate_by_count": {"x": "x"}}, r"activate_by_count\['x'\] = 'x' is a number, or an input"),
+        ({"activate_by_count": {"x": "y"}}, r"activate_by_count\['x'\] = 'y' must be a number, or an input"),
+        ({"activate_by_count": {"x": "x"}}, r"activate_by_count\['x'\] = 'x' must be a number, or an input"),
     ],
 )
 def test_declaration_that_contradicts_itself_is_refused(arguments, complaint):
@@ -167,7 +167,7 @@ def test_declaration_that_contradicts_itself_is_refused(arguments, complaint):
 
 
 def test_counted_node_has_no_group_that_could_win():
-    with pytest.raises(GraphError, match="activate_by_count gathers all groups, so that none can win"):
+    with pytest.raises(GraphError, match="activate_by_count gathers all groups, so no group can win"):
         interface([["x"], ["z"]], {"y": Field("text")}, activate_by_count={"x": 2}, first_wins=True)
 
 
@@ -181,8 +181,8 @@ def make_graph_with_output():
     "outputs, until, complaint",
     [
         ([], (), "asks for no output"),
-        (["z"], (), "no output 'z'; there is: 'y'"),
-        (["y"], ["z"], "does not ask for 'z', which it waits for"),
+        (["z"], (), "no output 'z'; valid: y"),
+        (["y"], ["z"], "waits for 'z', which is not among its outputs"),
     ],
 )
 def test_graph_call_that_cannot_be_made_is_refused(outputs, until, complaint):

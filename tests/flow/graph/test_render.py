@@ -171,8 +171,8 @@ def test_text_tells_a_session_and_what_it_shares(monkeypatch):
 
 def test_text_marks_a_loop_and_its_bound(monkeypatch):
     text = to_text(example(monkeypatch, "agent"))
-    assert "  thinker.think (at most 3 turns)\n" in text
-    assert ("    on results: a turn of loop 0\n      results <- tool.run.result (critical, loop 0)\n") in text
+    assert "  thinker.think (at most 3 iterations)\n" in text
+    assert ("    on results: an iteration of loop 0\n      results <- tool.run.result (critical, loop 0)\n") in text
 
 
 def test_text_tells_for_how_many_a_node_waits(monkeypatch):
@@ -207,7 +207,7 @@ def make_pair_plan() -> StaticPlan:
     return GraphParser(graph).parse()
 
 
-FOUND = "found: nobody reads output 'z' of node 'second.work'"
+FOUND = "found: output 'z' of node 'second.work' has no reader"
 
 
 def test_only_the_sole_source_of_a_field_is_critical():

@@ -1,60 +1,23 @@
-"""The words a pipeline is written in: Graph, Role, interface, Field, Placeholder, and what sessions share.
+"""The statements of a pipeline: Graph, Role, interface, Placeholder.
 
-A mistake that one line shows (a name that does not exist, a field of another graph) is raised at that line;
-what needs the whole graph is left to ``GraphParser``.
+A mistake that is visible in one statement (an unknown name, a field of another graph) is raised by that statement;
+``GraphParser`` checks the whole graph.
 """
 
 from __future__ import annotations
 
-import difflib
-import enum
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 from vllm_omni.errors import GraphError
+from vllm_omni.flow.graph.declarations import Field, GlobalParameters, GraphCallEntry, Scheduling
 from vllm_omni.flow.graph.transfer import ENTRY, TransferFunction
+from vllm_omni.names import suggest
 
 RoleT = TypeVar("RoleT", bound="Role")
 RefT = TypeVar("RefT", bound="FieldRef")
-
-
-def what_exists(name: str, existing: Iterable[str]) -> str:
-    """The tail of every "no such name" message: the nearest name, then all that exist."""
-    names = sorted(existing)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}there is: {', '.join(map(repr, names)) or 'nothing'}"
-
-
-class Scheduling(enum.Enum):
-    """Who serves the activations of an interface, if its role has several instances. From: Omni-Flow section 3.5."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_OUTSTANDING = "least_outstanding"
-    SESSION = "session"  # the instance that has the session; activations run one after the other, in order
-    BROADCAST = "broadcast"  # all of them
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """What a field carries.
-
-    ``streamed``: an output may be emitted in many pieces (otherwise exactly one); an input is read piece by piece in
-    one activation. An input declared without it has one activation for each piece of a streamed output, if it is alone
-    in its group or is fed by the node above all of the group, and otherwise gathers what belongs together. An input
-    that is not declared is as the output that feeds it.
-    """
-
-    modality: str
-    dtype: str | None = None
-    streamed: bool = False
-
-    def accepts(self, produced: Field) -> bool:
-        """Modality must agree, dtype too where both sides declare one."""
-        same_dtype = self.dtype is None or produced.dtype is None or self.dtype == produced.dtype
-        return self.modality == produced.modality and same_dtype
 
 
 @dataclass(frozen=True)
@@ -68,7 +31,11 @@ class FieldRef:
     transfer: TransferFunction | None = None
 
     def via(self: RefT, transfer: TransferFunction, *, yields: Field | None = None) -> RefT:
-        """Put a transfer function on the edge; ``yields`` declares what comes out of it (else that is not checked)."""
+        """Put a transfer function on the edge.
+
+        Args:
+            yields: the type of its chunks; None skips the check against the input that reads them.
+        """
         name = getattr(transfer, "__qualname__", repr(transfer))
         if not callable(transfer) or inspect.iscoroutinefunction(transfer):
             raise GraphError(f"{self}.via({name}): needs an async generator function (async def with yield of Chunk)")
@@ -84,8 +51,38 @@ class Placeholder(FieldRef):
     """External data injected at the graph's entry. From: Omni-Flow section 3.1."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoleEntry:
+    """A role of a graph."""
+
+    role_class: type[Role]
+    parameters: tuple[GlobalParameters, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallEntry:
+    """One call of an interface in a graph."""
+
+    node: str  # "role.interface"
+    role: str
+    interface: Interface
+    sources: Mapping[str, FieldRef]  # input field -> source
+
+
+@dataclass(slots=True)
+class Declarations:
+    """The content of a graph, in the order of its statements; ``GraphParser`` reads it."""
+
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)
+    roles: dict[str, RoleEntry] = field(default_factory=dict)
+    calls: list[CallEntry] = field(default_factory=list)
+    outputs: dict[str, FieldRef] = field(default_factory=dict)
+    parameters: dict[str, GlobalParameters] = field(default_factory=dict)
+    graph_calls: dict[str, GraphCallEntry] = field(default_factory=dict)
+
+
 class Interface:
-    """One thing a role can do; calling it on a role of a graph adds that node. Made by ``interface()``."""
+    """One operation of a role; calling it on a role of a graph adds a node. Made by ``interface()``."""
 
     name = ""
 
@@ -97,7 +94,7 @@ class Interface:
         activate_by_count: Mapping[str, int | str],
         scheduling: Scheduling,
         first_wins: bool,
-        max_turns: int | None,
+        max_iterations: int | None,
     ):
         self.inputs_or = tuple(map(tuple, inputs_or))
         self.outputs = dict(outputs)
@@ -105,7 +102,7 @@ class Interface:
         self.activate_by_count = dict(activate_by_count)
         self.scheduling = scheduling
         self.first_wins = first_wins
-        self.max_turns = max_turns
+        self.max_iterations = max_iterations
         self.input_names = tuple(dict.fromkeys(name for group in self.inputs_or for name in group))
 
     def __set_name__(self, owner: type[Role], name: str) -> None:
@@ -129,22 +126,22 @@ def interface(
     activate_by_count: Mapping[str, int | str] | None = None,
     scheduling: Scheduling = Scheduling.ROUND_ROBIN,
     first_wins: bool = False,
-    max_turns: int | None = None,
+    max_iterations: int | None = None,
 ) -> Interface:
     """Declare an interface of a role.
 
     Args:
-        inputs_or: OR of AND groups: any group fires the node, all fields of a group belong together.
-        outputs: field name -> what it carries.
-        inputs: field name -> what it must carry; a field left out takes anything.
-        activate_by_count: field name -> number of frames after which the node fires, once in a call, on whatever paths
-            they come (a multi-stream join); instead of a number the name of an input field that carries it.
-        scheduling: among the instances of the role; with ``SESSION`` the activations of a call run one after the other,
-            in the order in which what feeds them was made.
-        first_wins: of several groups only the one that is complete first fires (for every frame of their common
-            source); otherwise each does.
-        max_turns: where a loop comes back to this node, how many turns may follow one another; one more is not taken.
-            None: the nodes of the loop end it themselves, by not emitting the field that leads on.
+        inputs_or: OR of AND groups: any group fires the node, and needs all of its fields.
+        outputs: field name -> its type.
+        inputs: field name -> its type; a field left out accepts any type.
+        activate_by_count: field name -> number of frames after which the node fires, once in a call, whatever their
+            paths (a multi-stream join); instead of a number the name of an input field that carries it.
+        scheduling: choice among the instances of the role; with ``SESSION`` the activations of a call run one at a
+            time, in the order in which their inputs were produced.
+        first_wins: of several groups only the one that is complete first fires (per frame of their common source);
+            otherwise each group does.
+        max_iterations: at the header of a loop, the largest number of iterations in a row; the next one is not started.
+            None: the nodes of the loop end it themselves, by not emitting the field that leads back.
 
     Raises:
         GraphError: a declaration contradicts itself; the message shows it.
@@ -153,189 +150,170 @@ def interface(
     """
     where = f"interface(inputs_or={inputs_or!r})"
     if not inputs_or or any(isinstance(group, str) or not group for group in inputs_or):
-        raise GraphError(f"{where}: is a list of groups, each a list of field names: write [['prompt']]")
+        raise GraphError(f"{where}: must be a list of groups, each a list of field names: write [['prompt']]")
     if not outputs:
-        raise GraphError(f"{where}: declares no outputs; a node without one could never be needed")
-    declared = Interface(inputs_or, outputs, inputs or {}, activate_by_count or {}, scheduling, first_wins, max_turns)
+        raise GraphError(f"{where}: declares no outputs; a node without an output is never needed")
+    declared = Interface(
+        inputs_or, outputs, inputs or {}, activate_by_count or {}, scheduling, first_wins, max_iterations
+    )
     for name in [*declared.inputs, *declared.activate_by_count]:
         if name not in declared.input_names:
-            raise GraphError(f"{where}: no input {name!r}; {what_exists(name, declared.input_names)}")
+            raise GraphError(f"{where}: no input {name!r}; {suggest(name, declared.input_names)}")
     for name in [*outputs, *declared.input_names]:
         if not name.isidentifier() or name.startswith("_"):
             raise GraphError(f"{where}: field {name!r} must be an identifier without a leading underscore")
     if first_wins and len(declared.inputs_or) == 1:
         raise GraphError(f"{where}: first_wins chooses among groups, but there is one; write [['fast'], ['slow']]")
-    if max_turns is not None and max_turns < 0:
-        raise GraphError(f"{where}: max_turns = {max_turns} must be at least 0, or None")
-    for name, count in declared.activate_by_count.items():
-        if first_wins:
-            raise GraphError(f"{where}: activate_by_count gathers all groups, so that none can win; drop first_wins")
-        if isinstance(count, str):
-            if count not in declared.input_names or count in declared.activate_by_count:
-                plain = [each for each in declared.input_names if each not in declared.activate_by_count]
-                raise GraphError(
-                    f"{where}: activate_by_count[{name!r}] = {count!r} is a number, or an input that carries it and is "
-                    f"not counted itself; {what_exists(count, plain)}"
-                )
-        elif count < 1:
-            raise GraphError(f"{where}: activate_by_count[{name!r}] = {count} must be at least 1")
+    if max_iterations is not None and max_iterations < 0:
+        raise GraphError(f"{where}: max_iterations = {max_iterations} must be at least 0, or None")
+    _check_counts(where, declared)
     return declared
 
 
-@dataclass(frozen=True)
-class GlobalParameters:
-    """What the calls of a session share across roles (a cache, a history): made with the first of them.
-
-    Nodes find it in ``Activation.parameters``. It lives until ``GraphRuntime.end_session``; that of a call without a
-    session as long as the call. From: Omni-Flow section 3.1.
-    """
-
-    name: str
-    make: Callable[[], Any]
-    release: Callable[[Any], None] | None = None
+def _check_counts(where: str, declared: Interface) -> None:
+    counts = declared.activate_by_count
+    if counts and declared.first_wins:
+        raise GraphError(f"{where}: activate_by_count gathers all groups, so no group can win; drop first_wins")
+    for name, count in counts.items():
+        if isinstance(count, str):
+            if count not in declared.input_names or count in counts:
+                plain = [each for each in declared.input_names if each not in counts]
+                raise GraphError(
+                    f"{where}: activate_by_count[{name!r}] = {count!r} must be a number, or an input that carries the "
+                    f"number and is not counted itself; {suggest(count, plain)}"
+                )
+        elif count < 1:
+            raise GraphError(f"{where}: activate_by_count[{name!r}] = {count} must be at least 1")
 
 
 class Role:
     """A computing role (an LLM, a vocoder, ...); subclasses declare interfaces. From: Omni-Flow section 3.1."""
 
     def __init__(self, graph: Graph, name: str):
-        self._graph = graph
+        self._graph = graph  # underscores: the public names of a role are its interfaces
         self._name = name
-        self._parameters: tuple[GlobalParameters, ...] = ()
 
 
 class BoundInterface:
     """An interface of a role in a graph: call it with a source for each input.
 
-    Called again it adds sources to the same node: those of another group, more of one field, or of its next turn, when
-    they come from the node itself (a loop).
+    Another call adds sources to the same node: for another group, for a field that has a source already, or for the
+    next iteration of a loop when they come from the node itself.
     """
 
     def __init__(self, role: Role, declared: Interface):
-        self._role = role
+        self._graph = role._graph
+        self._role = role._name
         self._interface = declared
 
     def __call__(self, **sources: FieldRef) -> NodeCall:
-        graph = self._role._graph
-        node = NodeCall(graph, self._role._name, self._interface, sources)
+        entry = CallEntry(f"{self._role}.{self._interface.name}", self._role, self._interface, sources)
         for name, source in sources.items():
             if name not in self._interface.input_names:
-                known = what_exists(name, self._interface.input_names)
-                raise GraphError(f"node {node._name!r} has no input {name!r}; {known}")
-            graph._check_source(f"node {node._name!r}, input {name!r}", source)
-        graph._calls.append(node)
-        return node
+                raise GraphError(
+                    f"node {entry.node!r} has no input {name!r}; {suggest(name, self._interface.input_names)}"
+                )
+            _check_source(self._graph, f"node {entry.node!r}, input {name!r}", source)
+        self._graph.declarations.calls.append(entry)
+        return NodeCall(self._graph, entry)
 
 
 class NodeCall:
     """A node of the graph; its output fields are its attributes."""
 
-    def __init__(self, graph: Graph, role: str, declared: Interface, sources: Mapping[str, FieldRef]):
+    def __init__(self, graph: Graph, entry: CallEntry):
         self._graph = graph
-        self._role = role
-        self._interface = declared
-        self._sources = dict(sources)
-        self._name = f"{role}.{declared.name}"
+        self._entry = entry
 
     def __getattr__(self, field: str) -> FieldRef:
-        if field.startswith("_"):  # copy, inspect and friends probe for such names
+        if field.startswith("_"):  # copy, inspect and similar modules probe for such names
             raise AttributeError(field)
-        outputs = self._interface.outputs
+        node, outputs = self._entry.node, self._entry.interface.outputs
         if field not in outputs:
-            raise GraphError(f"node {self._name!r} has no output {field!r}; {what_exists(field, outputs)}")
-        return FieldRef(self._graph, self._name, field, outputs[field])
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCallEntry:
-    """A named way to call a graph."""
-
-    name: str
-    outputs: frozenset[str]
-    until: frozenset[str]
+            raise GraphError(f"node {node!r} has no output {field!r}; {suggest(field, outputs)}")
+        return FieldRef(self._graph, node, field, outputs[field])
 
 
 class Graph:
     """A pipeline under construction: roles, placeholders, the calls that connect them, and the outputs.
 
-    It is only written to; ``GraphParser`` reads it. From: Omni-Flow section 3.1.
+    From: Omni-Flow section 3.1.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self._placeholders: dict[str, Placeholder] = {}
-        self._roles: dict[str, Role] = {}
-        self._calls: list[NodeCall] = []
-        self._outputs: dict[str, FieldRef] = {}
-        self._parameters: dict[str, GlobalParameters] = {}
-        self._graph_calls: dict[str, GraphCallEntry] = {}
+        self.declarations = Declarations()
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r})"
 
     def placeholder(self, name: str, spec: Field | None = None) -> Placeholder:
-        """Declare data that every call passes in (where its outputs need it)."""
-        if name in self._placeholders:
+        """Declare data that every call passes in, unless its outputs do not depend on it."""
+        if name in self.declarations.placeholders:
             raise GraphError(f"graph {self.name!r}: placeholder {name!r} is declared twice")
-        return self._placeholders.setdefault(name, Placeholder(self, ENTRY, name, spec))
+        made = self.declarations.placeholders[name] = Placeholder(self, ENTRY, name, spec)
+        return made
 
     def role(self, role: type[RoleT], name: str, *, parameters: Iterable[GlobalParameters] = ()) -> RoleT:
-        """Put a role into the graph; the runtime binds one ``Node`` to ``name``.
+        """Add a role; the runtime binds one ``Node`` to ``name``.
 
         Args:
-            parameters: what its nodes see of their session.
+            parameters: the session state that its nodes may use.
         """
-        if name in self._roles:
+        if name in self.declarations.roles:
             raise GraphError(f"graph {self.name!r}: role {name!r} is declared twice; give one of them another name")
         if not name or "." in name:
             raise GraphError(f"graph {self.name!r}: role {name!r} must have a name without a dot")
-        made = role(self, name)
-        made._parameters = tuple(parameters)
-        for one in made._parameters:
-            if self._parameters.setdefault(one.name, one) != one:
+        entry = RoleEntry(role, tuple(parameters))
+        for one in entry.parameters:
+            if self.declarations.parameters.setdefault(one.name, one) != one:
                 raise GraphError(f"graph {self.name!r}: there are two different parameters named {one.name!r}")
-        self._roles[name] = made
-        return made
+        self.declarations.roles[name] = entry
+        return role(self, name)
 
     def role_ref(self, role: RoleT) -> RoleT:
         """Use a role of another graph: one node serves it in both. From: Omni-Flow section 3.1, RoleRef."""
         if role._graph is self:
             raise GraphError(f"graph {self.name!r}: role {role._name!r} is its own; use it without role_ref")
-        return self.role(type(role), role._name, parameters=role._parameters)
+        parameters = role._graph.declarations.roles[role._name].parameters
+        return self.role(type(role), role._name, parameters=parameters)
 
     def graph_call(self, name: str, outputs: Iterable[str], *, until: Iterable[str] = ()) -> None:
-        """Declare an entry point: what a call by this name asks for, and what completes it.
+        """Declare an entry point: the outputs of a call by this name, and those that complete it.
 
         Args:
-            outputs: of the graph, declared before.
+            outputs: outputs of the graph, declared before.
             until: the call is over when these of its outputs have ended; all of them by default.
 
         From: Omni-Flow section 3.1, graph_call entry points and completion conditions.
         """
         entry = GraphCallEntry(name, frozenset(outputs), frozenset(until) or frozenset(outputs))
         where = f"graph {self.name!r}, graph call {name!r}"
-        if name in self._graph_calls:
+        declared = self.declarations.outputs
+        if name in self.declarations.graph_calls:
             raise GraphError(f"{where}: is declared twice")
         if not entry.outputs:
-            raise GraphError(f"{where}: asks for no output; {what_exists('', self._outputs)}")
+            raise GraphError(f"{where}: asks for no output; {suggest('', declared)}")
         for output in sorted(entry.outputs):
-            if output not in self._outputs:
-                raise GraphError(f"{where}: no output {output!r}; {what_exists(output, self._outputs)}")
+            if output not in declared:
+                raise GraphError(f"{where}: no output {output!r}; {suggest(output, declared)}")
         for output in sorted(entry.until):
             if output not in entry.outputs:
-                raise GraphError(f"{where}: does not ask for {output!r}, which it waits for; add it to its outputs")
-        self._graph_calls[name] = entry
+                raise GraphError(f"{where}: waits for {output!r}, which is not among its outputs; add it to them")
+        self.declarations.graph_calls[name] = entry
 
     def output(self, **sources: FieldRef) -> None:
-        """Name what a call can ask for."""
+        """Name the fields that a call can ask for."""
+        declared = self.declarations.outputs
         for name, source in sources.items():
-            self._check_source(f"output {name!r}", source)
-            if name in self._outputs:
-                raise GraphError(f"graph {self.name!r}: output {name!r} is declared twice; it is {self._outputs[name]}")
-            self._outputs[name] = source
+            _check_source(self, f"output {name!r}", source)
+            if name in declared:
+                raise GraphError(f"graph {self.name!r}: output {name!r} is declared twice; it is {declared[name]}")
+            declared[name] = source
 
-    def _check_source(self, where: str, source: Any) -> None:
-        if not isinstance(source, FieldRef):
-            raise GraphError(f"{where}: needs a placeholder or an output field of a node, got {type(source).__name__}")
-        if source.graph is not self:
-            raise GraphError(f"{where}: {source} belongs to graph {source.graph.name!r}, not to {self.name!r}")
+
+def _check_source(graph: Graph, where: str, source: Any) -> None:
+    if not isinstance(source, FieldRef):
+        raise GraphError(f"{where}: needs a placeholder or an output field of a node, got {type(source).__name__}")
+    if source.graph is not graph:
+        raise GraphError(f"{where}: {source} belongs to graph {source.graph.name!r}, not to {graph.name!r}")

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from vllm_omni.flow.graph.dsl import Field, GlobalParameters, GraphCallEntry, Scheduling
+from vllm_omni.flow.graph.declarations import Field, GlobalParameters, GraphCallEntry, Scheduling
 from vllm_omni.flow.graph.transfer import ENTRY, TransferFunction
 
-Reader: TypeAlias = tuple[str, int, str]  # a node, or ENTRY, its slot, and its input field or the graph output
+Reader: TypeAlias = tuple[str, int, str]
+"""The receiving end of an edge: a node or ENTRY, its slot, and its input field or the graph output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,10 @@ class Edge:
     slot: int = 0  # index in NodePlan.slots of the target
     group: int = 0  # index in NodePlan.groups of the target
     per_frame: bool = False  # every yield is an activation, or a bucket, of its own
-    root: str | None = None  # of the target's bucket; None: the target has none
+    root: str | None = None  # root of the target's bucket; None: the target needs no bucket
     root_per_frame: bool = False
     is_back: bool = False  # closes a loop
-    is_last_of_field: bool = True  # no other edge is read behind it
+    is_last_of_field: bool = True  # the last edge that is read of its field
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_field} -> {self.target}.{self.target_field}"
@@ -34,19 +35,19 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """An AND group of a node as it is connected: what fires it."""
+    """An AND group of a node as it is connected."""
 
     index: int
     slots: Mapping[str, tuple[int, ...]]  # input field -> the edges that feed it, read one after the other
-    root: str | None  # the nearest node that is above all of its slots; None: one edge, no bucket
-    root_per_frame: bool  # a bucket for each yield of the root, rather than for each of its activations
-    loop: int | None  # what leads back to this node: which loop it closes
+    root: str | None  # the nearest node above all of its slots; None: a single edge, which needs no bucket
+    root_per_frame: bool  # there is a bucket for each yield of the root, rather than for each of its activations
+    loop: int | None  # the loop that these edges close
     counts: Mapping[str, int | str] | None  # activate_by_count
     critical: frozenset[int]  # slots that are the only ones of their field
     all_slots: tuple[int, ...]
     per_frame_slots: tuple[int, ...]
-    holds_forks_back: bool  # who yields on edges that are per frame may be made to wait for its activations
-    reads_plainly: bool  # one edge for each field, and no transfer function
+    limits_forks: bool  # unfinished activations hold back the producers of its per-frame edges
+    is_plain: bool  # each field has one edge without a transfer function, and none is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,18 @@ class NodePlan:
     role: str
     interface: str
     slots: tuple[Edge, ...]
-    groups: tuple[GroupPlan, ...]  # those that lead back come last
+    groups: tuple[GroupPlan, ...]  # those that close a loop come last
     outputs: Mapping[str, Field]
     scheduling: Scheduling = Scheduling.ROUND_ROBIN
     first_wins: bool = False
-    max_turns: int | None = None
+    max_iterations: int | None = None
     choice_root: str | None = None  # of several groups: the nearest node above all of them
     choice_per_frame: bool = False
-    is_root: bool = False  # of a bucket or a choice further down
-    tolerates: bool = False  # somebody further down can do without this node
+    is_root: bool = False  # a bucket or a choice further down has this node as its root
+    is_optional: bool = False  # a node further down has an alternative to what depends on this node
     parameters: tuple[str, ...] = ()
-    loops: tuple[int, ...] = ()  # that lead back to it
-    loops_around: tuple[int, ...] = ()  # that it is part of
+    loops: tuple[int, ...] = ()  # loops that this node is the header of
+    loops_around: tuple[int, ...] = ()  # loops that this node is part of
 
     @property
     def inputs(self) -> Mapping[str, tuple[Edge, ...]]:
@@ -80,63 +81,63 @@ class NodePlan:
 
     @property
     def num_choices(self) -> int:
-        """Groups that are not turns of a loop."""
+        """The number of groups that start no iteration of a loop."""
         return sum(group.loop is None for group in self.groups)
 
 
 class Needed(NamedTuple):
-    """What one graph output depends on."""
+    """The nodes and edges that one graph output depends on."""
 
     nodes: frozenset[str]
     edges: frozenset[Edge]
 
 
-PER_FRAME = ""  # stands for all edges of a node that are per frame: they are in step
+PER_FRAME = ""  # a key that stands for all per-frame edges of a node: they advance together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlets:
-    """Where the output fields of a node go in a call."""
+    """The readers of a node's output fields in a call."""
 
     whole: Mapping[str, tuple[Edge, ...]]  # field -> edges that carry it as a stream
     per_frame: Mapping[str, tuple[Edge, ...]]
-    edges: tuple[Edge, ...]  # all of them
-    fields: frozenset[str]  # of both
+    edges: tuple[Edge, ...]  # all edges
+    fields: frozenset[str]  # the keys of both mappings
     has_joins: bool  # some whole edge leads into a bucket
-    readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> who gives credit
+    readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> the readers that grant credit
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The plan cut down to the outputs of a call: the rest is unreachable for that call, and so never activated."""
+    """The plan reduced to the outputs of a call; the remaining nodes are never activated."""
 
     graph: str
     outputs: frozenset[str]
     nodes: Mapping[str, NodePlan]  # topological order
     placeholders: frozenset[str]
-    outlets: Mapping[str, Outlets]  # of a node, or of ENTRY
+    outlets: Mapping[str, Outlets]  # by node, or ENTRY
 
 
 @dataclass(frozen=True, slots=True)
 class StaticPlan:
-    """Everything the runtime looks up. Made by ``GraphParser``; never changed."""
+    """All tables of a graph. Made by ``GraphParser``; never changed."""
 
     name: str
     nodes: Mapping[str, NodePlan]  # topological order
     edges: tuple[Edge, ...]
     placeholders: tuple[str, ...]
     outputs: Mapping[str, Edge]  # graph output -> the edge into ENTRY
-    needed_by: Mapping[str, Needed]  # graph output -> nodes and edges without which it cannot be made
+    needed_by: Mapping[str, Needed]  # graph output -> nodes and edges that it depends on
     graph_calls: Mapping[str, GraphCallEntry]
     parameters: Mapping[str, GlobalParameters]
-    findings: tuple[str, ...] = ()  # what is not wrong, but may not be meant
+    findings: tuple[str, ...] = ()  # valid declarations that may be mistakes
 
     @property
     def roles(self) -> frozenset[str]:
         return frozenset(node.role for node in self.nodes.values())
 
     def route(self, outputs: Iterable[str]) -> Route:
-        """Cut the plan down to ``outputs``, which must exist. Costs a pass over the edges: keep the result."""
+        """Reduce the plan to ``outputs``, which must exist. Costs a pass over the edges: keep the result."""
         wanted = frozenset(outputs)
         nodes = frozenset[str]().union(*(self.needed_by[name].nodes for name in wanted))
         edges = frozenset[Edge]().union(*(self.needed_by[name].edges for name in wanted))

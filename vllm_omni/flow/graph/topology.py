@@ -1,4 +1,4 @@
-"""What the shape of a graph says: loops, order, dominators. Small graphs, plain algorithms.
+"""Loops, topological order and dominators of a graph. Graphs are small, so the algorithms are plain.
 
 From: Omni-Flow section 3.3 (diamond roots by reverse search).
 """
@@ -16,15 +16,18 @@ class Cycle:
     """A strongly connected part of a graph."""
 
     nodes: frozenset[str]
-    headers: tuple[str, ...]  # nodes that are fed from outside as well
+    headers: tuple[str, ...]  # nodes with a source outside the cycle
 
 
 class Topology:
-    """Args:
-    feeds: node -> the nodes (or ENTRY) that feed it.
-    gathering: nodes that gather all of a call: nothing above them but ENTRY is above what is below them.
+    """The shape of a graph.
 
-    ``forward`` is the same without the edges that lead back to the header of a cycle.
+    ``forward`` is ``feeds`` without the edges that lead back to the header of a cycle.
+
+    Args:
+        feeds: node -> the nodes (or ENTRY) that feed it.
+        gathering: nodes that gather all frames of a call; only ENTRY dominates them, and nothing above them dominates
+            the nodes below them.
     """
 
     def __init__(self, feeds: Mapping[str, Iterable[str]], gathering: Iterable[str] = ()):
@@ -46,7 +49,7 @@ class Topology:
         return cycle is not None and source in cycle.nodes and target in cycle.headers
 
     def order(self) -> Sequence[str]:
-        """Every node behind those that feed it forward; nodes on a way around that has no header are left out."""
+        """Nodes in topological order of ``forward``; nodes on a cycle that remains there are left out."""
         placed = {ENTRY: None}
         todo = list(self.forward)
         while todo:
@@ -59,7 +62,7 @@ class Topology:
         return list(placed)
 
     def dominators(self) -> Mapping[str, Sequence[str]]:
-        """Node -> all nodes that every way from ENTRY to it goes through, itself last, each above the next."""
+        """Node -> the nodes on every path from ENTRY to it, from ENTRY down to itself."""
         chains: dict[str, Sequence[str]] = {ENTRY: [ENTRY]}
         for name in self.order():
             above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
@@ -67,7 +70,7 @@ class Topology:
         return chains
 
     def reaches(self, source: str) -> frozenset[str]:
-        """All nodes that a way leads to from ``source``, forward; itself included."""
+        """All nodes with a forward path from ``source``, itself included."""
         found, todo = {source}, [source]
         while todo:
             at = todo.pop()

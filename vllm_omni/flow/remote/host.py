@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.dsl import what_exists
 from vllm_omni.flow.graph.plan import Route, StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.remote.messages import (
@@ -34,6 +33,7 @@ from vllm_omni.flow.run.frame import Credit, Frame, SlotEos
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.node import Node
 from vllm_omni.flow.run.scope import CallScope, RemoteNode
+from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class RoleHost:
         graphs = ", ".join(repr(plan.name) for plan in all_plans)
         for role in sorted(nodes):
             if role not in roles:
-                raise GraphError(f"graph {graphs}: has no role {role!r}; {what_exists(role, roles)}")
+                raise GraphError(f"graph {graphs}: has no role {role!r}; {suggest(role, roles)}")
         self.plans = {plan.name: plan for plan in all_plans}
         self.link = link
         self._routes: dict[tuple[str, frozenset[str]], Route] = {}

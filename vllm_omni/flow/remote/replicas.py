@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from vllm_omni.errors import NoInstance
-from vllm_omni.flow.graph.dsl import Scheduling
+from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.remote.registry import Instance, ServiceRegistry
 from vllm_omni.flow.run.node import Activation, Node, Yield

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, OmniError, RoleUnavailable
-from vllm_omni.flow.graph.dsl import what_exists
 from vllm_omni.flow.graph.plan import Route, StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.activity import Activity, ActivityTracker
@@ -25,6 +24,7 @@ from vllm_omni.flow.run.order import PathOrder
 from vllm_omni.flow.run.scope import CallScope, Controller, RemoteNode
 from vllm_omni.flow.run.sequence import Stream
 from vllm_omni.flow.run.session import GCScheduler, ParameterStore
+from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ class GraphRuntime:
         if call_id in self._calls:
             raise InvalidRequest(f"{where}: a call of this id is still open; abort it, or use another id")
         if not wanted:
-            raise InvalidRequest(f"{where}: asks for no output; {what_exists('', plan.outputs)}")
+            raise InvalidRequest(f"{where}: asks for no output; {suggest('', plan.outputs)}")
         if deadline_s is not None and deadline_s <= 0:
             raise InvalidRequest(f"{where}: deadline_s is {deadline_s}, but must be greater than 0, or None")
         _match(f"{where}: no output", wanted, plan.outputs, InvalidRequest)
@@ -425,7 +425,7 @@ class GraphRuntime:
         if graph is None:
             if len(self.plans) > 1:
                 raise InvalidRequest(
-                    f"call {call_id!r}: there are several graphs, say which; {what_exists('', self.plans)}"
+                    f"call {call_id!r}: there are several graphs, say which; {suggest('', self.plans)}"
                 )
             return next(iter(self.plans.values()))
         _match(f"call {call_id!r}: no graph", [graph], self.plans, InvalidRequest)
@@ -505,4 +505,4 @@ class GraphRuntime:
 def _match(complaint: str, names: Iterable[str], existing: Collection[str], error: type[OmniError]) -> None:
     for name in sorted(names):
         if name not in existing:
-            raise error(f"{complaint} {name!r}; {what_exists(name, existing)}")
+            raise error(f"{complaint} {name!r}; {suggest(name, existing)}")

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple
 
 from vllm_omni.errors import CallAborted, GraphError
-from vllm_omni.flow.graph.dsl import Scheduling
+from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
 from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk
 from vllm_omni.flow.run.activity import Activity
@@ -299,7 +299,7 @@ class NodeController:
             if not slot.order.done:  # no duplicate
                 fork_window = self._fork_window(call, edge, frame.origin)
                 fork_window.num_received += 1
-                if not run.bucket.group.holds_forks_back:
+                if not run.bucket.group.limits_forks:
                     fork_window.on_read()
             return
         window = None if slot.windows is None else slot.windows.get(frame.origin)
@@ -325,7 +325,7 @@ class NodeController:
         has_come = slot.order.done
         if not has_come:
             window.num_received += 1
-        if run.bucket.group.holds_forks_back or not has_come:
+        if run.bucket.group.limits_forks or not has_come:
             window.on_read()
 
     def _make_window(self, call_id: str, edge: Edge, origin: int) -> ReceiveWindow:
@@ -378,9 +378,9 @@ class NodeController:
 
     @staticmethod
     def _is_turn_too_many(plan: NodePlan, run: _Run) -> bool:
-        if run.bucket.group.loop is None or plan.max_turns is None:
+        if run.bucket.group.loop is None or plan.max_iterations is None:
             return False
-        return _count_turns(plan, run) > plan.max_turns
+        return _count_turns(plan, run) > plan.max_iterations
 
     def _on_dead(self, call: _Call, run: _Run) -> None:
         plan, group = call.plan, run.bucket.group
@@ -444,7 +444,7 @@ class NodeController:
         error: BaseException | None = None
         try:
             group = run.bucket.group
-            if group.reads_plainly:
+            if group.is_plain:
                 slots = run.bucket.slots
                 await self._serve(call, run, {name: slots[index].stream for name, (index,) in group.slots.items()})
             else:
@@ -528,7 +528,7 @@ class NodeController:
 
     def _raise(self, call: _Call, run: _Run, error: Exception) -> None:
         """What a node raised fails the call at once, unless somebody further down can do without the node."""
-        if call.plan.tolerates and run.out is not None and not call.cancelled:
+        if call.plan.is_optional and run.out is not None and not call.cancelled:
             logger.warning("call %r does without node %r, which raised", call.scope.call_id, self.name, exc_info=error)
             run.out.end(EndReason.ERROR, error)
         else:

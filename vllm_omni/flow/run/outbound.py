@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.dsl import what_exists
 from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan, Outlets
 from vllm_omni.flow.run.credit import SendLimits
 from vllm_omni.flow.run.frame import NO_BUCKET, Death, Emission, EndReason, Frame, Lineage, Root, SlotEos
 from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
 from vllm_omni.flow.run.link import Link
+from vllm_omni.names import suggest
 
 
 class Outbound:
@@ -82,7 +82,7 @@ class Outbound:
         name = emission.field
         declared = self._plan.outputs.get(name)
         if declared is None:
-            known = what_exists(name, self._plan.outputs)
+            known = suggest(name, self._plan.outputs)
             raise GraphError(f"node {self._plan.name!r} emitted field {name!r}, which it does not declare; {known}")
         seq = self.next_seq.get(name)
         streamed = declared.streamed

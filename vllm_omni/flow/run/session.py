@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from vllm_omni.flow.graph.dsl import GlobalParameters
+from vllm_omni.flow.graph.declarations import GlobalParameters
 
 
 class GCScheduler:

@@ -1,0 +1,171 @@
+"""Check a graph as a whole; errors (``GraphError``, ``PlanError``) name node, field and the nearest fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from vllm_omni.errors import GraphError, PlanError
+from vllm_omni.flow.graph.declarations import Scheduling
+from vllm_omni.flow.graph.draft import GraphDraft, GroupDraft, NodeDraft
+from vllm_omni.flow.graph.plan import Edge, StaticPlan
+from vllm_omni.flow.graph.topology import Cycle
+from vllm_omni.flow.graph.transfer import ENTRY
+from vllm_omni.names import suggest
+
+Forks = frozenset[str]
+"""The nodes of which a path to a node is per frame: each of their yields is an activation of its own there."""
+
+
+def check_outputs(draft: GraphDraft) -> None:
+    outputs = draft.declarations.outputs
+    if not outputs:
+        raise GraphError(f"graph {draft.name!r} has no output; end it with graph.output(name=node.field)")
+    for name, source in outputs.items():
+        if source.node == ENTRY:
+            raise GraphError(f"output {name!r} is the placeholder {source.field!r} itself; name a field of a node")
+        if source.transfer is not None:
+            raise GraphError(
+                f"output {name!r}: {source} has a transfer function, but no node to run it in; drop .via(...) and let "
+                f"node {source.node!r} emit the payload for the user"
+            )
+
+
+def check_sources(draft: GraphDraft) -> None:
+    """Every group is connected as a whole or not at all, and types agree."""
+    for name, node in draft.nodes.items():
+        _check_connected(draft, name, node)
+        for field, source in node.sources:
+            wanted = node.declared.inputs.get(field)
+            if wanted is not None and source.spec is not None and not wanted.accepts(source.spec):
+                raise GraphError(
+                    f"node {name!r}: input {field!r} wants {wanted}, but {source} is {source.spec}; "
+                    "convert it on the edge with .via(transfer_function, yields=...)"
+                )
+
+
+def _check_connected(draft: GraphDraft, name: str, node: NodeDraft) -> None:
+    connected = {field for field, _ in node.sources}
+    groups = [node.declared.input_names] if node.declared.activate_by_count else node.declared.inputs_or
+    complete = {field for group in groups if connected.issuperset(group) for field in group}
+    for group in groups:
+        missing = [field for field in group if field not in connected]
+        if missing and (not complete or not connected.intersection(group) <= complete):
+            outputs = [f"{call.node}.{each}" for call in draft.declarations.calls for each in call.interface.outputs]
+            known = suggest(missing[0], [*draft.declarations.placeholders, *outputs])
+            can_never = f", so its group {list(group)} can never fill" if len(group) > 1 else ""
+            raise GraphError(
+                f"node {name!r}: input {missing[0]!r} is not connected{can_never}; pass {missing[0]}=<a source> to the "
+                f"call; {known}"
+            )
+
+
+def check_cycle(draft: GraphDraft, cycle: Cycle) -> None:
+    """A loop is entered at one node, and has an exit."""
+    loop = " -> ".join([*sorted(cycle.nodes), min(cycle.nodes)])
+    if not cycle.headers:
+        raise GraphError(f"nothing outside of the loop {loop} feeds it, so it can never start; connect a placeholder")
+    if len(cycle.headers) > 1:
+        entries = ", ".join(
+            f"{field!r} of {name!r} by {ref}"
+            for name in cycle.headers
+            for field, ref in draft.nodes[name].sources
+            if ref.node not in cycle.nodes
+        )
+        raise PlanError(
+            f"the loop {loop} is entered at {len(cycle.headers)} nodes ({entries}), but only the loop feeds its "
+            "iterations; let one node of the loop take all inputs from outside and pass them on"
+        )
+    readers = [ref.node for name, node in draft.nodes.items() if name not in cycle.nodes for _, ref in node.sources]
+    if cycle.nodes.isdisjoint([*readers, *(ref.node for ref in draft.declarations.outputs.values())]):
+        raise GraphError(
+            f"the loop {loop} has no exit: nothing outside of it reads one of its fields; add "
+            f"graph.output(...) with a field of {cycle.headers[0]!r}, or feed a node behind the loop"
+        )
+
+
+def check_joins(draft: GraphDraft) -> None:
+    """The frames that meet in a join or in an ordered node correspond to one another."""
+    forks: dict[str, Forks] = {ENTRY: frozenset()}
+    for name, node in draft.nodes.items():
+        bases = [_check_group(draft, name, node, group, forks) for group in node.choices]
+        forks[name] = frozenset[str]().union(*bases)
+        if node.declared.scheduling is Scheduling.SESSION and node.choice_root is not None:
+            _check_ordered(name, node, forks, bases)
+
+
+def _check_group(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraft, forks: Mapping[str, Forks]) -> Forks:
+    """The forks that multiply the activations of a node by this group."""
+    if group.counts is not None:
+        _check_counts(draft, name, node, forks)
+        return frozenset()
+    source, per_frame = group.root, group.root_per_frame
+    if source is None:
+        (edge,) = group.edges
+        source, per_frame = edge.source, edge.per_frame
+    base = forks[source] | ({source} if per_frame else set())
+    _check_pairing(name, node, {edge: forks[edge.source] - base for edge in group.edges})
+    return base
+
+
+def _check_pairing(name: str, node: NodeDraft, below: Mapping[Edge, Forks]) -> None:
+    paired = [
+        edge
+        for edge, forks in below.items()
+        if forks and edge.target_field in node.declared.inputs and not node.declared.inputs[edge.target_field].streamed
+    ]
+    if len({edge.target_field for edge in paired}) > 1:
+        frames = ", ".join(f"{e.target_field!r} for each frame of {quoted(sorted(below[e]))}" for e in paired)
+        raise GraphError(
+            f"node {name!r} joins fields without a common fork source: {frames}, so it is undefined which frames "
+            "belong together; let one node yield both, or declare the inputs streamed (or count them with "
+            "activate_by_count) to gather all of them"
+        )
+
+
+def _check_counts(draft: GraphDraft, name: str, node: NodeDraft, forks: Mapping[str, Forks]) -> None:
+    if draft.num_loops:
+        return
+    for field, count in node.declared.activate_by_count.items():
+        edges = [edge for group in node.groups for edge in group.edges if edge.target_field == field]
+        is_once = not any(forks[edge.source] or draft.is_streamed(edge) or edge.transfer for edge in edges)
+        if is_once and isinstance(count, int) and count > len(edges):
+            raise GraphError(
+                f"node {name!r}: activate_by_count wants {count} of {field!r}, but at most {len(edges)} can arrive, so "
+                f"it can never complete; declare {edges[0].source}.{edges[0].source_field} streamed, or lower the count"
+            )
+
+
+def _check_ordered(name: str, node: NodeDraft, forks: Mapping[str, Forks], bases: Sequence[Forks]) -> None:
+    """Each group must have one activation for each frame of the root of all groups."""
+    root = node.choice_root
+    assert root is not None
+    base = forks[root] | ({root} if node.choice_per_frame else set())
+    for group, above in zip(node.choices, bases, strict=True):
+        if (below := above - base) and not node.declared.first_wins:
+            fed = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)
+            raise GraphError(
+                f"node {name!r} has scheduling SESSION, but the order of its groups is undefined: {fed} has "
+                f"several frames for one of the node above all groups ({root}), made by {quoted(sorted(below))}; "
+                "let one node yield the inputs of all groups, or use another scheduling"
+            )
+
+
+def check_all_used(draft: GraphDraft, plan: StaticPlan) -> None:
+    """Every node leads to an output, every role is called, every placeholder feeds a node."""
+    used = frozenset[str]().union(*(needed.nodes for needed in plan.needed_by.values()))
+    for node in plan.nodes.values():
+        if node.name not in used:
+            raise GraphError(
+                f"node {node.name!r} leads to no output, so it would never run; add graph.output(...) with one of "
+                f"its fields {quoted(node.outputs)}, or remove the call"
+            )
+    for role in draft.declarations.roles:
+        if role not in plan.roles:
+            raise GraphError(f"role {role!r} is never called; call one of its interfaces, or remove it")
+    for name in plan.placeholders:
+        if not any(edge.source == ENTRY and edge.source_field == name for edge in plan.edges):
+            raise GraphError(f"placeholder {name!r} feeds no node; pass it to a call, or remove it")
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

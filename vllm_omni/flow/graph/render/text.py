@@ -1,0 +1,46 @@
+"""A plan as indented text."""
+
+from vllm_omni.flow.graph.declarations import Field
+from vllm_omni.flow.graph.plan import Edge, GroupPlan, StaticPlan
+from vllm_omni.flow.graph.render.labels import fires, is_critical, is_single_edge, listed, source, traits
+
+
+def to_text(plan: StaticPlan) -> str:
+    """One paragraph per node, in topological order; then what the checks found.
+
+    The input of a node with a single edge stands alone; others stand below the condition under which they fire.
+    """
+    lines = [f"graph {plan.name}", f"  takes {listed(plan.placeholders)}"]
+    for node in plan.nodes.values():
+        marks = traits(node)
+        lines.append(f"  {node.name} ({', '.join(marks)})" if marks else f"  {node.name}")
+        for group in node.groups:
+            indent = "    "
+            if not is_single_edge(node):
+                lines.append(f"    on {fires(group)}")
+                indent = "      "
+            lines += [indent + _input(node.slots[slot], group) for slot in group.all_slots]
+        lines += [f"    {name} -> {_type(spec)}" for name, spec in node.outputs.items()]
+    lines += [f"  gives {name} = {edge.source}.{edge.source_field}" for name, edge in plan.outputs.items()]
+    for call in plan.graph_calls.values():
+        until = "" if call.until == call.outputs else f", until {listed(sorted(call.until))}"
+        lines.append(f"  call {call.name} gives {listed(sorted(call.outputs))}{until}")
+    for name in plan.parameters:
+        roles = dict.fromkeys(node.role for node in plan.nodes.values() if name in node.parameters)
+        lines.append(f"  shares {name} in a session: {listed(roles)}")
+    lines += [f"  found: {finding}" for finding in plan.findings]
+    return "\n".join(lines) + "\n"
+
+
+def _input(edge: Edge, group: GroupPlan) -> str:
+    marks = [
+        *(["per frame"] if edge.per_frame else []),
+        *(["critical"] if is_critical(edge, group) else []),
+        *([f"loop {group.loop}"] if edge.is_back else []),
+    ]
+    line = f"{edge.target_field} <- {source(edge)}"
+    return f"{line} ({', '.join(marks)})" if marks else line
+
+
+def _type(spec: Field) -> str:
+    return ", ".join([spec.modality, *([spec.dtype] if spec.dtype else []), *(["streamed"] if spec.streamed else [])])
