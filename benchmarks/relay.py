@@ -17,7 +17,8 @@ reference to the tensor) and its answer. The ways:
   The pages are faulted in by the producer's copy, and once more when the consumer reads them, which is not counted.
 * torch: ``torch.multiprocessing`` with its strategy file_descriptor, the tensor pickled as its queues do. Each
   message is another tensor, as each is in a server; the making of it is not counted.
-* tcp, nixl, mooncake: ``put`` and ``get`` of those relays, where they are installed; the consumer gets a copy.
+* tcp, nixl, mooncake: ``put`` and ``get`` of those relays; the consumer gets a copy. One that cannot be loaded here is
+  left out, with the reason on stderr and in the JSON (``left_out``).
 
 Regimes:
 
@@ -43,8 +44,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import importlib
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -60,6 +59,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, NamedTuple, Protocol
@@ -72,6 +72,7 @@ from vllm_omni.flow import Frame
 from vllm_omni.flow.remote.link import ZmqLink
 from vllm_omni.messages.payload import Payload, TensorRef
 from vllm_omni.relay import Relay
+from vllm_omni.relay.select import BETWEEN_HOSTS, Placement, make_relay, why_not
 from vllm_omni.relay.shm import ShmRelay
 
 KB, MB, GB = 1 << 10, 1 << 20, 1e9
@@ -87,12 +88,7 @@ MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH = (
     "shared_memory",
     "torch",
 )
-# Relays that may not be there, as (module, class).
-OTHERS = {
-    "tcp": ("vllm_omni.relay.remote.tcp", "TcpRelay"),
-    "nixl": ("vllm_omni.relay.remote.nixl", "NixlRelay"),
-    "mooncake": ("vllm_omni.relay.remote.mooncake", "MooncakeRelay"),
-}
+OTHERS = BETWEEN_HOSTS
 SOCKET, LINK = "socket", "link"
 TIMEOUT_S = 60.0  # without an answer the other process is given up
 REQUEST = "request"
@@ -273,19 +269,18 @@ class TorchSharing(Empty):
         return tensor
 
 
-def import_relays() -> dict[str, Callable[[int], Relay]]:
-    """The relays of ``OTHERS`` that are there: name -> what makes one with so many bytes."""
-    found = {}
-    for name, (module, cls) in OTHERS.items():
-        if name == "tcp" or importlib.util.find_spec(name) is not None:  # the others are packages' names, too
-            found[name] = getattr(importlib.import_module(module), cls)
-    return found
+@cache
+def left_out() -> dict[str, str]:
+    """Relays of ``OTHERS`` that cannot be measured on this machine -> why not. Each is said on stderr, once."""
+    reasons = {name: reason for name in OTHERS if (reason := why_not(name, Placement())) is not None}
+    for name, reason in reasons.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    return reasons
 
 
 def make_ways(names: Sequence[str], num_bytes: int) -> dict[str, Way]:
     """Those of one process; ``num_bytes``: of a relay's slab, 0 in the consumer."""
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
-    relays = import_relays()
     shm = ShmRelay(num_bytes)
     ways: dict[str, Way] = {
         EMPTY: Empty(),
@@ -295,7 +290,7 @@ def make_ways(names: Sequence[str], num_bytes: int) -> dict[str, Way]:
         NAMED: NamedMemory(),
         TORCH: TorchSharing(),
     }
-    ways |= {name: OneCopy(relays[name](num_bytes)) for name in names if name in relays}
+    ways |= {name: OneCopy(make_relay(name, num_bytes)) for name in names if name in OTHERS}
     return {name: way for name, way in ways.items() if name in names}
 
 
@@ -782,13 +777,13 @@ def describe_machine() -> dict[str, Any]:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "relays": "+".join(["shm", *import_relays()]),
+        "relays": "+".join(["shm", *(name for name in OTHERS if name not in left_out())]),
     }
 
 
 async def measure(options: argparse.Namespace) -> None:
     names = {
-        SOCKET: [MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH, *import_relays()],
+        SOCKET: [MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH, *(name for name in OTHERS if name not in left_out())],
         LINK: [EMPTY, ZERO, ONE],
     }
     tables = {regime: await measure_regime(regime, ways, options) for regime, ways in names.items()}
@@ -801,7 +796,8 @@ async def measure(options: argparse.Namespace) -> None:
     machine, judged = describe_machine(), goals(tables, messages, options.sizes)
     report(machine, summaries, messages, judged)
     rows = [{**goal._asdict(), "verdict": goal.verdict} for goal in judged]
-    print(json.dumps({"machine": machine, **summaries, "messages": messages, "paper_ms": PAPER_MS, "goals": rows}))
+    result = {"machine": machine, "left_out": left_out(), **summaries, "messages": messages}
+    print(json.dumps({**result, "paper_ms": PAPER_MS, "goals": rows}))
 
 
 def main() -> None:

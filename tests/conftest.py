@@ -2,12 +2,15 @@
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests import shared_memory
 from tests.engine_groups import place_of
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
@@ -26,6 +29,8 @@ for name, value in {
 _STARTUP = str(Path(__file__).parent / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 
+_STARTED_AT = time.time()
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item][:2])  # stable: the order within a file stays
     for item, (_, _, group) in places.items():
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_sessionfinish() -> None:
+    """Remove what failed tests of this run left in /dev/shm."""
+    if left := shared_memory.remove_orphans(_STARTED_AT):
+        print(f"\nremoved from /dev/shm, left there by tests: {', '.join(left)}", file=sys.stderr)
 
 
 @pytest.fixture(autouse=True)

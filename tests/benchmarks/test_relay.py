@@ -1,4 +1,4 @@
-"""benchmarks/relay.py works, what it hands over arrives, and it ends without leftovers; its times here say nothing."""
+"""benchmarks/relay.py runs, its tensors arrive, and it ends without leftovers; times measured here mean nothing."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.relay import SHM_PREFIX
+from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.relay", "--quick"]
@@ -35,6 +36,9 @@ def test_quick_run_ends_with_a_line_of_json():
                 assert 0 < row["to_view_us"] <= row["p99_us"], f"{case}, {name}"
                 assert name == "empty" or (row["gb_s"] > 0 and row["cpu_s_per_gb"] > 0), f"{case}, {name}"
                 assert f"| {case} | {name} |" in done.stdout
+    for name, reason in result["left_out"].items():
+        assert f"left out: {name}: {reason}" in done.stderr
+        assert name in machine.NEEDS and machine.why_not(name), f"{name} is left out, and can be loaded"
     assert len(result["messages"]) == 4
     assert all(row["messages_s"] > 0 and row["backlog"] <= 16_384 for row in result["messages"].values())
     assert done.stdout.count("| reached") + done.stdout.count("| MISSED") == len(result["goals"])
@@ -42,23 +46,24 @@ def test_quick_run_ends_with_a_line_of_json():
 
 
 @pytest.fixture
-def hears_sigint() -> Iterator[None]:
-    """Of processes that are started meanwhile: what a shell starts in the background ignores it, and so do theirs."""
+def receives_sigint() -> Iterator[None]:
+    """Let child processes receive SIGINT: a process that a shell starts in the background ignores it, and its
+    children inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("hears_sigint")
+@pytest.mark.usefixtures("receives_sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(number):
     command = [*COMMAND[:-1], "--sizes", "16777216", "--rounds", "1000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        # Libraries may have something to say before.
+        # Libraries may print something before.
         assert any("round 1" in line for line in iter(process.stderr.readline, ""))
         process.send_signal(number)
-        process.communicate(timeout=30)  # reads on: who writes into a full pipe does not end
+        process.communicate(timeout=30)  # keeps reading: a process that writes into a full pipe does not end
     deadline = time.monotonic() + 30  # multiprocessing's tracker removes what a killed process had open
     while left := [name for name in os.listdir("/dev/shm") if name.startswith(f"{SHM_PREFIX}{process.pid}-")]:
         assert time.monotonic() < deadline, left

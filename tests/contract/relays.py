@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
+from tests import machine
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay import InlineRelay, Relay
 from vllm_omni.relay.cuda_ipc import CudaIpcRelay
@@ -25,21 +25,16 @@ class Pair(NamedTuple):
 
 
 class Backend(NamedTuple):
-    make: Callable[[float], Relay]  # lease_s -> a relay that can do both
-    copies: bool = True  # whether put copies: a consumer has what was there at that moment
-    leases: bool = True  # whether something stays with the producer until it is released
-    crosses: bool = False  # whether it crosses processes, so that one end can die without the other
+    make: Callable[[float], Relay]  # lease_s -> a relay that can both produce and consume
+    copies: bool = True  # put copies: a consumer reads what was there at that moment
+    leases: bool = True  # something stays with the producer until it is released
+    crosses: bool = False  # works between processes, so that one end can be killed without the other
     streams: bool = False
-    reason: str = ""  # why it cannot be tested here
+    needs: str = ""  # what the machine must have: a name of ``tests.machine.NEEDS``
 
-
-def reason_without(module: str) -> str:
-    """Why a library cannot be used here."""
-    try:
-        import_module(module)
-    except ImportError as exc:
-        return str(exc)
-    return ""
+    @property
+    def is_usable(self) -> bool:
+        return not (self.needs and machine.why_not(self.needs))
 
 
 class HostCudaIpcRelay(CudaIpcRelay):
@@ -53,26 +48,17 @@ BACKENDS: dict[str, Backend] = {
     "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
     "local": Backend(lambda lease_s: LocalRelay(), copies=False),
     "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
-    "cuda_ipc": Backend(
-        lambda lease_s: HostCudaIpcRelay(NUM_BYTES, lease_s=lease_s),
-        reason="" if torch.cuda.is_available() else "torch sees no CUDA device",
-    ),
+    "cuda_ipc": Backend(lambda lease_s: HostCudaIpcRelay(NUM_BYTES, lease_s=lease_s), needs="cuda"),
     "nixl": Backend(
-        lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
-        streams=True,
-        reason=reason_without("nixl._api"),
+        lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s), streams=True, needs="nixl"
     ),
     "mooncake": Backend(
         lambda lease_s: MooncakeRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
         streams=True,
-        reason=reason_without("mooncake.engine"),
+        needs="mooncake",
     ),
     "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
 }
-LEASING = [name for name, backend in BACKENDS.items() if backend.leases]
-CROSSING = [name for name, backend in BACKENDS.items() if backend.crosses]
-STREAMING = [name for name, backend in BACKENDS.items() if backend.streams]
-COPYING = [name for name, backend in BACKENDS.items() if backend.copies]
 
 
 @contextmanager

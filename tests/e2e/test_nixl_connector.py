@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests import machine
 from tests.e2e.engines import MARKS, OMNI, engine_apart, engine_here, greedy, tokens_of
 from tests.reference import llama
 
@@ -34,7 +35,7 @@ def find_port() -> str:
 
 
 def test_vllms_own_connector_moves_pages_between_our_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("nixl")
+    machine.require("nixl")
     checkpoint = llama.build(tmp_path)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", find_port())
     with engine_apart(checkpoint, **settings("kv_producer")) as source:

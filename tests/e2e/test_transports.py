@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import machine
 from tests.contract.relays import BACKENDS
 from tests.e2e.test_qwen2_5_omni_parity import MAX_CODES, MAX_TOKENS, WAVEFORM_TOLERANCE, answer, num_equal_until_tie
 from tests.reference.media import CASES
@@ -45,8 +46,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 async def test_codes_and_waveform_equal_transformers(name: str, checkpoint: Checkpoint) -> None:
     transport, stage_overrides = DEPLOYMENTS[name]
-    if BACKENDS[transport].reason:
-        pytest.skip(BACKENDS[transport].reason)
+    if needs := BACKENDS[transport].needs:
+        machine.require(needs)
     omni = await asyncio.to_thread(
         AsyncOmni,
         checkpoint.path,

@@ -10,6 +10,8 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from tests import machine
+from tests.contract.relays import BACKENDS
 from tests.kv.paged_engine import BLOCK_SIZE, PagedEngine, answer, release
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.errors import ConfigError
@@ -88,8 +90,8 @@ def test_a_target_answers_as_if_it_had_computed_the_prompt(
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "nixl"])
 def test_pages_go_over_any_relay_with_buffers(engines: Engines, transport: str) -> None:
-    if transport == "nixl":
-        pytest.importorskip("nixl")
+    if needs := BACKENDS[transport].needs:
+        machine.require(needs)
     source, target = engines(engines.hub(transport=transport)), engines(engines.hub(transport=transport))
     for number, length in enumerate([5, 17, 64]):
         prompt = make_prompt(length)

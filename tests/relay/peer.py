@@ -38,9 +38,10 @@ class Peer:
     """A process of its own, from the test's side."""
 
     def __init__(self, backend: str):
-        # Forked from a server that has imported torch and nothing else: as clean as a spawned one, and there at once.
+        # Forked from a server that has imported this module and runs no thread: as clean as a spawned process, and
+        # started at once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "vllm_omni.relay.shm"])
+        context.set_forkserver_preload(["__main__", "tests.relay.peer"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, backend), daemon=True)
         self.process.start()
