@@ -29,12 +29,12 @@ from tests.processes import paused
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import WORK_UNITS, InstanceGroup
 from vllm_omni.engine.latency import PARTS
-from vllm_omni.engine.stage import StageState, StageStatus
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.epd.affinity import InstanceBalance
 from vllm_omni.epd.cost import CostModel
 from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
+from vllm_omni.process.status import StageState, StageStatus
 
 pytestmark = MARKS
 
@@ -428,11 +428,11 @@ def test_whoever_waits_goes_on_when_an_instance_is_back(omni: OmniLLM, group: In
     async def run() -> list[int]:
         reading = asyncio.create_task(collect(omni, "waits", 0))
         await begun(group, "language/E0")
-        engine.status = StageStatus(StageState.RESTARTING, "it is said to have died", 0)
+        engine.set_status(StageStatus(StageState.RESTARTING, "it is said to have died", 0))
         while group._work["language/E0"]:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0)
         assert not any(group._work.values()) and not reading.done()
-        engine.status = StageStatus(StageState.RUNNING)
+        engine.set_status(StageStatus(StageState.RUNNING))
         return await reading
 
     with only(group, "E|PD"):

@@ -16,8 +16,8 @@ from vllm.lora.request import LoRARequest
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
-from vllm_omni.engine.stage import StageState
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.process.status import StageState
 from vllm_omni.testing.llava import TINY
 
 pytestmark = MARKS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.rejection import rejection
 from vllm_omni.engine.request_processor import RequestProcessor, _start_threads, has_media, is_chat_with_media
 from vllm_omni.errors import Overloaded
 
@@ -91,7 +91,7 @@ async def test_one_more_than_may_wait_is_refused_and_can_be_tried_again() -> Non
     with pytest.raises(Overloaded, match="1 prompts with media wait to be read") as refused:
         await renderer.render_cmpl_async([IMAGE])
     with pytest.raises(Overloaded):  # not the prompt's fault
-        refusal(refused.value)
+        rejection(refused.value)
     renderer.go_on.set()
     await asyncio.gather(*held)
     await renderer.render_cmpl_async([IMAGE])

@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.reference.media import format_prompt
 from vllm_omni import AsyncOmni, OmniLLM
-from vllm_omni.engine.stage import StageState
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.process.status import StageState
 
 PROMPT = format_prompt("Hello, who are you?")
 STAGES = ("thinker", "talker", "token2wav")
@@ -131,7 +131,7 @@ def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni
     async def run() -> None:
         task = await begin(omni, "runs", "text")
         await omni.pause_generation(mode="wait")
-        assert omni.orchestrator.door.inside == set()
+        assert omni.orchestrator.gate.admitted == set()
         assert len((await task)[1]) == LONG["talker"]["max_tokens"]
         await omni.resume_generation()
 

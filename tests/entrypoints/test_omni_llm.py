@@ -217,7 +217,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "several answers": ({"sampling_params_list": {"thinker": {"n": 2}}}, "'thinker': n = 2.*give n = 1"),
     "priority type": ({"priority": [1.5]}, "priority = 1.5"),
     "modalities type": ({"modalities": 5}, "modalities = 5"),
-    "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is no int"),
+    "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is not an int"),
     "a params object of wrong types": ({"sampling_params_list": [SamplingParams(max_tokens=4), mistyped()]}, "talker"),
     "several answers of the talker": ({"sampling_params_list": {"talker": {"n": 2}}}, "'talker': n = 2"),
     "seed": ({"sampling_params_list": {"talker": {"seed": 2**70}}}, r"'talker': seed = \d+: valid"),

@@ -24,7 +24,8 @@ from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Tasks
 from vllm_omni.engine.instance_request import EC, KV, InstanceRequest, may_resume
 from vllm_omni.engine.media_names import has_counted_media, name_media, without_media
-from vllm_omni.engine.stage import StageEngine, StageNode, StageState, StageStatus
+from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.budget import EPDConfig
 from vllm_omni.epd.image_store import ImageStore, ImageStoreStatistics
@@ -33,6 +34,7 @@ from vllm_omni.errors import RelayError, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.relay.hub import RelayHub
 
 logger = logging.getLogger(__name__)
@@ -80,23 +82,15 @@ class InstanceGroup(StageNode):
         self._changed = asyncio.Event()  # an instance has recovered, or has failed for good
         self._loop: asyncio.AbstractEventLoop | None = None
         for engine in engines:
-            engine.on_status = self._on_status
+            engine.add_status_listener(self._on_status)
 
     # -- health -------------------------------------------------------------------------------------------------------
-
-    def check_health(self) -> None:
-        """Raises:
-        StageUnavailable: no instance with the language model runs; any of them can serve alone.
-        """
-        status = self.current_status()
-        if status.state is not StageState.RUNNING:
-            raise StageUnavailable(self.name, f"{status.state}: {status.reason}")
 
     def current_status(self) -> StageStatus:
         """RUNNING while requests can be served; each engine has a status of its own as well."""
         kinds = self.router.kinds
         statuses = {name: self.engines[name].current_status() for name, kind in kinds.items() if kind != Tasks.E}
-        num_restarts = sum(engine.status.num_restarts for engine in self.engines.values())
+        num_restarts = sum(engine.current_status().num_restarts for engine in self.engines.values())
         states = {status.state for status in statuses.values()}
         reason = "; ".join(f"{name}: {status.reason}" for name, status in statuses.items() if status.reason)
         for state in (StageState.RUNNING, StageState.RESTARTING):
@@ -138,8 +132,6 @@ class InstanceGroup(StageNode):
             StageFailed: the model failed on it; or the decoding instance terminated and the reply cannot be resumed.
             StageUnavailable: no instance that could resume the request recovered within ``recovery_timeout_s``.
         """
-        if self.door is not None:
-            await self.door.enter(context.request_id)
         self.check_health()
         self._loop = asyncio.get_running_loop()
         routed = await self._make_request(request, context, wanted, seq)
@@ -156,10 +148,9 @@ class InstanceGroup(StageNode):
     async def _make_request(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int
     ) -> InstanceRequest:
-        prompt = await self.front.render(request.prompt)
+        prompt, params = await self.front.prepare(request, context, wanted)
         if has_counted_media(prompt):
             prompt = await asyncio.to_thread(name_media, prompt)
-        params = self.front.sampling_params(request, context, wanted)
         # The connectors' parameters are set here, whatever the user put there.
         params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (EC, KV)}
         state = RequestState(
@@ -245,7 +236,7 @@ class InstanceGroup(StageNode):
         Raises:
             StageFailed: the reply could differ, or the request may be what terminates instances.
         """
-        cause = engine.cause_of_death()
+        cause = engine.termination_reason()
         recovery = self.router.recover(request.state)
         if recovery is Recovery.TOO_MANY:
             also = f"so did {MAX_TERMINATIONS} others that had the request"

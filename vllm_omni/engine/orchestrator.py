@@ -24,12 +24,14 @@ from vllm.transformers_utils.config import get_config
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.engine.admission import AdmissionGate, GatedNode
 from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
+from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.request_processor import RequestProcessor
-from vllm_omni.engine.stage import Door, StageEngine, StageNode, StageState
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
@@ -39,6 +41,7 @@ from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageReq
 from vllm_omni.model_executor.step_threads import NUM_STAGES
 from vllm_omni.names import suggest
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.status import StageState
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
 
@@ -91,7 +94,7 @@ class Orchestrator:
         self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}  # by name; of a stage with instances: "thinker/PD0"
         self.nodes: dict[str, StageNode] = {}  # by stage
-        self.door = Door()
+        self.gate = AdmissionGate()
         self.latency_metrics = LatencyMetrics()
         self._specs = specs
         self._log_stats = log_stats
@@ -112,10 +115,6 @@ class Orchestrator:
             engines, node = self.make_node(stage)
             self.engines |= {engine.name: engine for engine in engines}
             self.nodes[stage.name] = node
-        self.nodes[self.config.stages[0].name].door = self.door
-        self.front(self.config.stages[0].name).reader = RequestProcessor(
-            envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe
-        )
         options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         run_directory = RunDirectory()
         starts: dict[str, Future[None]] = {}
@@ -136,7 +135,8 @@ class Orchestrator:
         # it is made after those of vLLM's clients, which would take the end of their engines for a death.
         supervisors = [Supervisor(engine, run_directory) for engine in self.engines.values()]
         self._finalizer = weakref.finalize(self, _shutdown, self.engines.values(), supervisors, run_directory)
-        self.runtime = GraphRuntime(self.plan, self.nodes)
+        first = self.config.stages[0].name
+        self.runtime = GraphRuntime(self.plan, {**self.nodes, first: GatedNode(self.nodes[first], self.gate)})
         if self._log_stats:
             METRICS.add_graph(
                 str(run_directory.path),
@@ -149,17 +149,22 @@ class Orchestrator:
         Raises:
             ConfigError: a mix of instances that this model does not have.
         """
-        spec = self._specs[stage.name]
+        make_engine = partial(StageEngine, stage, self._specs[stage.name], log_stats=self._log_stats)
+        reader = self._make_reader() if stage.stage_id == 0 else None
         if not stage.deployment.is_split:
-            engine = StageEngine(stage, spec, log_stats=self._log_stats)
+            engine = make_engine(reader=reader)
             return [engine], engine
-        make_engine = partial(StageEngine, stage, spec, log_stats=self._log_stats)
         instances = make_instances(stage)
         front = next(instance for instance in instances if instance.is_front)
-        speaker = make_engine(instance=front)
+        speaker = make_engine(instance=front, reader=reader)
         check_mix(stage, speaker.vllm_config.model_config)  # before vLLM complains of the others in its own words
         engines = [speaker if instance is front else make_engine(instance=instance) for instance in instances]
         return engines, InstanceGroup(stage, engines, self.hub)
+
+    def _make_reader(self) -> RequestProcessor:
+        return RequestProcessor(
+            envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe
+        )
 
     def front(self, stage: str) -> StageEngine:
         """The engine that speaks for a stage: it reads prompts, and knows the model."""
@@ -185,7 +190,7 @@ class Orchestrator:
         if engine.instance is not None:
             num_bytes = engine.config.deployment.relay_bytes or num_bytes
         device = engine.vllm_config.device_config.device_type
-        if not engine.config.is_autoregressive:
+        if not engine.kind.generates_tokens:
             transport = choose_backend("auto", Placement(), f"{engine.name}->user")
             return RelayOptions(transport, num_bytes)
         targets = {
@@ -325,7 +330,7 @@ class Orchestrator:
             await call.aclose()
             for payload in context.payloads:
                 self.hub.release_payload(payload, for_all=True)
-            self.door.leave(request_id)
+            self.gate.leave(request_id)
 
     def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
         """By stage, of those that have one.
@@ -361,16 +366,16 @@ class Orchestrator:
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"pause mode {mode!r}: {suggest(mode, PAUSE_MODES)}")
-        self.door.close()
+        self.gate.close()
         if mode == "abort":
-            running = list(self.door.inside)
+            running = list(self.gate.admitted)
             await asyncio.gather(*(self.runtime.abort(one, "generation was paused") for one in running))
         if mode == "wait":
-            await self.door.wait_until_empty()
+            await self.gate.wait_until_empty()
 
     def resume(self) -> None:
         """Let in what waits before the first stage."""
-        self.door.open()
+        self.gate.open()
 
     def _to_user(self, modality: str, payload: OmniRequestOutput | None, request_id: str) -> OmniRequestOutput:
         """A stage's output as the user sees it: the text as vLLM made it, other modalities without a text."""
@@ -426,8 +431,9 @@ def _collect(
     is_up = GaugeMetricFamily("vllm_omni:stage_up", "1 while the stage's engine is alive.", labels=[STAGE_LABEL])
     restarts = CounterMetricFamily("vllm_omni:stage_restarts", "Restarts of a stage's engine.", labels=[STAGE_LABEL])
     for engine in engines:
-        is_up.add_metric([engine.name], int(engine.status.state is StageState.RUNNING and not engine.has_died))
-        restarts.add_metric([engine.name], engine.status.num_restarts)
+        status = engine.current_status()
+        is_up.add_metric([engine.name], int(status.state is StageState.RUNNING))
+        restarts.add_metric([engine.name], status.num_restarts)
     yield is_up
     yield restarts
     if groups := [node for node in nodes if isinstance(node, InstanceGroup)]:

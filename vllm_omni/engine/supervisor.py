@@ -10,9 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from vllm_omni import envs
-from vllm_omni.engine.stage import StageEngine, StageState, StageStatus
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.status import StageState, StageStatus
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +78,10 @@ class Supervisor:
 
     def _restart(self) -> bool:
         engine = self._engine
-        reason, num_restarts = engine.cause_of_death(), engine.status.num_restarts
+        reason, num_restarts = engine.termination_reason(), engine.current_status().num_restarts
         while (delay_s := self._budget.next_delay_s()) is not None:
             num_restarts += 1
-            engine.status = StageStatus(StageState.RESTARTING, reason, num_restarts)
+            engine.set_status(StageStatus(StageState.RESTARTING, reason, num_restarts))
             logger.error("stage %s: %s; starting it again in %g s", engine.name, reason, delay_s)
             if self._stopping.wait(delay_s):
                 return False
@@ -92,13 +93,13 @@ class Supervisor:
                 logger.exception("stage %s: restart failed", engine.name)
                 reason = f"did not start: {exc!r}"
             else:
-                engine.status = StageStatus(StageState.RUNNING, None, num_restarts)
+                engine.set_status(StageStatus(StageState.RUNNING, None, num_restarts))
                 return True
             if self._stopping.is_set():
                 return False
         limit = f"{self._budget.max_restarts} restarts (VLLM_OMNI_STAGE_RESTARTS)"
         reason = f"{reason}; given up after {limit}" if self._budget.max_restarts else reason
-        engine.status = StageStatus(StageState.FAILED, reason, num_restarts)
+        engine.set_status(StageStatus(StageState.FAILED, reason, num_restarts))
         logger.error("stage %s: %s", engine.name, reason)
         return False
 

@@ -26,11 +26,13 @@ from vllm_omni.config import OmniConfig, StageConfig, load_config, read_model_ty
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.stage import StageEngine, StageLLM, StageState, StageStatus
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
+from vllm_omni.process.status import StageState, StageStatus
 
 logger = logging.getLogger(__name__)
 
@@ -492,7 +494,7 @@ class AsyncOmni(EngineClient):
             self.orchestrator.resume()
 
     async def is_paused(self) -> bool:
-        return not self.orchestrator.door.is_open
+        return not self.orchestrator.gate.is_open
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause, see ``pause_generation``, and have the stages free memory: vLLM's levels.

@@ -20,7 +20,7 @@ from vllm.inputs import EngineInput  # noqa: E402  # behind the check that vLLM 
 from vllm.renderers import ChatParams  # noqa: E402
 
 from vllm_omni.config import StageConfig  # noqa: E402
-from vllm_omni.engine.refusal import refusal  # noqa: E402
+from vllm_omni.engine.rejection import rejection  # noqa: E402
 from vllm_omni.entrypoints.async_omni import AsyncOmni, ParamsList  # noqa: E402
 from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
 from vllm_omni.messages.outputs import OmniRequestOutput, Progress  # noqa: E402
@@ -203,7 +203,7 @@ class OmniLLM:
                 prompt_extras={"mm_processor_kwargs": dict(mm_processor_kwargs)} if mm_processor_kwargs else None,
             )
         except Exception as exc:
-            raise refusal(exc) from exc
+            raise rejection(exc) from exc
         return list(prompts)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.renderers import TokenizeParams
 
-from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.rejection import rejection
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.model_executor.pipeline import SpeechPrompt
 
@@ -48,7 +48,7 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
     try:
         tokenized = iter(await renderer.tokenize_prompts_async(texts, params))
     except Exception as exc:
-        raise refusal(exc) from exc
+        raise rejection(exc) from exc
     ids = {name: [one for _ in part for one in next(tokenized)["prompt_token_ids"]] for name, part in parts.items()}
     for name in ("request", "reply"):
         forged = set(control_tokens.values()).intersection(ids[name])

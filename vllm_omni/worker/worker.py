@@ -145,7 +145,7 @@ class CPUARWorker(CPUWorker):
 
 
 class CUDAARWorker(Worker):
-    """Worker of an autoregressive stage on CUDA, with V1's runner (``engine/stage.py``). Not run on a GPU yet."""
+    """Worker of an autoregressive stage on CUDA, with V1's runner (``engine/engine_args.py``). Not run on a GPU yet."""
 
     def init_device(self) -> None:
         super().init_device()

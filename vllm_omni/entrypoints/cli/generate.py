@@ -19,7 +19,7 @@ from vllm.multimodal.media.connector import MediaConnector
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.draw import add_arguments as add_diffusion_arguments
 from vllm_omni.entrypoints.cli.draw import draw, refuse_diffusion_options
@@ -242,12 +242,12 @@ def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound
     try:
         fetch(url)
     except Exception as exc:
-        raise ConfigError(f"{flag}: no {kind} that can be read: {reason(refusal(exc))}") from exc
+        raise ConfigError(f"{flag}: no {kind} that can be read: {reason(rejection(exc))}") from exc
     if kind == "video" and with_sound:
         try:
             connector.fetch_audio(url)
         except Exception as exc:
-            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {reason(refusal(exc))}") from exc
+            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {reason(rejection(exc))}") from exc
     return Media(kind, url)
 
 

@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMError
 from vllm.inputs import EngineInput
 from vllm.renderers.chat_utils import ConversationMessage
 
-from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
@@ -105,7 +105,7 @@ class OmniServingChat(OpenAIServingChat):
         except VLLMError:
             raise
         except Exception as exc:
-            raise refusal(exc) from exc
+            raise rejection(exc) from exc
 
     # -- one answer ---------------------------------------------------------------------------------------------------
 

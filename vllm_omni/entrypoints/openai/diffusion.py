@@ -20,7 +20,7 @@ from vllm.multimodal.media.base import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.utils import random_uuid
 
-from vllm_omni.engine.refusal import refusal
+from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics, ImageTimer
@@ -145,7 +145,7 @@ class DiffusionServing:
             else:
                 raise ValueError(f"it must be a file or a URL, not {type(given).__name__}")
         except Exception as exc:
-            raise InvalidRequest(f"{field}: no image that can be read: {refusal(exc)}", param=field) from exc
+            raise InvalidRequest(f"{field}: no image that can be read: {rejection(exc)}", param=field) from exc
         return image.media if isinstance(image, MediaWithBytes) else image
 
 

@@ -1,4 +1,4 @@
-"""What vLLM says of a prompt that it cannot read, in one class: its own errors there have none in common."""
+"""One error for prompts that vLLM cannot read: its own errors there have no common class."""
 
 import binascii
 
@@ -7,15 +7,15 @@ from vllm.exceptions import VLLMClientError
 from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
 
 
-def refusal(exc: BaseException, stage: str = "") -> InvalidRequest:
-    """The error for a request whose text or media ``exc`` complains of; raise it from ``exc``.
+def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
+    """Make the error for a request whose text or media caused ``exc``; raise it from ``exc``.
 
-    What is no fault of the request (a missing package, no memory, a dead stage) is raised as it is.
+    Errors that are not the request's fault (a missing package, no memory, a dead stage) are raised unchanged.
 
-    The cause is told as well: "the processor failed" says less than "the image is 1000 times as high as wide".
+    The message includes the cause: "the processor failed" says less than "the image is 1000 times as high as wide".
     """
     if isinstance(exc, ImportError | MemoryError | Overloaded | StageFailed):
-        raise exc  # the installation's fault, or the machine's
+        raise exc
     said = str(exc) or type(exc).__name__
     if not isinstance(exc, ValueError | VLLMClientError) or isinstance(exc, binascii.Error):
         said = f"the prompt or its media cannot be read: {said}"

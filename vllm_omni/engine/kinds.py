@@ -1,0 +1,165 @@
+"""``EngineKind``: what differs between autoregressive, generation and diffusion stages in the engine.
+
+A further kind of engine is one more class here, beside its name in ``config.ENGINE_TYPES``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_omni.config import StageConfig
+from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
+from vllm_omni.worker.platforms import ar_worker_cls
+
+CPU_KV_CACHE_BYTES = 2**30
+"""KV cache of an autoregressive stage on a CPU, unless the deployment or VLLM_CPU_KVCACHE_SPACE sizes it."""
+_KV_CACHE_ARGS = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+
+_WRONG_PARAMS = "AsyncOmni.stage_params makes those that the stage's kind needs"
+
+
+class EngineKind(ABC):
+    """The engine arguments and the requests of one kind of engine."""
+
+    generates_tokens = False  # its tasks are timed, and other stages may read the rows that it publishes
+    renders_prompt = True  # a first stage's prompt passes through vLLM's renderer
+
+    @abstractmethod
+    def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
+        """Fields of vLLM's ``EngineArgs`` unless the deployment says otherwise.
+
+        Args:
+            device: vLLM's name of the platform: "cpu", "cuda".
+        """
+
+    def additional_config(self, config: StageConfig) -> dict[str, Any]:
+        """Sections for ``VllmConfig.additional_config``, where the stage's processes read them."""
+        return {}
+
+    async def engine_request(
+        self,
+        config: StageConfig,
+        spec: StageSpec,
+        request: StageRequest,
+        given: SamplingParams | DiffusionParams,
+        wanted: frozenset[str],
+    ) -> tuple[Any, SamplingParams]:
+        """The prompt and the parameters that the engine receives for a request.
+
+        Args:
+            request: its prompt rendered, where the kind renders prompts.
+            given: the user's parameters for this stage.
+            wanted: fields of the graph that the call needs from this stage.
+
+        Raises:
+            InvalidRequest: a parameter that the stage cannot honour.
+        """
+        assert isinstance(given, SamplingParams), _WRONG_PARAMS
+        params = given.clone()
+        publishes = bool(spec.publishing_fields & wanted)
+        if publishes and params.n > 1:
+            raise InvalidRequest(f"stage {config.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
+        if publishes or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            params.output_kind = RequestOutputKind.DELTA
+        for name, value in spec.sampling_params.items():
+            setattr(params, name, value)
+        params.all_stop_token_ids.update(params.stop_token_ids or ())  # min_tokens must suppress these, too
+        args = dict(request.args)
+        if publishes:
+            args["publish"] = True
+            # A cached prefix is not computed, so it would have no rows to publish.
+            params.skip_reading_prefix_cache = True
+        # Values that the user put under our key must not reach the runner.
+        extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != STAGE_ARGS}
+        params.extra_args = {**extra_args, STAGE_ARGS: args} if args else extra_args or None
+        return request.prompt, params
+
+
+class AutoregressiveKind(EngineKind):
+    """vLLM's own engine: tokens, and rows that later stages read."""
+
+    generates_tokens = True
+
+    def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
+        args: dict[str, Any] = {
+            "async_scheduling": False,
+            "worker_cls": ar_worker_cls(device),
+            "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
+        }
+        return args | self._cpu_args(config.engine_args) if device == "cpu" else args
+
+    def _cpu_args(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        args: dict[str, Any] = {}
+        if given.get("tensor_parallel_size", 1) == 1:
+            # vLLM would add a worker process on the CPU, and two hops to every step.
+            args["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        if given.get("enable_lora"):
+            args["max_num_seqs"] = 1  # see engine_args._check_adapters
+        if not (os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _KV_CACHE_ARGS & set(given)):
+            # vLLM would give each stage most of the machine's memory.
+            args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        return args
+
+
+class GenerationKind(EngineKind):
+    """A model that answers a request in one step: a vocoder."""
+
+    def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
+        return {
+            "dtype": "float32",
+            "distributed_executor_backend": "vllm_omni.model_executor.oneshot_executor.OneShotExecutor",
+            "scheduler_cls": "vllm_omni.core.sched.diffusion.DiffusionScheduler",
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "max_num_seqs": 8,
+            "max_model_len": 16,  # one prompt token and one output token
+        }
+
+
+class DiffusionKind(GenerationKind):
+    """A diffusers pipeline: the text travels with the parameters, and the pipeline reads it."""
+
+    renders_prompt = False
+
+    def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
+        return super().engine_args(config, device) | {
+            "dtype": "float32" if device == "cpu" else "bfloat16",
+            "distributed_executor_backend": "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor",
+            "worker_cls": "vllm_omni.worker.diffusion_worker.DiffusionWorker",  # for vLLM's own executors
+        }
+
+    def additional_config(self, config: StageConfig) -> dict[str, Any]:
+        return {DIFFUSION: dict(config.diffusion)}
+
+    async def engine_request(
+        self,
+        config: StageConfig,
+        spec: StageSpec,
+        request: StageRequest,
+        given: SamplingParams | DiffusionParams,
+        wanted: frozenset[str],
+    ) -> tuple[Any, SamplingParams]:
+        assert isinstance(given, DiffusionParams), _WRONG_PARAMS
+        limits = DiffusionConfig(**config.diffusion)
+        params = await asyncio.to_thread(make_sampling_params, request.prompt, given, limits)  # it may encode images
+        return ENGINE_PROMPT, params
+
+
+KINDS: Mapping[str, EngineKind] = {
+    "ar": AutoregressiveKind(),
+    "generation": GenerationKind(),
+    "diffusion": DiffusionKind(),
+}
+"""By ``StageConfig.engine_type``."""

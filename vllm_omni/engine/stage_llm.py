@@ -1,0 +1,106 @@
+"""``StageLLM``: vLLM's engine client, for outputs that carry tensors and for engine cores that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.config import VllmConfig
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.executor.abstract import Executor
+
+from vllm_omni.engine.latency_metrics import default_slo
+from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
+from vllm_omni.engine.output_processor import MultimodalOutputProcessor
+from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.timeline import TaskNotes
+from vllm_omni.relay.hub import RelayHub
+
+
+class StageLLM(AsyncLLM):
+    """vLLM's ``AsyncLLM`` whose outputs carry tensors beside tokens, and whose engine core can be replaced.
+
+    Args:
+        profiles_front_end: whether ``start_profile`` also profiles this process; torch allows one profiler in it.
+    """
+
+    output_handler: asyncio.Task[None] | None
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        output_type: str,
+        hub: RelayHub,
+        *,
+        log_stats: bool = False,
+        profiles_front_end: bool = True,
+    ) -> None:
+        super().__init__(
+            vllm_config,
+            Executor.get_class(vllm_config),
+            log_stats=False,  # upstream's own loggers; statistics are collected all the same for the loggers below
+            stat_loggers=[StagePrometheusStatLogger, StageLoggingStatLogger] if log_stats else None,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+            log_requests=False,
+        )
+        # Upstream's output loop keeps the processor it starts with, and inside an event loop it starts at once.
+        assert self.output_handler is None, "a stage is started from a thread that has no event loop"
+        if not profiles_front_end:
+            self.profiler = None
+        self.output_type = output_type
+        self.hub = hub
+        self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
+        self.notes: dict[str, TaskNotes] = {}  # likewise
+        self.has_slo = bool(default_slo(vllm_config))
+        self.output_processor: OutputProcessor = self._extend(self.output_processor)
+
+    def _extend(self, upstream: OutputProcessor) -> MultimodalOutputProcessor:
+        return MultimodalOutputProcessor(
+            upstream, self.output_type, self.hub, self.published, self.notes, has_slo=self.has_slo
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine core is dead, or its outputs are no longer read.
+
+        The end of an event loop cancels the task that reads outputs; that is no failure.
+        """
+        handler = self.output_handler
+        is_unread = handler is not None and handler.done() and not handler.cancelled()
+        return self.engine_core.resources.engine_dead or is_unread
+
+    def start_reading(self) -> asyncio.Task[None]:
+        """Return the task that reads the engine's outputs, which ends when the engine dies; start it if need be."""
+        self._run_output_handler()
+        assert self.output_handler is not None
+        return self.output_handler
+
+    async def stop_reading(self) -> None:
+        """Stop reading outputs, so that the engine's shutdown is not taken for a failure."""
+        handler, self.output_handler = self.output_handler, None
+        if handler is not None:
+            handler.cancel()
+            await asyncio.gather(handler, return_exceptions=True)
+
+    def exit_codes(self) -> list[int]:
+        """Exit codes of the engine's processes that have ended."""
+        manager = self.engine_core.resources.engine_manager
+        return [] if manager is None else list(manager.finished_procs().values())
+
+    def replace_engine_core(self, engine_core: EngineCoreClient) -> None:
+        """Continue with another engine core; the renderer and the input processor, which others hold, stay.
+
+        Call it in the event loop of the requests: upstream registers a request and sends it without a break between.
+        """
+        # Upstream has failed the requests it knew; these came afterwards.
+        self.output_processor.propagate_error(EngineDeadError())
+        self.output_processor = self._extend(self.output_processor)
+        self.output_handler = None  # upstream starts one for the new core with the next request
+        self._profile_session_active = False
+        self.engine_core = engine_core
+
+    def __del__(self) -> None:
+        """Upstream shuts down here, which fails at interpreter exit; ``StageEngine.shutdown`` is explicit."""
