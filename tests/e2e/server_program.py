@@ -84,7 +84,7 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             except StageFailed as exc:
                 tell(f"unhealthy: {exc}")
             (engine,) = omni.engine.orchestrator.engines.values()
-            while omni.engine.errored or not engine.status.num_restarts:
+            while omni.engine.errored or not engine.current_status().num_restarts:
                 time.sleep(0.05)
             generate()
             tell_pids(omni, 2)
