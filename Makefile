@@ -26,10 +26,8 @@ RUN_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LO
 
 # Optional: what cannot be compiled here is left out, and torch does its work.
 NATIVE := vllm_omni/ops/_native
-NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
-NATIVE_FLAGS := -std=c++17 -O2 -shared
-COMPILER_FLAGS := -fPIC -fvisibility=hidden -Wall -Wextra
-NATIVE_API := csrc/api/block_copy.cpp
+NATIVE_FLAGS := -std=c++17 -O2 -shared -fPIC -fvisibility=hidden -Wall -Wextra
+NATIVE_SOURCES := csrc/api/block_copy.cpp csrc/kernels/block_copy.cpp
 NATIVE_HEADERS := csrc/api/block_copy.h csrc/kernels/block_copy.h
 HAS_CXX := $(shell command -v $(CXX))
 
@@ -42,7 +40,7 @@ help:
 	@echo "make test-long  what make test leaves out: long tests, and random tests at full size"
 	@echo "make check   ruff, ruff format --check, mypy"
 	@echo "make format  mend what ruff can mend"
-	@echo "make native  compile csrc with g++, and with nvcc if there is one, into vllm_omni/ops/_native"
+	@echo "make native  compile csrc with g++ into vllm_omni/ops/_native"
 	@echo "make fuzz    random tests, FUZZ times their full size (default 50; FUZZ_FIRST_SEED for other cases)"
 	@echo "make clean   remove .venv, build and caches"
 
@@ -80,16 +78,12 @@ demo: $(STAMP) $(TINY)/config.json
 	@$(RUN_ENV) VLLM_LOGGING_LEVEL=ERROR TRANSFORMERS_VERBOSITY=error TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-all \
 		PYTHONWARNINGS=ignore $(BIN)/python examples/offline.py --model $(TINY)
 
-native: $(if $(HAS_CXX),$(NATIVE)/libvllm_omni_cpu.so $(if $(NVCC),$(NATIVE)/libvllm_omni_cuda.so))
+native: $(if $(HAS_CXX),$(NATIVE)/libvllm_omni_cpu.so)
 	@$(if $(HAS_CXX),,echo "No $(CXX): csrc is not compiled.")
 
-$(NATIVE)/libvllm_omni_cpu.so: $(NATIVE_API) csrc/kernels/cpu/block_copy.cpp $(NATIVE_HEADERS)
+$(NATIVE)/libvllm_omni_cpu.so: $(NATIVE_SOURCES) $(NATIVE_HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) $(NATIVE_FLAGS) $(COMPILER_FLAGS) -o $@ $(filter %.cpp,$^)
-
-$(NATIVE)/libvllm_omni_cuda.so: $(NATIVE_API) csrc/kernels/cuda/block_copy.cu $(NATIVE_HEADERS)
-	@mkdir -p $(@D)
-	$(NVCC) $(NATIVE_FLAGS) -arch=sm_75 $(COMPILER_FLAGS:%=-Xcompiler %) -o $@ $(filter %.cpp %.cu,$^)
+	$(CXX) $(NATIVE_FLAGS) -o $@ $(NATIVE_SOURCES)
 
 test: $(STAMP) native
 	$(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "not long" $(PYTEST_ARGS)

@@ -1,18 +1,16 @@
-"""What copies of scattered blocks cost: the library of csrc beside torch, in one run.
+"""What copies of scattered pages cost: the library of csrc beside torch, in one run.
 
-    make native && python -m benchmarks.block_copy [--rounds 15] [--threads 1 2] [--device cuda] [--quick]
+    make native && python -m benchmarks.block_copy [--rounds 15] [--threads 1 2] [--quick]
 
 Baseline: the torch twins of ``vllm_omni/ops/block_copy.py`` (``index_select`` and ``index_copy_``, in units of 16 bytes
-where they fit), called through the same functions with ``path="torch"``; both times have the checks of the arguments in
-them. Floor: *memcpy*, one contiguous copy of as many bytes.
+where they fit), called through the same functions with ``path="torch"``; both times include the checks of the
+arguments. Floor: *memcpy*, one contiguous copy of as many bytes.
 
-Regimes: pages of a slab, where the cost of a call, of many small copies, or of memory is the largest in turn; blocks of
-a KV cache of 28 layers (16 tokens, 2 or 8 heads of 128 numbers, bfloat16: what is contiguous has 8 or 32 KiB), one and
-many. A slab or cache has four times as many as are copied; which ones is random, the same on every side.
+Regimes: pages of a slab, where the cost of a call, of many small copies, or of memory is the largest in turn. The slab
+has four times as many pages as are copied, at random, the same on every side.
 
 Times are medians of interleaved samples with the 10th and 90th percentile, each the mean of as many calls as take some
-milliseconds; GB/s count each byte once. The library takes one thread, torch ``--threads``. On CUDA a sample ends when
-the device has done the work.
+milliseconds; GB/s count each byte once. The library uses one thread, torch ``--threads``.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_omni.errors import MissingDependency
-from vllm_omni.ops.block_copy import BlockStack, CopyPath, flat_to_nhd, gather_pages, nhd_to_flat, scatter_pages
+from vllm_omni.ops.block_copy import CopyPath, gather_pages, scatter_pages
 
 Copy = Callable[[CopyPath], None]
 
@@ -40,17 +38,15 @@ class Case(NamedTuple):
 
 
 PAGES = [(16, 4096), (16, 65536), (256, 65536), (1000, 2048), (1000, 2050)]
-BLOCKS = [(1, 2), (16, 2), (64, 2), (16, 8), (64, 8), (256, 2)]  # blocks, heads
-LAYERS, TOKENS, HEAD_SIZE = 28, 16, 128
 
 
-def random_bytes(*shape: int, device: str) -> torch.Tensor:
-    return torch.randint(0, 255, shape, dtype=torch.uint8, device=device)
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 255, shape, dtype=torch.uint8)
 
 
-def page_cases(count: int, page_bytes: int, device: str) -> list[Case]:
-    slab = random_bytes(4 * count, page_bytes, device=device)
-    flat = random_bytes(count, page_bytes, device=device)
+def page_cases(count: int, page_bytes: int) -> list[Case]:
+    slab = random_bytes(4 * count, page_bytes)
+    flat = random_bytes(count, page_bytes)
     pages = torch.randperm(4 * count)[:count].clone()
     size = f"{count} pages of {page_bytes:,} B"
     return [
@@ -59,31 +55,16 @@ def page_cases(count: int, page_bytes: int, device: str) -> list[Case]:
     ]
 
 
-def block_cases(count: int, heads: int, device: str) -> list[Case]:
-    shape = (2, 4 * count, TOKENS, heads, HEAD_SIZE)
-    layers = [random_bytes(*shape[:-1], 2 * HEAD_SIZE, device=device).view(torch.bfloat16) for _ in range(LAYERS)]
-    stack = BlockStack(layers)
-    flat = torch.zeros(count, *stack.flat_shape, dtype=torch.bfloat16, device=device)
-    blocks = torch.randperm(4 * count)[:count].clone()
-    size = f"{count} x {LAYERS} layers x {TOKENS * heads * HEAD_SIZE * 2 // 1024} KiB"
-    return [
-        Case(f"NHD to flat {size}", flat.nbytes, lambda path: nhd_to_flat(stack, blocks, flat, path=path)),
-        Case(f"flat to NHD {size}", flat.nbytes, lambda path: flat_to_nhd(flat, blocks, stack, path=path)),
-    ]
-
-
-def time_calls(call: Callable[[], None], count: int, device: str) -> float:
+def time_calls(call: Callable[[], None], count: int) -> float:
     """Microseconds per call."""
     started = time.perf_counter()
     for _ in range(count):
         call()
-    if device == "cuda":
-        torch.cuda.synchronize()
     return (time.perf_counter() - started) / count * 1e6
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    whole = random_bytes(case.num_bytes, device=options.device)
+    whole = random_bytes(case.num_bytes)
     into = torch.empty_like(whole)
     sides: dict[str, tuple[int, Callable[[], None]]] = {
         "memcpy": (1, lambda: into.copy_(whole)),
@@ -91,11 +72,11 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         **{f"torch, {threads}": (threads, lambda: case.copy("torch")) for threads in options.threads},
     }
     samples: dict[str, list[float]] = {name: [] for name in sides}
-    count = max(1, int(options.sample_s * 1e6 / max(1.0, time_calls(sides["native"][1], 3, options.device))))
+    count = max(1, int(options.sample_s * 1e6 / max(1.0, time_calls(sides["native"][1], 3))))
     for round_ in range(options.rounds + 1):
         for name, (threads, call) in sides.items():
             torch.set_num_threads(threads)
-            one = time_calls(call, count, options.device)
+            one = time_calls(call, count)
             if round_:  # the first warms up
                 samples[name].append(one)
     return {"num_bytes": case.num_bytes, **{name: summarize(times) for name, times in samples.items()}}
@@ -125,25 +106,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch")
     parser.add_argument("--sample-s", type=float, default=0.02)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, no more")
+    parser.add_argument("--quick", action="store_true", help="small and short: only shows that it runs")
     options = parser.parse_args()
-    pages, blocks = PAGES, BLOCKS
+    pages = PAGES
     if options.quick:
         options.rounds, options.sample_s = 2, 0.0
-        pages, blocks = PAGES[:1], BLOCKS[:1]
+        pages = PAGES[:1]
     torch.manual_seed(options.seed)
     table = {}
     try:
-        for make, sizes in ((page_cases, pages), (block_cases, blocks)):
-            for size in sizes:
-                for case in make(*size, device=options.device):
-                    table[case.name] = measure(case, options)
+        for size in pages:
+            for case in page_cases(*size):
+                table[case.name] = measure(case, options)
     except MissingDependency as exc:
         raise SystemExit(str(exc)) from exc
-    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    machine = {"device": device, "torch": torch.__version__, "rounds": options.rounds, "seed": options.seed}
+    machine = {"device": platform.machine(), "torch": torch.__version__, "rounds": options.rounds, "seed": options.seed}
     report(machine, table, options.threads)
     print(json.dumps({"machine": machine, "us": table}))
 

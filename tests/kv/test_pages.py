@@ -1,4 +1,6 @@
-"""Pages of a request go out of a layer's cache and back in, whatever lies where."""
+"""Pages of a request are copied out of a layer's cache and back in, whatever the memory layouts."""
+
+import itertools
 
 import pytest
 import torch
@@ -53,20 +55,18 @@ def copy_request(
 SOURCE_BLOCKS, TARGET_BLOCKS = [7, 2, 9, 3, 11], [1, 10, 0, 5, 6]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("layouts", [(one, other) for one in LAYOUTS for other in LAYOUTS], ids=str)
 @pytest.mark.parametrize("buffer_bytes", [1, 4000, 1 << 20])
-def test_pages_arrive_whatever_the_layouts(
-    layouts: tuple[str, str], buffer_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_arrive_whatever_the_layouts(buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "BUFFER_BYTES", buffer_bytes)
-    source, target = ([make_layer(layout).to(dtype) for _ in range(3)] for layout in layouts)
-    before = [layer.clone() for layer in target]
-    copy_request(make_caches(*source), SOURCE_BLOCKS, make_caches(*target), TARGET_BLOCKS)
     untouched = [block for block in range(NUM_BLOCKS) if block not in TARGET_BLOCKS]
-    for theirs, ours, old in zip(source, target, before, strict=True):
-        assert torch.equal(ours[TARGET_BLOCKS].float(), theirs[SOURCE_BLOCKS].float()), (layouts, dtype)
-        assert torch.equal(ours[untouched].float(), old[untouched].float())
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+    for dtype, *layouts in itertools.product(dtypes, LAYOUTS, LAYOUTS):
+        source, target = ([make_layer(layout).to(dtype) for _ in range(3)] for layout in layouts)
+        before = [layer.clone() for layer in target]
+        copy_request(make_caches(*source), SOURCE_BLOCKS, make_caches(*target), TARGET_BLOCKS)
+        for theirs, ours, old in zip(source, target, before, strict=True):
+            assert torch.equal(ours[TARGET_BLOCKS].float(), theirs[SOURCE_BLOCKS].float()), (layouts, dtype)
+            assert torch.equal(ours[untouched].float(), old[untouched].float()), (layouts, dtype)
 
 
 def test_layers_of_one_allocation_with_blocks_outermost() -> None:
@@ -77,12 +77,12 @@ def test_layers_of_one_allocation_with_blocks_outermost() -> None:
     assert torch.equal(target[TARGET_BLOCKS], source[SOURCE_BLOCKS])
 
 
-@pytest.mark.parametrize("k", [2, 4])
-def test_a_kernels_blocks_may_be_parts_of_the_schedulers(k: int) -> None:
-    source, target = make_layer(k=k), make_layer(k=k)
-    copy_request(make_caches(source), SOURCE_BLOCKS, make_caches(target), TARGET_BLOCKS)
-    theirs, ours = (layer.unflatten(0, (NUM_BLOCKS, k)) for layer in (source, target))
-    assert torch.equal(ours[TARGET_BLOCKS], theirs[SOURCE_BLOCKS])
+def test_a_kernels_blocks_may_be_parts_of_the_schedulers() -> None:
+    for k in (2, 4):
+        source, target = make_layer(k=k), make_layer(k=k)
+        copy_request(make_caches(source), SOURCE_BLOCKS, make_caches(target), TARGET_BLOCKS)
+        theirs, ours = (layer.unflatten(0, (NUM_BLOCKS, k)) for layer in (source, target))
+        assert torch.equal(ours[TARGET_BLOCKS], theirs[SOURCE_BLOCKS]), k
 
 
 def test_layers_with_other_pages_go_in_groups_of_their_own() -> None:
@@ -117,23 +117,23 @@ def group_of(num_heads: int, first_head: int, total: int | None = 4) -> GroupFor
     return GroupFormat(1, num_heads, (8, 16), total, first_head)
 
 
-@pytest.mark.parametrize("total", [1, 2, 4, 6])
-@pytest.mark.parametrize("sizes", [(source, target) for source in (1, 2, 4, 8) for target in (1, 2, 4, 8)], ids=str)
-def test_each_rank_has_each_of_its_heads_once(total: int, sizes: tuple[int, int]) -> None:
-    def ranks(tp_size: int) -> list[GroupFormat]:
-        num_heads = max(1, total // tp_size)
-        return [group_of(num_heads, rank * total // tp_size, total) for rank in range(tp_size)]
+def ranks(total: int, tp_size: int) -> list[GroupFormat]:
+    num_heads = max(1, total // tp_size)
+    return [group_of(num_heads, rank * total // tp_size, total) for rank in range(tp_size)]
 
-    if any(total % size and size % total for size in sizes):
-        pytest.skip("vLLM spreads no heads so")
-    sources, targets = ranks(sizes[0]), ranks(sizes[1])
-    for rank, target in enumerate(targets):
-        heads: dict[int, int] = {}
-        for run in match_heads(target, sources, rank):
-            for number in range(run.num_heads):
-                assert run.target_first + number not in heads
-                heads[run.target_first + number] = sources[run.source_rank].first_head + run.source_first + number
-        assert heads == {number: target.first_head + number for number in range(target.num_heads)}
+
+def test_each_rank_has_each_of_its_heads_once() -> None:
+    for total, *sizes in itertools.product((1, 2, 4, 6), (1, 2, 4, 8), (1, 2, 4, 8)):
+        if any(total % size and size % total for size in sizes):
+            continue  # vLLM does not shard heads so
+        sources, targets = (ranks(total, size) for size in sizes)
+        for rank, target in enumerate(targets):
+            heads: dict[int, int] = {}
+            for run in match_heads(target, sources, rank):
+                for number in range(run.num_heads):
+                    assert run.target_first + number not in heads, (total, sizes)
+                    heads[run.target_first + number] = sources[run.source_rank].first_head + run.source_first + number
+            assert heads == {number: target.first_head + number for number in range(target.num_heads)}, (total, sizes)
 
 
 def test_replicated_heads_are_taken_from_the_rank_of_the_same_place() -> None:
@@ -141,7 +141,7 @@ def test_replicated_heads_are_taken_from_the_rank_of_the_same_place() -> None:
     assert [match_heads(group_of(1, 0, 1), sources, rank)[0].source_rank for rank in range(4)] == [0, 1, 2, 3]
 
 
-def test_heads_that_nobody_counts_go_from_rank_to_rank() -> None:
+def test_uncounted_heads_go_from_rank_to_rank() -> None:
     unknown = [group_of(2, 0, None), group_of(2, 0, None)]
     assert match_heads(unknown[1], unknown, 1) == [HeadRun(1, 0, 0, 2)]
     with pytest.raises(ValueError, match="heads cannot be matched"):
@@ -152,7 +152,7 @@ def test_heads_that_nobody_counts_go_from_rank_to_rank() -> None:
         match_heads(group_of(4, 0), [group_of(2, 0)], 0)
 
 
-def test_a_cache_without_pages_is_refused_by_its_shape() -> None:
+def test_a_cache_without_pages_is_rejected_by_its_shape() -> None:
     with pytest.raises(ValueError, match=r"layer.0: a cache of torch.float32 \[5, 4, 8, 6\]"):
         make_caches(make_layer()[:5])
     with pytest.raises(ValueError, match="must be"):

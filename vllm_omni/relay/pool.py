@@ -1,12 +1,11 @@
-"""A slab of memory, given out in blocks: nothing is asked of the operating system for a request.
+"""A slab of memory, allocated in blocks: no request asks the operating system for memory.
 
-The pool decides where; the bytes belong to whoever made the slab. Single-threaded, nothing waits.
+The pool assigns offsets; the bytes belong to the owner of the slab. Not thread-safe; nothing waits.
 
 From: Omni-Flow section 4.2, Tmp Buffer Pool.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from typing import NamedTuple
 
 from vllm_omni.errors import PoolExhausted
@@ -15,42 +14,28 @@ from vllm_omni.errors import PoolExhausted
 class Block(NamedTuple):
     """A piece of the slab."""
 
-    offset: int  # bytes from the slab's begin
-    num_bytes: int  # as asked for; whole chunks are taken
+    offset: int  # bytes from the start of the slab
+    num_bytes: int  # as requested; whole chunks are taken
 
 
 class PoolStatistics(NamedTuple):
-    """What a pool holds at this moment. Idle blocks are cached and nobody's: they go when room is needed."""
+    """What a pool holds at this moment."""
 
     num_bytes: int
     num_bytes_used: int
-    num_bytes_idle: int
     num_blocks: int
-    num_idle: int
-    num_evicted: int  # since the pool was made
-
-
-class _Held:
-    __slots__ = ("block", "cache_key", "num_chunks", "num_refs")
-
-    def __init__(self, block: Block, num_chunks: int, cache_key: str | None):
-        self.block = block
-        self.num_chunks = num_chunks
-        self.cache_key = cache_key
-        self.num_refs = 1
 
 
 class BufferPool:
-    """Blocks with reference counts, and a cache of those that were written under a key.
+    """Allocates blocks of whole chunks, first fit.
 
-    Free runs of chunks are a sorted list, the first that fits is taken, neighbours are joined when they get free: few
-    and short-lived blocks, as between stages, leave few runs, and a search through them costs less than an order by
-    size. A block whose last reference goes becomes free, or idle if it has a key: then it can be borrowed again until
-    it is evicted, the one that was longest unused first.
+    Free runs of chunks are a sorted list: the first one that fits is taken, and neighbours are joined when they become
+    free. Blocks between stages are few and short-lived and leave few runs, so that a scan costs less than an index by
+    size would.
 
     Args:
-        num_bytes: of the slab; a multiple of ``chunk_bytes``.
-        chunk_bytes: what blocks are aligned to.
+        num_bytes: size of the slab; a multiple of ``chunk_bytes``.
+        chunk_bytes: alignment of blocks.
     """
 
     def __init__(self, num_bytes: int, chunk_bytes: int = 4096):
@@ -58,165 +43,50 @@ class BufferPool:
             raise ValueError(f"a pool of {num_bytes} bytes: must be a multiple of its chunks of {chunk_bytes} bytes")
         self.num_bytes = num_bytes
         self.chunk_bytes = chunk_bytes
-        self._free: list[tuple[int, int]] = [(0, num_bytes // chunk_bytes)]  # (first chunk, how many), sorted
-        self._held: dict[int, _Held] = {}  # offset -> block
+        self._free: list[tuple[int, int]] = [(0, num_bytes // chunk_bytes)]  # (first chunk, number of chunks), sorted
+        self._blocks: dict[int, Block] = {}  # by offset
         self._offsets: list[int] = []  # of all blocks, sorted
-        self._cached: dict[str, int] = {}  # cache key -> offset
-        self._idle: OrderedDict[int, None] = OrderedDict()  # offsets of cached blocks without references, oldest first
-        self._num_evicted = 0
 
     def can_allocate(self, num_bytes: int) -> bool:
-        """Whether there is room, be it by evicting idle blocks; changes nothing."""
-        wanted = self._count_chunks(num_bytes)
-        runs = sorted(
-            [*self._free, *((offset // self.chunk_bytes, self._held[offset].num_chunks) for offset in self._idle)]
-        )
-        length, end = 0, -1
-        for first, count in runs:
-            length = length + count if first == end else count
-            end = first + count
-            if length >= wanted:
-                return True
-        return False
+        """Whether there is room for a block; changes nothing."""
+        return self._find(self._count_chunks(num_bytes)) is not None
 
-    def allocate(self, num_bytes: int, *, cache_key: str | None = None) -> Block:
-        """Take a block with one reference.
-
-        Args:
-            cache_key: others may ``borrow`` it by this name, once it is written; a name that is taken loses its block.
+    def allocate(self, num_bytes: int) -> Block:
+        """Take a block.
 
         Raises:
-            PoolExhausted: no room, even without all idle blocks; nothing was changed.
+            PoolExhausted: no room; nothing was changed.
         """
         wanted = self._count_chunks(num_bytes)
         place = self._find(wanted)
-        if place is None and not self.can_allocate(num_bytes):
-            stats = self.statistics()
+        if place is None:
+            used = self.statistics().num_bytes_used
             raise PoolExhausted(
-                f"no room for {num_bytes} bytes: {stats.num_bytes_used} of {self.num_bytes} bytes are in use and "
-                f"{stats.num_bytes_idle} idle, in pieces; free blocks, or make the pool larger",
+                f"no room for {num_bytes} bytes: {used} of {self.num_bytes} bytes are in use, in pieces; free blocks, "
+                "or make the pool larger",
                 is_final=wanted * self.chunk_bytes > self.num_bytes,
             )
-        while place is None:
-            self._evict(next(iter(self._idle)))
-            place = self._find(wanted)
         first, count = self._free[place]
         if count > wanted:
             self._free[place] = (first + wanted, count - wanted)
         else:
             del self._free[place]
         block = Block(first * self.chunk_bytes, num_bytes)
-        self._held[block.offset] = _Held(block, wanted, cache_key)
+        self._blocks[block.offset] = block
         insort(self._offsets, block.offset)
-        if cache_key is not None:
-            self._forget_key(cache_key)
-            self._cached[cache_key] = block.offset
         return block
 
-    def borrow(self, cache_key: str) -> Block | None:
-        """The block of this name with one reference more; it stays, so that several may borrow it at once."""
-        offset = self._cached.get(cache_key)
-        if offset is None:
-            return None
-        held = self._held[offset]
-        held.num_refs += 1
-        self._idle.pop(offset, None)
-        return held.block
-
-    def add_ref(self, block: Block) -> None:
-        self._get(block).num_refs += 1
-
     def free(self, block: Block) -> None:
-        """Give one reference back.
+        """Give a block back.
 
         Raises:
-            ValueError: the block is not held: it was freed too often.
+            ValueError: the block is not allocated: it was freed before.
         """
-        held = self._get(block)
-        held.num_refs -= 1
-        if held.num_refs:
-            return
-        if held.cache_key is not None:
-            self._idle[block.offset] = None
-        else:
-            self._release(held)
-
-    def find_alloc_by_ptr(self, offset: int) -> Block | None:
-        """The block that a byte lies in, by binary search; None: it lies in none, or behind what was asked for."""
-        place = bisect_right(self._offsets, offset) - 1
-        if place < 0:
-            return None
-        block = self._held[self._offsets[place]].block
-        return block if offset < block.offset + block.num_bytes else None
-
-    def statistics(self) -> PoolStatistics:
-        idle = sum(self._held[offset].num_chunks for offset in self._idle) * self.chunk_bytes
-        used = sum(held.num_chunks for held in self._held.values()) * self.chunk_bytes
-        return PoolStatistics(self.num_bytes, used - idle, idle, len(self._held), len(self._idle), self._num_evicted)
-
-    def check_integrity(self) -> None:
-        """For tests, and when idle: every chunk is free or in one block, and what refers to a block is right.
-
-        Raises:
-            AssertionError: says what is wrong.
-        """
-        runs = [
-            *self._free,
-            *((held.block.offset // self.chunk_bytes, held.num_chunks) for held in self._held.values()),
-        ]
-        end = 0
-        for first, count in sorted(runs):
-            assert first == end, f"chunk {min(first, end)} is {'lost' if first > end else 'given out twice'}"
-            end = first + count
-        assert end * self.chunk_bytes == self.num_bytes, f"chunks from {end} on are lost"
-        for (first, count), (behind, _) in zip(self._free, self._free[1:], strict=False):
-            assert first + count < behind, f"free runs at {first} and {behind} were not joined"
-        assert self._offsets == sorted(self._held), "the index of offsets is wrong"
-        for offset, held in self._held.items():
-            is_idle = offset in self._idle
-            assert held.num_refs >= 0 and is_idle == (not held.num_refs), f"block {offset}: {held.num_refs} references"
-            assert not is_idle or held.cache_key is not None, f"block {offset} is idle without a key"
-        for key, offset in self._cached.items():
-            assert self._held[offset].cache_key == key, f"key {key!r} names another block"
-
-    def _count_chunks(self, num_bytes: int) -> int:
-        if num_bytes < 1:
-            raise ValueError(f"a block has at least 1 byte, not {num_bytes}")
-        return -(-num_bytes // self.chunk_bytes)
-
-    def _find(self, num_chunks: int) -> int | None:
-        for place, (_, count) in enumerate(self._free):
-            if count >= num_chunks:
-                return place
-        return None
-
-    def _get(self, block: Block) -> _Held:
-        held = self._held.get(block.offset)
-        if held is None or held.block != block or not held.num_refs:
-            raise ValueError(f"block {block} is not held: it was freed as often as it was taken")
-        return held
-
-    def _evict(self, offset: int) -> None:
-        del self._idle[offset]
-        self._num_evicted += 1
-        self._release(self._held[offset])
-
-    def _forget_key(self, cache_key: str) -> None:
-        """Another block takes the name."""
-        offset = self._cached.pop(cache_key, None)
-        if offset is not None:
-            self._held[offset].cache_key = None
-            if offset in self._idle:
-                del self._idle[offset]
-                self._release(self._held[offset])
-
-    def _release(self, held: _Held) -> None:
-        offset = held.block.offset
-        del self._held[offset]
-        del self._offsets[bisect_left(self._offsets, offset)]
-        if held.cache_key is not None and self._cached.get(held.cache_key) == offset:
-            del self._cached[held.cache_key]
-        first, count = offset // self.chunk_bytes, held.num_chunks
+        if self._blocks.get(block.offset) != block:
+            raise ValueError(f"block {block} is not allocated: it was freed before")
+        del self._blocks[block.offset]
+        del self._offsets[bisect_left(self._offsets, block.offset)]
+        first, count = block.offset // self.chunk_bytes, self._count_chunks(block.num_bytes)
         place = bisect_right(self._free, (first, 0))
         if place < len(self._free) and first + count == self._free[place][0]:
             count += self._free.pop(place)[1]
@@ -225,3 +95,41 @@ class BufferPool:
             self._free[place - 1] = (before, num_before + count)
         else:
             self._free.insert(place, (first, count))
+
+    def find_block(self, offset: int) -> Block | None:
+        """The block that contains a byte, by binary search; None: no block, or behind the bytes that were requested."""
+        place = bisect_right(self._offsets, offset) - 1
+        if place < 0:
+            return None
+        block = self._blocks[self._offsets[place]]
+        return block if offset < block.offset + block.num_bytes else None
+
+    def statistics(self) -> PoolStatistics:
+        num_free = sum(count for _, count in self._free) * self.chunk_bytes
+        return PoolStatistics(self.num_bytes, self.num_bytes - num_free, len(self._blocks))
+
+    def check_integrity(self) -> None:
+        """For tests, and when idle: every chunk is free or in one block.
+
+        Raises:
+            AssertionError: says what is wrong.
+        """
+        blocks = self._blocks.values()
+        runs = [*self._free, *((one.offset // self.chunk_bytes, self._count_chunks(one.num_bytes)) for one in blocks)]
+        end = 0
+        for first, count in sorted(runs):
+            assert first == end, f"chunk {min(first, end)} is {'lost' if first > end else 'in two blocks'}"
+            end = first + count
+        assert end * self.chunk_bytes == self.num_bytes, f"chunks from {end} on are lost"
+        for (first, count), (behind, _) in zip(self._free, self._free[1:], strict=False):
+            assert first + count < behind, f"free runs at {first} and {behind} were not joined"
+        assert self._offsets == sorted(self._blocks), "the index of offsets is wrong"
+
+    def _count_chunks(self, num_bytes: int) -> int:
+        if num_bytes < 1:
+            raise ValueError(f"a block has at least 1 byte, not {num_bytes}")
+        return -(-num_bytes // self.chunk_bytes)
+
+    def _find(self, num_chunks: int) -> int | None:
+        """The index of the first free run that is long enough."""
+        return next((place for place, (_, count) in enumerate(self._free) if count >= num_chunks), None)

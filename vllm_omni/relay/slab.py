@@ -120,7 +120,7 @@ class SlabRelay(Relay):
         """The block that a tensor lies in, and where: its own if it was made by ``empty``, otherwise a copy's."""
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.pool.num_bytes and tensor.is_contiguous():
-            block = self.pool.find_alloc_by_ptr(offset)
+            block = self.pool.find_block(offset)
             # Another's: this request was aborted, and what was its buffer has been given away.
             if block is not None and self._buffers.get(block.offset) == request_id:
                 return block, offset
@@ -151,7 +151,7 @@ class SlabRelay(Relay):
         return self.pool.allocate(num_bytes)
 
     def _free_at(self, offset: int) -> None:
-        block = self.pool.find_alloc_by_ptr(offset)
+        block = self.pool.find_block(offset)
         assert block is not None, f"nothing is allocated at {offset}"
         self.pool.free(block)
 
