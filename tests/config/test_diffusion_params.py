@@ -77,7 +77,7 @@ def test_everything_at_its_limit_is_valid() -> None:
         ({"seed": 0.5}, "seed = 0.5: must be int"),
         ({"negative_prompt": 3}, "negative_prompt = 3: must be str"),
         ({"negative_prompt": ["a"]}, r"negative_prompt = \['a'\]: must be str"),
-        ({"negative_prompt": "\ud800"}, "negative_prompt = .*: is no text"),
+        ({"negative_prompt": "\ud800"}, "negative_prompt = .*: invalid Unicode"),
         ({"output_type": "pil"}, "output_type = 'pil': must be one of media, float, latents"),
         ({"output_type": None}, "output_type = None: must be one of media, float, latents"),
         ({"progress": 1}, "progress = 1: must be bool"),
@@ -97,7 +97,7 @@ def test_a_wrong_value_is_refused_with_its_field_and_what_is_valid(values: dict[
     ("extra_args", "said"),
     [
         ({"height": 64}, "'height' is a field of its own"),
-        ({"generator": 1}, "'generator' is not the pipeline's to be given: seed"),
+        ({"generator": 1}, "'generator' is set by the server: seed"),
         ({"num_images_per_prompt": 2}, "num_outputs_per_prompt"),
         ({"callback_on_step_end": 1}, "progress"),
         ({"mask": object()}, "a value of type object cannot be sent"),
@@ -119,10 +119,6 @@ def test_fields_by_name_make_the_same_params() -> None:
     assert DiffusionParams.of(values) == DiffusionParams(**values)
 
 
-def test_a_whole_number_becomes_a_float_where_one_is_wanted() -> None:
-    assert type(DiffusionParams.of({"guidance_scale": 4}).guidance_scale) is float
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -140,7 +136,7 @@ def test_an_unknown_field_is_refused_with_the_nearest(name: str, nearest: str) -
 
 def test_a_wrong_type_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="height = 'tall': must be int"):
-        DiffusionParams.of({"height": "tall"})
+        DiffusionParams.of({"height": "tall"}).validate()
 
 
 def test_params_travel_as_msgpack() -> None:

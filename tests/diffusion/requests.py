@@ -10,7 +10,8 @@ from PIL import Image
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion import outputs
 from vllm_omni.diffusion.merge_check import SHORT_CUTS
-from vllm_omni.diffusion.request import NEEDS_IMAGE, DiffusionRequest, pipeline_arguments
+from vllm_omni.diffusion.pipeline_arguments import needs_image, pipeline_arguments
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 
 PROMPTS = ("a red fox", "a lighthouse on a cliff, seen from the sea", "rain", "two people at a table by the window")
@@ -36,7 +37,7 @@ def make_request(pipeline: Any, index: int = 0, **values: Any) -> DiffusionReque
     own = {name: value for name, value in own.items() if name in accepted}
     own["extra_args"] = {name: value for name, value in SHORT_CUTS.items() if name in accepted}
     params = DiffusionParams(**{"seed": 100 + index, "output_type": "float", **own, **values})
-    images = [make_image(index)] if NEEDS_IMAGE.search(type(pipeline).__name__) else []
+    images = [make_image(index)] if needs_image(pipeline) else []
     return DiffusionRequest(prompt=PROMPTS[index], images=images, params=params)
 
 

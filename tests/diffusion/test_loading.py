@@ -36,7 +36,7 @@ def test_an_attention_backend_is_that_of_the_denoisers(checkpoint, backend):
 
 
 def test_an_unknown_attention_backend_is_refused_with_the_nearest(checkpoint):
-    with pytest.raises(ConfigError, match="no attention backend 'flsh': did you mean 'flash'"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'flsh': did you mean 'flash'"):
         load_diffusers_pipeline(checkpoint, attention_backend="flsh")
 
 
@@ -53,7 +53,7 @@ def test_an_attention_backend_that_fails_only_when_it_runs_is_found_at_the_start
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="no dtype 'bfloat61'"):
+    with pytest.raises(ConfigError, match="unknown dtype 'bfloat61'"):
         load_diffusers_pipeline(checkpoint, "bfloat61")
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.diffusion.other_pipelines import make_ddpm
 from vllm_omni.diffusion.merge_check import find_merging_rules, relative_difference
-from vllm_omni.diffusion.merging import RULES
+from vllm_omni.diffusion.merge_rules import RULES
 from vllm_omni.testing import diffusion as tiny
 
 LOGGER = "vllm_omni.diffusion.merge_check"

@@ -5,7 +5,9 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
-from vllm_omni.diffusion.merging import Fingerprints, MergeRule, Unmergeable, group_key, merge, split
+from vllm_omni.diffusion.fingerprints import Fingerprints
+from vllm_omni.diffusion.merge_rules import MergeRule, Unmergeable
+from vllm_omni.diffusion.merging import group_key, merge, split
 from vllm_omni.diffusion.suspended_call import PendingCall
 
 RULE = MergeRule(
@@ -117,9 +119,9 @@ def test_calls_that_differ_in_what_is_no_row_do_not_go_together(one, other):
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (make_call(pixels=torch.zeros(1)), "the rule says nothing of pixels"),
+        (make_call(pixels=torch.zeros(1)), "the rule does not name the tensor pixels"),
         (make_call(2, t=torch.zeros(3)), "t has 3 rows, not 2"),
-        (make_call(2, items=torch.zeros(2)), "items is no list"),
+        (make_call(2, items=torch.zeros(2)), "items is not a list"),
         (make_call(2, shapes=[(1, 2), (3, 4)]), "shapes differs from row to row"),
         (dataclasses.replace(make_call(), positional=(1,)), "arguments without a name"),
         (make_call(hook=bytearray()), "cannot compare a bytearray"),
@@ -168,4 +170,4 @@ def test_a_shared_tensor_is_read_once_and_again_when_changed():
     tensor.add_(1)
     assert fingerprints.of(tensor) != before
     del tensor
-    assert not fingerprints._known
+    assert len(fingerprints) == 0

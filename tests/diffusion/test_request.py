@@ -5,7 +5,8 @@ from PIL import Image
 
 from tests.diffusion.requests import make_image
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.diffusion.request import NEEDS_IMAGE, DiffusionRequest, frame_rate, pipeline_arguments
+from vllm_omni.diffusion.pipeline_arguments import frame_rate, needs_image, pipeline_arguments
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.testing import diffusion as tiny
 
@@ -18,13 +19,16 @@ def test_a_request_survives_the_way_through_msgpack():
     assert received.images[0].tobytes() == request.images[0].tobytes()
 
 
+def test_a_whole_number_becomes_a_float_where_one_is_wanted():
+    args = DiffusionRequest("a fox", [], DiffusionParams(guidance_scale=4)).to_args()
+    assert type(DiffusionRequest.from_args(args).params.guidance_scale) is float
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ({"params": {"height": "tall"}}, "height"),
         ({"params": {"heigth": 64}}, "heigth"),
-        ({"images": [b"no image"]}, "input image 0"),
-        ({"images": [make_image(0).tobytes()[:100]]}, "input image 0"),
     ],
 )
 def test_what_is_no_request_is_refused(args, message):
@@ -119,7 +123,6 @@ def test_a_wrong_number_of_images_is_refused(load_tiny, name, count, message):
         ("stable-audio", {"height": 64}, "StableAudioPipeline takes no height"),
         ("flux", {"guidance_scale_2": 1.0}, "FluxPipeline takes no guidance_scale_2"),
         ("qwen-image", {"extra_args": {"image_size": 1}}, "takes no extra argument 'image_size'"),
-        ("qwen-image", {"num_inference_steps": 0}, "num_inference_steps"),
         ("qwen-image", {"num_inference_steps": 1}, "num_inference_steps = 1: .* at least 2"),  # 0 / 0
         ("qwen-image", {"height": 8}, "height = 8: must be a multiple of 16 for QwenImagePipeline: 16"),
         ("flux", {"height": 1080}, "height = 1080: must be a multiple of 16 for FluxPipeline: 1072 or 1088"),
@@ -134,5 +137,5 @@ def test_what_a_pipeline_does_not_take_is_refused(load_tiny, name, params, messa
 @pytest.mark.parametrize("name", [name for name in tiny.PIPELINES if name != "stable-audio"])
 def test_sizes_that_people_ask_for_are_on_every_grid(name, load_tiny):
     for width, height in ((512, 512), (1024, 1024), (1536, 1024), (1024, 1536), (1280, 768), (832, 480)):
-        images = PICTURES[:1] if NEEDS_IMAGE.search(type(load_tiny(name)).__name__) else []
+        images = PICTURES[:1] if needs_image(load_tiny(name)) else []
         assert arguments(load_tiny(name), images, width=width, height=height)["width"] == width

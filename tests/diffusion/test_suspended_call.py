@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.diffusion.other_pipelines import make_ddpm
 from tests.diffusion.requests import make_request
-from vllm_omni.diffusion.request import pipeline_arguments
-from vllm_omni.diffusion.suspended_call import CopiedPipeline, ModuleProxy, SuspendedCall, find_denoisers
+from vllm_omni.diffusion.pipeline_arguments import pipeline_arguments
+from vllm_omni.diffusion.pipeline_copy import PipelineCopies, find_denoisers
+from vllm_omni.diffusion.suspended_call import ModuleProxy, SuspendedCall
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def pipeline(load_tiny):
 
 def start(pipeline, **values):
     arguments = pipeline_arguments(pipeline, make_request(pipeline, **values))
-    return SuspendedCall(CopiedPipeline(pipeline), arguments)
+    return SuspendedCall(PipelineCopies(pipeline), arguments)
 
 
 def run_until(call, wanted):

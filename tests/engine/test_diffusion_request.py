@@ -45,15 +45,20 @@ def test_an_image_arrives_with_the_same_pixels(image: Any) -> None:
     assert np.array_equal(np.asarray(arrived), PIXELS)
 
 
-def test_an_image_without_a_png_of_its_kind_is_converted() -> None:
-    image = Image.fromarray(PIXELS).convert("CMYK")
-    (arrived,) = DiffusionRequest.from_args(sent({"prompt": "", "multi_modal_data": {"image": image}})).images
-    assert (arrived.mode, arrived.size) == ("RGB", (7, 5))
+def test_an_image_whose_pixels_are_not_colours_is_converted() -> None:
+    for mode in ("CMYK", "P"):
+        image = Image.fromarray(PIXELS).convert(mode)
+        (arrived,) = DiffusionRequest.from_args(sent({"prompt": "", "multi_modal_data": {"image": image}})).images
+        assert (arrived.mode, arrived.size) == ("RGB", (7, 5))
 
 
 def test_images_of_another_size_make_another_shape() -> None:
     shapes = {
-        shape_of(sent({"prompt": prompt, "multi_modal_data": {"image": np.zeros((height, 4, 3), np.uint8)}}))
+        shape_of(
+            DiffusionRequest.from_args(
+                sent({"prompt": prompt, "multi_modal_data": {"image": np.zeros((height, 4, 3), np.uint8)}})
+            )
+        )
         for prompt, height in (("a cat", 4), ("a dog", 4), ("a cat", 8))
     }
     assert len(shapes) == 2
@@ -77,8 +82,8 @@ def test_a_negative_prompt_may_stand_beside_the_prompt() -> None:
         ({"prompt": "a", "multi_modal_data": {"image": [PIXELS, 3]}}, {}, "image 1: must be a PIL image"),
         ({"prompt": "a", "multi_modal_data": {"image": torch.zeros(2, 2, 2, 2)}}, {}, "image 0: "),
         ("a", {"num_inference_steps": 51}, "at most 50 here"),
-        ("a", {"negative_prompt": "\ud800"}, "lone surrogate"),
-        ("\ud800", {}, "lone surrogate"),
+        ("a", {"negative_prompt": "\ud800"}, "unpaired surrogate"),
+        ("\ud800", {}, "unpaired surrogate"),
         ("a", {"cache_threshold": 0.1}, "this deployment has no cache"),
     ],
 )

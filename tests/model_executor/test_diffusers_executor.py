@@ -115,9 +115,8 @@ class Engine:
         runner = self.executor.runner
         assert runner.cache is not None
         return not (
-            runner.stepper._running
-            or runner._params
-            or runner._num_steps_reported
+            runner.stepper.running
+            or runner.requests
             or runner.cache.statistics().num_requests
             or self.scheduler.jobs
             or self.scheduler.cache.statistics().num_requests
@@ -279,7 +278,7 @@ def test_an_abort_behind_any_step_leaves_nothing_and_changes_no_other(engine: En
         engine.step()
     engine.abort("aborted")
     assert "aborted" not in engine.step()
-    assert "aborted" not in engine.executor.runner.stepper._running
+    assert "aborted" not in engine.executor.runner.stepper.running
     engine.run()
     assert ("aborted" in engine.finished) == (num_steps == 8)
     assert (engine.images("other") - expected).abs().max() < 1e-5

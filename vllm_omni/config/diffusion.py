@@ -1,4 +1,4 @@
-"""``DiffusionConfig``: the ``diffusion:`` section of a stage, what its scheduler and its runner go by."""
+"""``DiffusionConfig``: the ``diffusion:`` section of a stage, read by its scheduler and its runner."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ import msgspec
 from vllm_omni.config.diffusion_params import DiffusionLimits
 
 DIFFUSION = "diffusion"
-"""Key of vLLM's ``additional_config`` under which the section travels to the processes of a stage, as plain types."""
+"""Key of vLLM's ``additional_config`` under which the section reaches the processes of a stage, as plain types."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NumBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine step is one call of the denoiser for a batch of requests; a batch has one shape.
+    """Settings of batches, request limits and the cache of a diffusion stage.
 
-    ``max_num_seqs``, an engine argument, is how many requests may be begun at a time.
+    One engine step is one call of the denoiser for a batch of requests of one shape. The engine argument
+    ``max_num_seqs`` limits how many requests run at a time.
     """
 
-    max_rows: Count | None = None  # of a batch: an output has one, with guidance in one call two; None: max_num_seqs
-    max_batch_bytes: Count | None = None  # of a batch: the denoiser's inputs; None: any
-    max_wait_batches: Count = 4  # so many batches a shape waits for others; with more shapes than that, for each once
-    max_pixels: Count | None = None  # these four: what one request may ask for; None: anything
+    max_rows: Count | None = None  # of a batch: one per output, two with guidance in one call; None: max_num_seqs
+    max_batch_bytes: Count | None = None  # of a batch's denoiser inputs; None: no limit
+    max_wait_batches: Count = 4  # batches of other shapes that a shape waits for; with more shapes, one of each
+    max_pixels: Count | None = None  # these four limit one request; None: no limit
     max_frames: Count | None = None
     max_steps: Count | None = None
     max_outputs: Count | None = None
-    attention_backend: str | None = None  # of diffusers' dispatcher; None: what the pipeline has
+    attention_backend: str | None = None  # by diffusers' name; None: diffusers' default
     merge: bool = True  # requests share a call of the denoiser
-    cache_threshold: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the row-wise first-block cache; 0: off
+    cache_threshold: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the first-block cache; 0: off
     cache_bytes: NumBytes = 1 << 30  # of all its entries
-    cache_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # after which an entry that nobody used is dropped
+    cache_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # after which an unused entry is dropped
 
     @classmethod
     def of(cls, additional_config: Mapping[str, Any]) -> DiffusionConfig:
-        """What a stage's process was given; the defaults where it was given none."""
+        """Read the section in a process of a stage; without one, the defaults."""
         return msgspec.convert(additional_config.get(DIFFUSION, {}), cls)
 
     @property
@@ -51,7 +52,7 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def field_problem(name: str, value: object) -> str | None:
-    """What is wrong with a value of one field of ``DiffusionConfig``; None if nothing is."""
+    """Describe what is wrong with a value of one field of ``DiffusionConfig``; None: the value is valid."""
     try:
         msgspec.convert({name: value}, DiffusionConfig)
     except msgspec.ValidationError as exc:

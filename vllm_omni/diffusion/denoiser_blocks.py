@@ -1,4 +1,4 @@
-"""What a cache must know of a denoiser's blocks: where they are, and which of their arguments have one part per row."""
+"""``find_blocks``: find the blocks of a denoiser, and which of their arguments have one part per row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Hooks of diffusers that do not mind when a block is left out.
+# Hooks of diffusers that work when a block is skipped.
 HARMLESS_HOOKS = frozenset({"layerwise_casting", "peft_autocast_disable"})
 
 
@@ -17,29 +17,29 @@ HARMLESS_HOOKS = frozenset({"layerwise_casting", "peft_autocast_disable"})
 class DenoiserBlocks:
     """The blocks of one class of diffusers' denoisers.
 
-    An argument of a block is named here if its leading dimension is the rows of the batch, or a multiple of them, all
-    rows first (Qwen-Image with ``zero_cond_t`` has two timesteps per row). A table, for a shape alone does not tell:
-    rotary embeddings have as many rows as there are tokens, and that may be the size of the batch.
+    ``row_arguments`` names the arguments of a block whose leading dimension is the rows of the batch, or a multiple of
+    them, all rows first (Qwen-Image with ``zero_cond_t`` has two timesteps per row). They are listed because a shape is
+    ambiguous: rotary embeddings have as many rows as tokens, which may equal the size of the batch.
     """
 
     lists: tuple[str, ...]  # attributes of the denoiser, in the order in which its forward runs through them
-    # Arguments of the denoiser under which its forward does nothing between two blocks. Another one that is set (of a
-    # ControlNet, say) may be added there to all rows, or may be read by the blocks.
+    # Arguments of the denoiser with which its forward does nothing between two blocks. Others (of a ControlNet, say)
+    # may be added there to all rows, or be read by the blocks.
     arguments: frozenset[str]
     row_arguments: frozenset[str]
     hidden: str = "hidden_states"  # the argument of a block that the cache compares and replaces, [B, T, D]
-    # Tokens of each row without the padding of this batch; None: rows are never padded.
+    # Tokens of each row, without the padding of this batch; None: rows are never padded.
     num_tokens: Callable[[Mapping[str, Any]], list[int] | None] = field(default=lambda kwargs: None)
 
     def accepts(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether nothing but the blocks changes the hidden states between the first block and the last."""
-        # An empty dictionary is what pipelines pass as attention_kwargs when the user gave none.
+        """Whether only the blocks change the hidden states between the first block and the last."""
+        # Pipelines pass an empty dictionary as attention_kwargs when the user gave none.
         others = (value for name, value in kwargs.items() if name not in self.arguments)
         return all(value is None or (isinstance(value, dict) and not value) for value in others)
 
 
 def _z_image_num_tokens(kwargs: Mapping[str, Any]) -> list[int]:
-    """Tokens of image and caption, each filled up to a multiple of 32 by the model: those that a row alone has."""
+    """Tokens of a row computed alone: image and caption, each padded by the model to a multiple of 32."""
     from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 
     patch_size, frame_patch_size = kwargs.get("patch_size", 2), kwargs.get("f_patch_size", 1)
@@ -83,7 +83,7 @@ TABLE: Mapping[str, DenoiserBlocks] = {
         arguments=_COMMON | {"pooled_projections"},
         row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
     ),
-    # Without siglip_feats and image_noise_mask: images as conditions (Z-Image-Omni) are not cached.
+    # Not cached with siglip_feats and image_noise_mask: images as conditions (Z-Image-Omni).
     "ZImageTransformer2DModel": DenoiserBlocks(
         lists=("layers",),
         arguments=frozenset({"x", "t", "cap_feats", "return_dict", "patch_size", "f_patch_size"}),
@@ -103,29 +103,29 @@ class FoundBlocks:
     parameters: Mapping[type, tuple[str, ...]]  # class of a block -> names of its arguments, in order, without self
 
     def get_hidden(self, result: Tensor | Sequence[Tensor]) -> Tensor:
-        """The hidden states in what a block returned."""
+        """Hidden states in the result of a block."""
         return result if isinstance(result, Tensor) else result[self.hidden_index]
 
     def replace_hidden(self, result: Tensor | Sequence[Tensor], hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """What a block returned, with other hidden states."""
+        """Result of a block with other hidden states."""
         if isinstance(result, Tensor):
             return hidden
         return (*result[: self.hidden_index], hidden, *result[self.hidden_index + 1 :])
 
 
 def find_blocks(module: nn.Module) -> FoundBlocks | None:
-    """The blocks to cache; None: the module is of another class, or something else is at work on its blocks.
+    """Find the blocks to cache; None: the class is unknown, or its blocks are already modified.
 
-    Something else: diffusers' own caches, offloading by groups (which expects each block in its turn), tokens split
-    between devices (each of which would decide for itself), a compiled forward (which has the blocks in it). Blocks
-    that are compiled one by one are fine.
+    Modified by: diffusers' own caches, group offloading (which expects every block to run), tokens split between
+    devices (each of which would decide for itself), or compilation of the whole forward (which inlines the blocks).
+    Blocks that are compiled one by one are supported.
     """
     kind = type(module)
     denoiser = TABLE.get(kind.__name__) if kind.__module__.startswith("diffusers.") else None
     if denoiser is None:
         return None
     blocks = [block for name in denoiser.lists for block in getattr(module, name)]
-    is_busy = (
+    is_modified = (
         getattr(module, "is_cache_enabled", False)  # the classes without CacheMixin have no such attribute
         or module._parallel_config is not None
         or module._compiled_call_impl is not None
@@ -133,7 +133,7 @@ def find_blocks(module: nn.Module) -> FoundBlocks | None:
     )
     kinds = {type(block) for block in blocks}
     indices = {_hidden_index(kind) for kind in kinds}
-    if is_busy or len(blocks) < 2 or len(indices) > 1:
+    if is_modified or len(blocks) < 2 or len(indices) > 1:
         return None
     parameters = {kind: tuple(inspect.signature(kind.forward).parameters)[1:] for kind in kinds}
     return FoundBlocks(denoiser, indices.pop(), parameters)

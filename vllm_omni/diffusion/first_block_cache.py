@@ -1,11 +1,12 @@
-"""``FirstBlockCache``: first-block caching that decides for each row of a batch by itself.
+"""``FirstBlockCache``: first-block caching of a denoiser, decided for each row of a batch.
 
-From: First Block Cache (ParaAttention; diffusers' ``FirstBlockCacheConfig``), whose one decision per call is here one
-per row. With x the hidden states before the first block, h after it, and t after the last:
+With x the hidden states before the first block, h after it, and t after the last:
 
     r = h - x,  d = mean|r - r'| / mean|r'|        r' is of the row's latest computed step
     d >  threshold: the other blocks run           t,  and r' = r, (t - h)' = t - h are kept
-    d <= threshold: they are left out              h + (t - h)'
+    d <= threshold: the other blocks are skipped   h + (t - h)'
+
+From: First Block Cache (ParaAttention; diffusers' ``FirstBlockCacheConfig``), which decides once for each call.
 """
 
 from __future__ import annotations
@@ -13,88 +14,56 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from vllm_omni.diffusion.cached_forward import CachedForward, CacheEntry, RowKey, RowStep
 from vllm_omni.diffusion.denoiser_blocks import FoundBlocks, find_blocks
 
 
-class RowKey(NamedTuple):
-    """Whose a row of a denoiser call is, and which of its rows: the same key in each step."""
-
-    request_id: str
-    component: str  # name of the denoiser in its pipeline: "transformer", "transformer_2"
-    branch: str  # tells the calls of one step apart: "cond", "uncond"
-    row: int  # among the rows of this request in this call
-
-
-class RowStep(NamedTuple):
-    """How far the request of a row has come."""
-
-    step_index: int  # denoise steps done before this call
-    num_steps: int  # of the whole run; 0: not known yet
-
-
 class FirstBlockCacheStatistics(NamedTuple):
-    num_requests: int  # known: granted, or seen in a call, and not dropped since
+    num_requests: int  # granted, or seen in a call, and not dropped since
     num_entries: int
     num_bytes: int  # of all entries
     num_rows_computed: int  # rows with a key whose blocks all ran, so far
-    num_rows_reused: int  # rows whose blocks after the first were left out, so far
-
-
-@dataclass(slots=True)
-class _Entry:
-    head_residual: Tensor  # r', [T, D] on the device, without padding
-    tail_residual: Tensor  # (t - h)', like it
-    num_reuses: int = 0  # since it was computed
-
-    @property
-    def num_bytes(self) -> int:
-        return self.head_residual.nbytes + self.tail_residual.nbytes
-
-    def matches(self, residual: Tensor) -> bool:
-        known = self.head_residual
-        return (known.shape, known.dtype, known.device) == (residual.shape, residual.dtype, residual.device)
-
-    def distance(self, residual: Tensor) -> Tensor:
-        """d of a row, a float32 on the device."""
-        change = (residual - self.head_residual).abs().mean(dtype=torch.float32)
-        return change / self.head_residual.abs().mean(dtype=torch.float32)
+    num_rows_reused: int  # rows whose blocks after the first were skipped, so far
 
 
 @dataclass(slots=True)
 class _Request:
     num_bytes_granted: int = 0
     threshold: float = 0.0
-    row_bytes: dict[tuple[str, int], int] = field(default_factory=dict)  # (branch, row) -> what its entry takes
-    entries: dict[RowKey, _Entry] = field(default_factory=dict)
+    row_bytes: dict[tuple[str, int], int] = field(default_factory=dict)  # (branch, row) -> bytes of its entry
+    entries: dict[RowKey, CacheEntry] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def has_room(self, key: RowKey, num_bytes: int) -> bool:
-        """For an entry of this size in the place of the one of ``key``, if there is one."""
+        """Whether an entry of this size fits, in the place of an earlier one of ``key``."""
         others = sum(entry.num_bytes for other, entry in self.entries.items() if other != key)
         return others + num_bytes <= self.num_bytes_granted
 
+    def drop_entries(self, component: str, *, keep: bool = False) -> None:
+        """Free the entries of one component; with ``keep``, those of all others."""
+        self.entries = {key: entry for key, entry in self.entries.items() if (key.component == component) is keep}
+
 
 class FirstBlockCache:
-    """Entries of the requests that were granted room, and the forward of a denoiser that makes use of them.
+    """Cache entries of requests within their grants, and the forward of a denoiser that uses them.
 
-    Not to be shared between threads. An entry may go at any time: its row then runs through all blocks in its next
-    step, and its result is as good as ever.
+    Not thread-safe. An entry may be freed at any time: its row then runs through all blocks in its next step, and its
+    result is as exact as without a cache.
 
     Args:
-        threshold: the greatest d at which a row's blocks are left out, for requests granted without their own.
+        threshold: the greatest d at which a row's blocks are skipped, for requests granted without their own.
         num_warmup_steps: first steps of a request that are always computed.
         num_last_steps: last steps that are always computed; they give the picture its details.
-        max_reuses: consecutive steps that may live on one entry; None: any number.
+        max_reuses: consecutive steps that may reuse one entry; None: any number.
 
     Raises:
         ValueError: one of them is negative or, for the threshold, not finite.
@@ -121,11 +90,11 @@ class FirstBlockCache:
         self._num_rows_reused = 0
 
     def supports(self, module: nn.Module) -> bool:
-        """Whether calls of ``module`` can be cached, as it is when first asked; see ``find_blocks``."""
+        """Whether calls of ``module`` can be cached, by its state when first asked; see ``find_blocks``."""
         return self._find_blocks(module) is not None
 
     def grant(self, request_id: str, num_bytes: int, threshold: float | None = None) -> None:
-        """Let a request keep entries of together at most ``num_bytes``; again: with another limit or threshold.
+        """Allow a request entries of at most ``num_bytes`` in total; replaces an earlier grant.
 
         Rows whose entries have no room run uncached. ``threshold``: None is the cache's own; 0 keeps nothing.
         """
@@ -138,16 +107,16 @@ class FirstBlockCache:
             request.entries.clear()
 
     def num_bytes(self, request_id: str) -> int:
-        """What the entries of all rows of a request take, granted or not; 0 until its first call has run."""
+        """Bytes of the entries of all rows of a request, granted or not; 0 until its first call has run."""
         request = self._requests.get(request_id)
         return 0 if request is None else sum(request.row_bytes.values())
 
     def drop(self, request_id: str, component: str | None = None) -> None:
-        """Forget a request, its grant included; or only its entries of one component. An unknown one is fine."""
+        """Forget a request and its grant, or only its entries of one component. Does nothing for an unknown one."""
         if component is None:
             self._requests.pop(request_id, None)
         elif (request := self._requests.get(request_id)) is not None:
-            request.entries = {key: entry for key, entry in request.entries.items() if key.component != component}
+            request.drop_entries(component)
 
     def statistics(self) -> FirstBlockCacheStatistics:
         requests = self._requests.values()
@@ -163,10 +132,10 @@ class FirstBlockCache:
     def forward(
         self, module: nn.Module, kwargs: Mapping[str, Any], keys: Sequence[RowKey | None], steps: Sequence[RowStep]
     ) -> Any:
-        """``module(**kwargs)``, where rows that have hardly changed skip all blocks but the first.
+        """Compute ``module(**kwargs)``, where rows that have hardly changed skip all blocks but the first.
 
-        The module's own forward runs; while it does, its lists of blocks are shadowed by wrappers. It waits for
-        the device once, and not at all if no row may be reused. Bitwise a plain call if no row has an entry.
+        The module's own forward runs, with its lists of blocks shadowed by wrappers. Waits for the device once, and not
+        at all if no row may be reused. Bitwise equal to a plain call if no row has an entry.
 
         Args:
             keys: of each row of the batch; None: this row is not cached.
@@ -176,9 +145,9 @@ class FirstBlockCache:
         if blocks is None or not any(keys) or not blocks.denoiser.accepts(kwargs):
             return module(**kwargs)
         self._drop_other_components(keys)
-        run = _Run(self, blocks, keys, steps, blocks.denoiser.num_tokens(kwargs))
-        shadows = run.wrap_blocks(module)
-        # nn.Module keeps its children apart from __dict__, which Python searches first: the tree stays as it is.
+        cached = CachedForward(self, blocks, keys, steps, blocks.denoiser.num_tokens(kwargs))
+        shadows = cached.wrap_blocks(module)
+        # Python searches __dict__ before nn.Module's table of children, which stays unchanged.
         vars(module).update(shadows)
         try:
             return module(**kwargs)
@@ -192,37 +161,32 @@ class FirstBlockCache:
         return self._found[module]
 
     def _drop_other_components(self, keys: Sequence[RowKey | None]) -> None:
-        """A request that has gone on to its next expert does not come back to the one before."""
+        """Free entries of earlier denoisers: a request that has reached its next expert does not return."""
         for request_id, component in {(key.request_id, key.component) for key in keys if key is not None}:
             if (request := self._requests.get(request_id)) is not None:
-                request.entries = {key: entry for key, entry in request.entries.items() if key.component == component}
+                request.drop_entries(component, keep=True)
 
-    def _observe(self, key: RowKey, num_bytes: int) -> bool:
-        """Note what a row's entry takes; whether there is room for it."""
+    # -- called by CachedForward: see EntryStore ----------------------------------------------------------------------
+
+    def may_keep(self, key: RowKey, num_bytes: int) -> bool:
         request = self._requests.setdefault(key.request_id, _Request())
         request.row_bytes[key.branch, key.row] = num_bytes
         return request.threshold > 0 and request.has_room(key, num_bytes)
 
-    def _choose_hits(
+    def choose_hits(
         self, keys: Mapping[int, RowKey], steps: Sequence[RowStep], residuals: Mapping[int, Tensor]
-    ) -> _Hits:
-        """Entries of the rows that are reused in this call; those of the others are freed.
-
-        Args:
-            keys: row -> key, of all rows that have one.
-            residuals: row -> r, [T, D], of those that may have an entry.
-        """
-        candidates: dict[int, _Entry] = {}
+    ) -> dict[int, CacheEntry]:
+        candidates: dict[int, CacheEntry] = {}
         for row, residual in residuals.items():
             entry = self._requests[keys[row].request_id].entries.get(keys[row])
             if entry is not None and entry.matches(residual) and self._may_reuse(entry, steps[row]):
                 candidates[row] = entry
-        hits: _Hits = {}
+        hits: dict[int, CacheEntry] = {}
         if candidates:
             distances = torch.stack([entry.distance(residuals[row]) for row, entry in candidates.items()])
-            values = distances.tolist()  # the one wait for the device
+            values = distances.tolist()  # the only wait for the device
             for (row, entry), distance in zip(candidates.items(), values, strict=True):
-                # Not-a-number, where the kept residual is zero or infinite, is no hit.
+                # NaN, where the kept residual is zero or infinite, is a miss.
                 if distance <= self._requests[keys[row].request_id].threshold:
                     hits[row] = entry
                     entry.num_reuses += 1
@@ -233,125 +197,15 @@ class FirstBlockCache:
         self._num_rows_computed += len(keys) - len(hits)
         return hits
 
-    def _may_reuse(self, entry: _Entry, step: RowStep) -> bool:
-        is_first = step.step_index < self.num_warmup_steps
-        is_last = step.num_steps > 0 and step.step_index >= step.num_steps - self.num_last_steps
-        return not is_first and not is_last and (self.max_reuses is None or entry.num_reuses < self.max_reuses)
-
-    def _keep(self, key: RowKey, entry: _Entry) -> None:
+    def keep(self, key: RowKey, entry: CacheEntry) -> None:
         request = self._requests[key.request_id]
         if request.has_room(key, entry.num_bytes):
             request.entries[key] = entry
 
-
-_Hits = dict[int, _Entry]  # row -> its entry
-
-
-class _Run:
-    """One forward of a denoiser. Its blocks are called in order; those between see only the rows that missed."""
-
-    def __init__(
-        self,
-        cache: FirstBlockCache,
-        blocks: FoundBlocks,
-        keys: Sequence[RowKey | None],
-        steps: Sequence[RowStep],
-        num_tokens: Sequence[int] | None,
-    ):
-        assert len(keys) == len(steps), "one key and one step for each row"
-        self._cache = cache
-        self._blocks = blocks
-        self._denoiser = blocks.denoiser
-        self._num_rows = len(keys)
-        self._keys = {row: key for row, key in enumerate(keys) if key is not None}
-        self._steps = steps
-        self._num_tokens = num_tokens  # of each row; None: all of them
-        self._hits: _Hits = {}
-        self._residuals: dict[int, Tensor] = {}  # row -> r, of rows that missed and may keep an entry
-        self._misses: list[int] = []
-        self._miss_index: Tensor | None = None  # the same on the device; None: all rows, or no row
-        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # id of an argument -> it (so that it lives), its rows
-        self._head_result: Any = None  # of the first block, of all rows
-
-    def wrap_blocks(self, module: nn.Module) -> dict[str, list[partial[Any]]]:
-        """For each list of blocks of ``module``, callables in their place."""
-        lists = {name: list(getattr(module, name)) for name in self._denoiser.lists}
-        first, *_, last = [block for blocks in lists.values() for block in blocks]
-        roles = {first: self._run_first, last: self._run_last}
-        return {
-            name: [partial(roles.get(block, self._run_between), block) for block in blocks]
-            for name, blocks in lists.items()
-        }
-
-    def _run_first(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        names = self._blocks.parameters[type(block)]
-        before = {**dict(zip(names, args, strict=False)), **kwargs}[self._denoiser.hidden]
-        assert before.shape[0] == self._num_rows, "one key for each row of the batch"
-        result = self._head_result = block(*args, **kwargs)
-        after = self._blocks.get_hidden(result)
-        for row, key in self._keys.items():
-            part = self._part(after, row)
-            if self._cache._observe(key, 2 * part.numel() * part.element_size()):
-                self._residuals[row] = part - self._part(before, row)  # a tensor of its own, not a view of the batch
-        self._hits = self._cache._choose_hits(self._keys, self._steps, self._residuals)
-        self._misses = [row for row in range(self._num_rows) if row not in self._hits]
-        self._residuals = {row: self._residuals[row] for row in self._residuals if row not in self._hits}
-        if not self._hits or not self._misses:
-            return result
-        self._miss_index = torch.tensor(self._misses, device=after.device)
-        if isinstance(result, Tensor):
-            return self._narrow(result)
-        return tuple(self._narrow(part) for part in result)
-
-    def _run_between(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self._hits:
-            return block(*args, **kwargs)
-        if not self._misses:
-            return self._head_result  # for the next wrapper, which does not look at it
-        names = self._blocks.parameters[type(block)]
-        is_row = self._denoiser.row_arguments.__contains__
-        # Arguments beyond the named ones (`*args` of HunyuanVideo's blocks) are not looked at by the block.
-        named = [self._narrow(value) if is_row(name) else value for name, value in zip(names, args, strict=False)]
-        others = {name: self._narrow(value) if is_row(name) else value for name, value in kwargs.items()}
-        return block(*named, *args[len(named) :], **others)
-
-    def _run_last(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = self._run_between(block, *args, **kwargs)
-        head = self._blocks.get_hidden(self._head_result)
-        tail = self._blocks.get_hidden(result)  # of the rows that missed
-        for position, row in enumerate(self._misses):
-            if (residual := self._residuals.pop(row, None)) is not None:
-                entry = _Entry(residual, self._part(tail, row, at=position) - self._part(head, row))
-                self._cache._keep(self._keys[row], entry)
-        if not self._hits:
-            return result
-        hidden = head.clone()
-        if self._miss_index is not None:
-            hidden.index_copy_(0, self._miss_index, tail)
-        for row, entry in self._hits.items():
-            self._part(hidden, row).add_(entry.tail_residual)
-        # No model reads the text's states after its last block, so the first block's may stand for them: nothing of
-        # them need be kept, and a text may be padded otherwise in the next step.
-        return self._blocks.replace_hidden(self._head_result, hidden)
-
-    def _part(self, hidden: Tensor, row: int, at: int | None = None) -> Tensor:
-        """A row's own tokens, [T, D], a view; ``at``: where it lies, if not at its number."""
-        part = hidden[row if at is None else at]
-        return part if self._num_tokens is None else part[: self._num_tokens[row]]
-
-    def _narrow(self, value: Any) -> Any:
-        """The rows that missed, of an argument with rows in front.
-
-        What has as many already (an earlier block's result) and what is broadcast stay as they are. No argument of the
-        whole batch is mistaken for either: it has more rows than missed.
-        """
-        if not isinstance(value, Tensor) or value.shape[0] in (1, len(self._misses)):
-            return value
-        if id(value) not in self._narrowed:
-            # [k * B, ...]: k groups of all rows.
-            groups = value.unflatten(0, (-1, self._num_rows))
-            self._narrowed[id(value)] = value, groups.index_select(1, self._miss_index).flatten(0, 1)
-        return self._narrowed[id(value)][1]
+    def _may_reuse(self, entry: CacheEntry, step: RowStep) -> bool:
+        is_first = step.step_index < self.num_warmup_steps
+        is_last = step.num_steps > 0 and step.step_index >= step.num_steps - self.num_last_steps
+        return not is_first and not is_last and (self.max_reuses is None or entry.num_reuses < self.max_reuses)
 
 
 def _check_threshold(threshold: float) -> None:

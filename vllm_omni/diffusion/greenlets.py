@@ -1,4 +1,4 @@
-"""What suspends a computation in the middle of code that knows nothing of it: greenlets, where that is safe."""
+"""Suspend and resume unmodified pipeline code at a model call, by greenlets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_omni.errors import MissingDependency
 
 
 def import_greenlet(needed_by: str) -> Any:
-    """The package ``greenlet``.
+    """Import the package ``greenlet``.
 
     Raises:
         MissingDependency: it is not installed.
@@ -23,12 +23,12 @@ def import_greenlet(needed_by: str) -> Any:
 
 
 def return_here(running: Any) -> None:
-    """Let a greenlet that stops, ends or raises go on where the caller is."""
+    """Make the current greenlet the one that continues when ``running`` suspends, ends or raises."""
     current = import_greenlet("a suspended computation").getcurrent()
     if running.parent is not current:
         running.parent = current
 
 
 def is_autocast() -> bool:
-    """Whether a thread's state is set that would hold for whoever goes on meanwhile."""
+    """Whether autocast is on: it is per thread, so other greenlets would run under it during a suspension."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -1,4 +1,4 @@
-"""``load_diffusers_pipeline``: a diffusers pipeline, ready to be stepped."""
+"""``load_diffusers_pipeline``: load a diffusers pipeline for inference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.suspended_call import find_denoisers
+from vllm_omni.diffusion.pipeline_copy import find_denoisers
 from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
 
@@ -24,7 +24,7 @@ DTYPES = {
     "half": torch.float16,
     "float": torch.float32,
 }
-# Published for float32, in which they decode without bands; a small part of the time and of the memory.
+# Published for float32, which avoids banding; they use a small part of the time and memory.
 FLOAT32_DECODERS = {"AutoencoderKLWan"}
 
 
@@ -35,18 +35,19 @@ def load_diffusers_pipeline(
     attention_backend: str | None = None,
     revision: str | None = None,
 ) -> Any:
-    """A pipeline of whatever class ``model_index.json`` names, in evaluation mode, on ``device``.
+    """Load the pipeline class that ``model_index.json`` names, in evaluation mode, on ``device``.
 
     Args:
-        model: a directory in the layout of diffusers, or a name on the hub.
+        model: a directory in the layout of diffusers, or a name on the Hugging Face hub.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-        attention_backend: of the denoisers, a name of diffusers' dispatcher ("native", "flash", "sage", "xformers");
-            None: what diffusers would use.
-        revision: of a hub name.
+        attention_backend: for the denoisers, by diffusers' name ("native", "flash", "sage", "xformers"); None:
+            diffusers' default.
+        revision: of a model on the hub.
 
     Raises:
         MissingDependency: diffusers, or a library that the pipeline needs, is not installed.
-        ConfigError: there is no pipeline; an unknown dtype; an attention backend that is unknown or cannot run here.
+        ConfigError: ``model`` is not a pipeline; the dtype is unknown; the attention backend is unknown or cannot run
+            on this device.
     """
     try:
         from diffusers import DiffusionPipeline
@@ -55,13 +56,13 @@ def load_diffusers_pipeline(
     device = torch.device(device)
     resolved = resolve_dtype(dtype, device)
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
-        raise ConfigError(f"{model} is no diffusers pipeline: it has no model_index.json")
+        raise ConfigError(f"{model} is not a diffusers pipeline: it has no model_index.json")
     try:
         dtypes: dict[str, torch.dtype] = {"default": resolved}
         if dtype == "auto":
             index = DiffusionPipeline.load_config(model, revision=revision)
             dtypes |= {name: torch.float32 for name, value in index.items() if _class_name(value) in FLOAT32_DECODERS}
-        with without_bars():
+        with no_progress_bars():
             pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
@@ -78,8 +79,8 @@ def load_diffusers_pipeline(
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """No progress bars of the libraries: a log has lines, and those of several stages would overwrite one another."""
+def no_progress_bars() -> Iterator[None]:
+    """Turn off the libraries' progress bars, which in a log of several stages would overwrite one another."""
     import diffusers
     import transformers
 
@@ -94,36 +95,36 @@ def without_bars() -> Iterator[None]:
 
 
 def _class_name(value: Any) -> str:
-    """Of an entry of ``model_index.json``: ``[library, class]`` for a component."""
+    """Class of a component's entry in ``model_index.json``, ``[library, class]``; empty for other entries."""
     return value[1] if isinstance(value, list) and len(value) == 2 else ""
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """What "auto" means on a device.
+    """Find a dtype by name; "auto" depends on the device.
 
     Raises:
-        ConfigError: no dtype has that name.
+        ConfigError: the name is unknown.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
-        raise ConfigError(f"no dtype {dtype!r} for a diffusion pipeline: {suggest(dtype, ['auto', *DTYPES])}")
+        raise ConfigError(f"unknown dtype {dtype!r} of a diffusion pipeline: {suggest(dtype, ['auto', *DTYPES])}")
     return DTYPES[dtype]
 
 
 def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Of all denoisers of ``pipeline``, after one small attention has shown that it runs.
+    """Set the attention backend of all denoisers, after computing one small attention with it.
 
     Raises:
-        ConfigError: unknown, or it cannot run here, with the reason.
+        ConfigError: the backend is unknown, or cannot run on this device; with the reason.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
     names = [backend.value for backend in AttentionBackendName]
     if name not in names:
-        raise ConfigError(f"no attention backend {name!r}: {suggest(name, names)}")
+        raise ConfigError(f"unknown attention backend {name!r}: {suggest(name, names)}")
     query = torch.zeros(1, 16, 2, 64, dtype=dtype, device=device)  # [batch, tokens, heads, width of a head]
     try:
         with torch.no_grad(), attention_backend(name):
@@ -133,7 +134,7 @@ def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: 
             if hasattr(denoiser, "set_attention_backend"):
                 denoiser.set_attention_backend(name)
             else:
-                logger.warning("%s (%s) has no choice of attention", type(denoiser).__name__, component)
+                logger.warning("%s (%s) has no selectable attention backend", type(denoiser).__name__, component)
     except Exception as exc:
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise ConfigError(f"attention backend {name!r} cannot run on {device} in {dtype}: {reason}") from exc

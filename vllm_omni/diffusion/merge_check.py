@@ -1,8 +1,8 @@
-"""At start: does the table of ``merging`` hold for these weights, in this precision, with this attention?
+"""Check at start which merge rules hold for a pipeline's weights, precision and attention.
 
-Three small requests go through the pipeline in step, two of them with prompts of one length. Every call of a network
-that the table knows is computed merged and alone; where the two differ by more than rounding, or the calls do not fit
-together, the network is not merged.
+Three small requests run in step, two of them with prompts of one length. The calls of each network in ``RULES`` are
+computed merged and alone; where the results differ by more than rounding, or the calls cannot be merged, requests will
+not share the calls of that network.
 """
 
 from __future__ import annotations
@@ -17,49 +17,53 @@ import torch
 from torch import Tensor
 
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.diffusion.merging import RULES, Fingerprints, MergeRule, group_key, merge, split
-from vllm_omni.diffusion.request import NEEDS_IMAGE, DiffusionRequest, pipeline_arguments
-from vllm_omni.diffusion.suspended_call import CopiedPipeline, PendingCall, SuspendedCall
+from vllm_omni.diffusion.fingerprints import Fingerprints
+from vllm_omni.diffusion.merge_rules import RULES, MergeRule
+from vllm_omni.diffusion.merging import group_key, merge, split
+from vllm_omni.diffusion.pipeline_arguments import needs_image, pipeline_arguments
+from vllm_omni.diffusion.pipeline_copy import PipelineCopies
+from vllm_omni.diffusion.request import DiffusionRequest
+from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall
 
 logger = logging.getLogger(__name__)
 
-# Largest difference, of the output's largest value. float32: sums in another order, through some tens of layers; in
-# bfloat16 (8 bits) and float16 (11 bits) about 13 and 10 times what one rounding does. Rows that are exchanged, or text
-# that is attended to beyond its end, make a difference of the order of the output.
+# Largest difference, relative to the output's largest value. float32: sums in another order, through some tens of
+# layers; bfloat16 (8 bits) and float16 (11 bits): about 13 and 10 times one rounding. Exchanged rows, or attention
+# beyond the end of a text, make a difference of the order of the output.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# Two of one length for any tokenizer, and a longer one.
+# Two of equal length for any tokenizer, and a longer one.
 PROMPTS = ("a b c d", "d c b a", "a lake between two mountains in the early morning, oil on canvas")
 NEGATIVE_PROMPTS = ("e f", "f e", "blurred, with a frame")
-SIDES = (32, 64, 128, 256, 512, None)  # pixels, until one is accepted
+SIDES = (32, 64, 128, 256, 512, None)  # pixels; tried in order until the pipeline accepts one
 NUM_FRAMES = 9  # 4k + 1 and 8k + 1
-# Enough that both of Wan2.2's experts have their turn with every published shift.
+# Enough for both of Wan2.2's experts to be called with every published shift.
 NUM_STEPS = 4
-# Not to have a language model write the prompts anew, and to keep to the small size.
+# Turn off rewriting of prompts by a language model, and rounding to a large size.
 SHORT_CUTS = {"enable_prompt_rewrite": False, "use_resolution_binning": False}
 NUM_COMPARED = 2  # calls of each network: those of both branches of the guidance
 
 
 class MergeCheckFailed(Exception):
-    """Two ways to compute the same thing gave two results, or none; the message says what."""
+    """Merged and separate computation gave different results; the message says how."""
 
 
 def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) -> dict[str, MergeRule]:
-    """The rules that hold, by the pipeline's names of its components; each of the others has its log line.
+    """Find the rules that hold, by component name; log a warning for each network that cannot merge requests.
 
     Call under ``torch.no_grad()``. Takes some forwards at the smallest size that the pipeline accepts.
     """
-    copied = CopiedPipeline(pipeline)
-    for component in sorted(copied.denoisers):
-        if type(copied.modules[component]).__name__ not in table:
+    copies = PipelineCopies(pipeline)
+    for component in sorted(copies.denoisers):
+        if type(copies.modules[component]).__name__ not in table:
             logger.warning(
-                "%s (%s) is not in the table of networks that merge requests: one request at a time",
-                type(copied.modules[component]).__name__,
+                "%s (%s) is not in the table of networks that merge requests: it computes one request at a time",
+                type(copies.modules[component]).__name__,
                 component,
             )
     candidates = {
         component: table[type(module).__name__]
-        for component, module in copied.modules.items()
+        for component, module in copies.modules.items()
         if type(module).__name__ in table
     }
     if not candidates:
@@ -68,25 +72,25 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     for side in SIDES:
         requests = [make_request(pipeline, index, side) for index in range(len(PROMPTS))]
         try:
-            calls = [SuspendedCall(copied, pipeline_arguments(pipeline, request)) for request in requests]
+            calls = [SuspendedCall(copies, pipeline_arguments(pipeline, request)) for request in requests]
             results = _run_in_step(calls, candidates)
             break
-        except Exception as exc:  # the size, most likely; if not, requests will fail in the same way
-            results = dict.fromkeys(candidates, f"the test's own requests fail: {describe(exc)}")
+        except Exception as exc:  # most likely the size; if not, requests of users will fail in the same way
+            results = dict.fromkeys(candidates, f"the requests of the check fail: {describe(exc)}")
     rules = {}
     for component, result in results.items():
-        name = type(copied.modules[component]).__name__
+        name = type(copies.modules[component]).__name__
         if isinstance(result, str):
             logger.warning("%s (%s) does not merge requests: %s", name, component, result)
             continue
         rules[component] = result
         if result is not candidates[component]:
-            logger.warning("%s (%s) merges only requests with texts of one length", name, component)
+            logger.warning("%s (%s) merges only requests with texts of equal length", name, component)
     return rules
 
 
 def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionRequest:
-    """The ``index``-th of the test, with everything that the pipeline takes."""
+    """Make request ``index`` of the check, with every argument that the pipeline accepts."""
     accepted = inspect.signature(type(pipeline).__call__).parameters
     values: dict[str, Any] = {
         "height": side,
@@ -99,16 +103,12 @@ def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionReques
     extra_args = {name: value for name, value in SHORT_CUTS.items() if name in accepted}
     taken = {name: value for name, value in values.items() if name in accepted}
     params = DiffusionParams(seed=index, extra_args=extra_args, **taken)
-    name = type(pipeline).__name__
-    needs_image = "image" in accepted and (
-        NEEDS_IMAGE.search(name) or accepted["image"].default is inspect.Parameter.empty
-    )
-    images = [make_image(index, side or 512)] if needs_image else []
+    images = [make_image(index, side or 512)] if needs_image(pipeline) else []
     return DiffusionRequest(prompt=PROMPTS[index] if "prompt" in accepted else "", images=images, params=params)
 
 
 def make_image(seed: int, side: int) -> Any:
-    """A square of noise."""
+    """Make a square image of noise."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(seed)
@@ -116,10 +116,10 @@ def make_image(seed: int, side: int) -> Any:
 
 
 def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeRule]) -> dict[str, MergeRule | str]:
-    """For each component the rule that held, or why none did.
+    """Find for each component the rule that held, or the reason why none did.
 
     Raises:
-        Exception: what a request failed with.
+        Exception: the error of a request that failed.
     """
     results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
     compared = dict.fromkeys(candidates, 0)
@@ -160,7 +160,7 @@ def _find_rule(
     candidate: MergeRule,
     fingerprints: Fingerprints,
 ) -> MergeRule | str:
-    """``rule`` (the candidate, or what an earlier call left of it) if it holds; or else less; or why nothing holds."""
+    """Return ``rule`` if it holds, else the rule without padding if that holds, else the reason."""
     reason = ""
     for attempt in [rule, *([candidate.without_padding()] if rule.padded else [])]:
         count = len(calls) if attempt is candidate else 2  # the third's text is longer
@@ -174,14 +174,14 @@ def _find_rule(
 
 
 def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRule, fingerprints: Fingerprints) -> None:
-    """Merge ``calls`` and hold what comes out against ``outputs``, which each gave alone.
+    """Compare the outputs of merged ``calls`` with ``outputs``, computed one by one.
 
     Raises:
-        MergeCheckFailed: they differ, or the calls do not go together.
+        MergeCheckFailed: the outputs differ, or the calls cannot be merged.
     """
     keys = {group_key(call, rule, fingerprints) for call in calls}
     if len(keys) != 1:
-        raise MergeCheckFailed("calls of the same shape do not go together")
+        raise MergeCheckFailed("calls of the same shape cannot be merged")
     merged, counts = merge(calls, rule)
     call = calls[0]
     function: Callable[..., Any] = call.module if call.method == "forward" else getattr(call.module, call.method)
@@ -196,7 +196,7 @@ def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRul
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference over the largest value; infinite where one is no number and the other is, or shapes differ."""
+    """Largest difference over the largest value; infinite where NaNs or shapes do not match."""
     if ours.shape != theirs.shape:
         return math.inf
     ours, theirs = ours.double(), theirs.double()
@@ -212,7 +212,7 @@ def describe(error: Exception) -> str:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Those that a pipeline may read of a network's output, in order."""
+    """Tensors of a network's output that a pipeline may read, in order."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

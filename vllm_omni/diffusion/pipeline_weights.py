@@ -1,4 +1,4 @@
-"""``PipelineWeights``: a pipeline's weights off the device, and back, for a stage that sleeps."""
+"""``PipelineWeights``: offload or drop a pipeline's weights while its stage sleeps, and restore them."""
 
 from __future__ import annotations
 
@@ -14,41 +14,39 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineWeights:
-    """Takes away what a pipeline's networks hold, and gives it back to the same objects.
+    """Offloads the weights of a pipeline and restores them in place.
 
-    The same objects, because requests that were kept refer to them: they go on where they were.
+    In place, because running requests refer to the networks and resume after ``restore``.
 
     Args:
         pipeline: of diffusers, on its device.
-        reload: loads it anew from where it came from, onto the device.
+        reload: loads the same pipeline again, onto the device.
     """
 
     def __init__(self, pipeline: Any, device: torch.device, reload: Callable[[], Any]) -> None:
-        self._networks = _networks_of(pipeline)
+        self._networks = _find_networks(pipeline)
         self._device = device
         self._reload = reload
         self._are_discarded = False
 
     def offload(self) -> None:
-        """Into the CPU's memory. On a CPU they are there, and stay: nothing is gained."""
+        """Move the weights into the CPU's memory; does nothing on a CPU."""
         if self._device.type == "cpu":
-            logger.warning(
-                "sleep, level 1, frees nothing on a CPU: the weights stay where they are; level 2 drops them"
-            )
+            logger.warning("sleep, level 1, frees nothing on a CPU: the weights stay in memory; level 2 drops them")
             return
         self._move(torch.device("cpu"))
 
     def discard(self) -> None:
-        """Nowhere: ``restore`` reads the files again."""
+        """Drop the weights; ``restore`` reads the files again."""
         self._move(torch.device("meta"))
         self._are_discarded = True
 
     def restore(self) -> None:
-        """As they were before."""
+        """Put the weights back on the device."""
         if not self._are_discarded:
             self._move(self._device)
             return
-        for name, source in _networks_of(self._reload()).items():
+        for name, source in _find_networks(self._reload()).items():
             for path, module in self._networks[name].named_modules():
                 part = source.get_submodule(path)
                 module._parameters.update(part._parameters)
@@ -57,11 +55,11 @@ class PipelineWeights:
 
     def _move(self, device: torch.device) -> None:
         for network in self._networks.values():
-            nn.Module.to(network, device)  # not the pipeline's: diffusers and transformers refuse some devices
+            nn.Module.to(network, device)  # not the pipeline's `to`: diffusers and transformers reject some devices
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _networks_of(pipeline: Any) -> dict[str, nn.Module]:
+def _find_networks(pipeline: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}

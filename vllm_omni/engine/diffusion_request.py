@@ -1,4 +1,4 @@
-"""What a user gives to a diffusion stage, as the stage's engine takes it."""
+"""Admit a user's request to a diffusion stage: read its prompt and images, and validate its parameters."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ from PIL import Image
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
-from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.diffusion.request import DiffusionRequest
+from vllm_omni.config.diffusion_params import DiffusionParams, check_text
+from vllm_omni.diffusion.request import IMAGE_MODES, DiffusionRequest
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.names import suggest
 
 ENGINE_PROMPT = {"prompt_token_ids": [0]}
-"""Stands for the prompt where vLLM wants tokens; the text travels with the parameters, and the pipeline reads it."""
+"""Placeholder for vLLM, which requires tokens; the text travels with the parameters, and the pipeline reads it."""
 
 _PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")
-_PNG_MODES = frozenset(["1", "L", "LA", "P", "RGB", "RGBA"])
 
 
 def make_sampling_params(prompt: Any, params: DiffusionParams, config: DiffusionConfig) -> SamplingParams:
-    """The request in the form in which it reaches the scheduler and the runner.
+    """Validate a request and put it into the form in which it reaches the scheduler and the runner.
 
-    Its one token is given by the step in which it ends.
+    Its only token is returned by the step in which it ends.
 
     Raises:
-        InvalidRequest: a prompt that is no text, with or without images; a parameter beyond the deployment's limits.
+        InvalidRequest: the prompt is not a text with or without images; a parameter is invalid, or exceeds the
+            deployment's limits.
     """
     request = read_request(prompt, params)
-    try:
-        request.prompt.encode()
-    except UnicodeEncodeError as exc:  # it would end the thread by which the engine hears of requests
-        raise InvalidRequest("prompt: is no text: it has a lone surrogate", param="prompt") from exc
+    check_text("prompt", request.prompt)
     request.params.validate(config.limits)
     threshold = request.params.cache_threshold
     if threshold and not config.cache_threshold:
@@ -53,10 +50,10 @@ def make_sampling_params(prompt: Any, params: DiffusionParams, config: Diffusion
 
 
 def read_request(prompt: Any, params: DiffusionParams) -> DiffusionRequest:
-    """A text, or a dictionary with a text and images in ``multi_modal_data``.
+    """Read a text, or a dictionary with a text and with images in ``multi_modal_data``.
 
     Raises:
-        InvalidRequest: something else.
+        InvalidRequest: the prompt is neither.
     """
     if isinstance(prompt, str):
         return DiffusionRequest(prompt, [], params)
@@ -66,7 +63,7 @@ def read_request(prompt: Any, params: DiffusionParams) -> DiffusionRequest:
         )
     if "prompt_token_ids" in prompt or "prompt_embeds" in prompt:
         raise InvalidRequest(
-            "prompt: this model reads its text itself: give a text, not ids or embeddings", param="prompt"
+            "prompt: the pipeline encodes the text itself: give a text, not ids or embeddings", param="prompt"
         )
     for key, value in prompt.items():
         if key not in _PROMPT_KEYS and value is not None:
@@ -95,11 +92,13 @@ def _read_image(item: Any, index: int) -> Image.Image:
     try:
         if isinstance(item, bytes):
             item = Image.open(io.BytesIO(item))
-            item.load()
         elif isinstance(item, torch.Tensor | np.ndarray):
             item = Image.fromarray(np.asarray(item))
         if not isinstance(item, Image.Image):
             raise TypeError("must be a PIL image, the bytes of an image file, or uint8 pixels [H, W, 3]")
-        return item if item.mode in _PNG_MODES else item.convert("RGB")
+        item.load()
+        if item.mode in IMAGE_MODES:
+            return item
+        return item.convert("RGBA" if item.has_transparency_data else "RGB")
     except (TypeError, ValueError, OSError, SyntaxError, Image.DecompressionBombError) as exc:
         raise InvalidRequest(f"multi_modal_data: image {index}: {exc}", param="multi_modal_data") from exc

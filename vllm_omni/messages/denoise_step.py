@@ -1,8 +1,8 @@
-"""What a step of denoising is told by the scheduler, and what it tells.
+"""Input and output of one engine step of a diffusion stage.
 
-A step calls the denoiser once for each scheduled request, and a request takes as many steps as its pipeline makes
-calls. How many these are the pipeline alone knows, so the runner says when a request has ended: by its one token
-(``max_tokens`` is 1), which it gives in that step and in no other.
+A step calls the denoiser once for each scheduled request; a request takes as many steps as its pipeline makes calls.
+Only the pipeline knows this number, so the runner reports the end of a request: by its one token (``max_tokens`` is 1),
+returned in that step and in no other.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DenoiseSchedulerOutput(SchedulerOutput):
-    """vLLM's, with what the scheduler decided on the cache since the last step."""
+    """vLLM's output of a scheduler, with its cache decisions since the last step."""
 
     cache_update: DiTCacheUpdate = field(default_factory=lambda: DiTCacheUpdate({}, []))
 
 
 class CallSize(NamedTuple):
-    """The call of the denoiser that a request waits for."""
+    """Size of the denoiser call that a request waits for."""
 
     num_rows: int
     num_bytes: int  # of its tensors
-    num_cache_bytes: int = 0  # what the entries of the request need in the denoiser's cache; 0: it has no cache
+    num_cache_bytes: int = 0  # needed by the request's cache entries; 0: its denoiser has no cache
 
 
 class Failure(NamedTuple):
@@ -46,10 +46,10 @@ class Failure(NamedTuple):
 
 @dataclass
 class DenoiseOutput(ModelRunnerOutput):
-    """vLLM's, with what became of the requests that gave no token."""
+    """vLLM's output of a runner, with the state of the requests without a token."""
 
-    pending: dict[str, CallSize] = field(default_factory=dict)  # request id -> what it waits for
-    failures: dict[str, Failure] = field(default_factory=dict)  # request id -> why it is over
+    pending: dict[str, CallSize] = field(default_factory=dict)  # request id -> its next call
+    failures: dict[str, Failure] = field(default_factory=dict)  # request id -> why it ended
 
 
 def make_output(
@@ -60,11 +60,11 @@ def make_output(
     failures: Mapping[str, Failure],
     pending: Mapping[str, CallSize] | None = None,
 ) -> DenoiseOutput:
-    """The output of a step for these requests.
+    """Make the output of a step.
 
     Args:
-        payloads: of those that have something to tell: their answer, or their progress.
-        ended: which have their answer.
+        payloads: request id -> its result, preview or progress.
+        ended: ids of the requests that have their result.
     """
     return DenoiseOutput(
         req_ids=list(request_ids),
@@ -77,10 +77,10 @@ def make_output(
 
 
 def make_failure(request_id: str, exc: Exception, *, is_invalid: bool | None = None) -> Failure:
-    """What the request is not to blame for is logged.
+    """Describe an error that ends a request; log it unless the request caused it.
 
     Args:
-        is_invalid: whether it is; by default a ``ValueError`` says so.
+        is_invalid: whether the request caused it; None: if it is a ``ValueError``.
     """
     is_invalid = isinstance(exc, ValueError) if is_invalid is None else is_invalid
     if not is_invalid:

@@ -68,7 +68,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
             f"{name} needs the package diffusers: install vllm-omni with the extra 'cpu' or 'cuda' ({exc})"
         ) from exc
 
-    from vllm_omni.diffusion.loading import without_bars
+    from vllm_omni.diffusion.loading import no_progress_bars
 
     with torch.random.fork_rng(devices=[]):  # the libraries draw from the global generator while they construct
         pipeline = MAKERS[name]()
@@ -78,7 +78,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
         if isinstance(module, torch.nn.Module):
             with torch.no_grad():
                 randomize(module, generator)
-    with without_bars():
+    with no_progress_bars():
         pipeline.save_pretrained(path)
     return path
 

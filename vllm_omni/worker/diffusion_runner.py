@@ -6,7 +6,7 @@ From: vLLM-Omni design document, sections 9 and 11.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.loading import load_diffusers_pipeline, resolve_dtype
+from vllm_omni.diffusion.pipeline_arguments import frame_rate
 from vllm_omni.diffusion.pipeline_weights import PipelineWeights
-from vllm_omni.diffusion.request import DiffusionRequest, frame_rate
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.denoise_step import (
@@ -37,6 +38,14 @@ from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay.hub import process_hub
 
 
+@dataclass
+class RunningParams:
+    """Parameters of a request that has started, and its progress."""
+
+    params: DiffusionParams
+    step_index: int = 0  # denoise steps done at the latest engine step
+
+
 class DiffusionModelRunner:
     """Runs a pipeline for ``DiffusionWorker`` or ``DiffusersPipelineExecutor``. Not thread-safe.
 
@@ -49,8 +58,7 @@ class DiffusionModelRunner:
         self.device = device
         self.hub = process_hub(vllm_config.additional_config)
         self.hub.prepare()
-        self._params: dict[str, DiffusionParams] = {}  # request id -> parameters, from the first step of the request
-        self._num_steps_reported: dict[str, int] = {}  # request id -> denoise steps done at its latest engine step
+        self.requests: dict[str, RunningParams] = {}  # by id, of the requests that have started
 
     def load_model(self) -> None:
         """Load the pipeline and check which of its networks can merge requests.
@@ -82,91 +90,82 @@ class DiffusionModelRunner:
         # Finished first: an id may be aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
             self.stepper.abort(request_id)
-            self._forget(request_id)
-        failures = self._begin(scheduler_output.scheduled_new_reqs)
+            self.requests.pop(request_id, None)
+        failures: dict[str, Failure] = {}
+        self._start(scheduler_output.scheduled_new_reqs, failures)
         self._update_cache(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outcomes = self._step([one for one in scheduled if one not in failures], failures)
-        payloads: dict[str, Payload] = {}
-        for request_id, outcome in outcomes.items():
-            try:
-                if outcome.error is not None:
-                    raise outcome.error
-                if (payload := self._payload(request_id, outcome)) is not None:
-                    payloads[request_id] = payload
-            except torch.AcceleratorError:  # nothing can be computed on this device any more
-                raise
-            except Exception as exc:  # the request fails, the engine must live
-                failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
+        payloads = self._publish(outcomes, failures)
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
-        pending = {
-            request_id: self._call_size(request_id, outcome)
-            for request_id, outcome in outcomes.items()
-            if not outcome.has_ended
-        }
+        pending = {one: self._call_size(one, outcome) for one, outcome in outcomes.items() if not outcome.has_ended}
         for request_id in (*ended, *failures):
-            self._forget(request_id)
+            self.requests.pop(request_id, None)
         return make_output(scheduled, payloads, ended=ended, failures=failures, pending=pending)
 
-    def _begin(self, requests: Sequence[NewRequestData]) -> dict[str, Failure]:
-        failures = {}
-        for request in requests:
-            params = request.sampling_params
-            assert params is not None and params.extra_args is not None, (
-                "StageEngine sends every request with arguments"
-            )
+    def _start(self, new_requests: Sequence[NewRequestData], failures: dict[str, Failure]) -> None:
+        for new in new_requests:
+            params = new.sampling_params
+            assert params is not None and params.extra_args is not None, "every request has stage arguments"
             try:
-                asked = DiffusionRequest.from_args(params.extra_args[STAGE_ARGS][DIFFUSION])
-                self.stepper.add(request.req_id, asked)
-                self._params[request.req_id] = asked.params
+                request = DiffusionRequest.from_args(params.extra_args[STAGE_ARGS][DIFFUSION])
+                self.stepper.add(new.req_id, request)
+                self.requests[new.req_id] = RunningParams(request.params)
             except Exception as exc:  # the request fails, the engine must live
-                failures[request.req_id] = make_failure(request.req_id, exc, is_invalid=isinstance(exc, ValueError))
-        return failures
+                failures[new.req_id] = make_failure(new.req_id, exc, is_invalid=isinstance(exc, ValueError))
+
+    def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
+        if isinstance(scheduler_output, DenoiseSchedulerOutput):
+            for request_id in scheduler_output.cache_update.dropped:
+                self.stepper.drop_cache(request_id)
+            for request_id, num_bytes in scheduler_output.cache_update.granted.items():
+                self.stepper.grant_cache(request_id, num_bytes)
 
     def _step(self, request_ids: Sequence[str], failures: dict[str, Failure]) -> Mapping[str, StepOutcome]:
         if not request_ids:
             return {}
         try:
             return self.stepper.step(request_ids)
-        except torch.AcceleratorError:  # nothing can be computed on this device any more
+        except torch.AcceleratorError:  # nothing can be computed on this device afterwards
             raise
-        except Exception as exc:  # the stepper answers for each request; whatever this is, the engine must live
+        except Exception as exc:  # a defect, since the stepper handles the errors of requests; the engine must live
             for request_id in request_ids:
                 self.stepper.abort(request_id)
                 failures[request_id] = make_failure(request_id, exc, is_invalid=False)
             return {}
 
+    def _publish(self, outcomes: Mapping[str, StepOutcome], failures: dict[str, Failure]) -> dict[str, Payload]:
+        payloads = {}
+        for request_id, outcome in outcomes.items():
+            try:
+                if outcome.error is not None:
+                    raise outcome.error
+                if (payload := self._payload(request_id, outcome)) is not None:
+                    payloads[request_id] = payload
+            except torch.AcceleratorError:  # nothing can be computed on this device afterwards
+                raise
+            except Exception as exc:  # the request fails, the engine must live
+                failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
+        return payloads
+
     def _payload(self, request_id: str, outcome: StepOutcome) -> Payload | None:
-        """What the user is told of this step: the answer, a preview, or how far it is."""
+        """Output of a step for the user: the result, a preview, the progress, or nothing."""
+        running = self.requests[request_id]
         progress = {"step": outcome.step_index, "num_steps": outcome.num_steps}
         if outcome.output is not None:
-            about: dict[str, Any] = dict(progress)
-            fps = frame_rate(self.pipeline, self._params[request_id]) if "frames" in outcome.output else None
-            if fps is not None:
-                about["fps"] = fps
-            return self.hub.publish(request_id, {**outcome.output, **about})
-        # With guidance in two calls, every other one is no step of its own.
-        is_step = outcome.step_index > self._num_steps_reported.get(request_id, 0)
-        self._num_steps_reported[request_id] = outcome.step_index
+            fps = frame_rate(self.pipeline, running.params) if "frames" in outcome.output else None
+            more = progress if fps is None else {**progress, "fps": fps}
+            return self.hub.publish(request_id, {**outcome.output, **more})
+        # Guidance in two calls takes two engine steps for each denoise step.
+        is_step = outcome.step_index > running.step_index
+        running.step_index = outcome.step_index
         if outcome.preview is not None:
             return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
-        return Payload(values=progress) if is_step and self._params[request_id].progress else None
+        return Payload(values=progress) if is_step and running.params.progress else None
 
     def _call_size(self, request_id: str, outcome: StepOutcome) -> CallSize:
-        num_rows = outcome.num_rows or self._params[request_id].num_outputs_per_prompt
+        num_rows = outcome.num_rows or self.requests[request_id].params.num_outputs_per_prompt
         return CallSize(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
-
-    def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
-        if not isinstance(scheduler_output, DenoiseSchedulerOutput):
-            return
-        for request_id in scheduler_output.cache_update.dropped:
-            self.stepper.drop_cache(request_id)
-        for request_id, num_bytes in scheduler_output.cache_update.granted.items():
-            self.stepper.grant_cache(request_id, num_bytes)
-
-    def _forget(self, request_id: str) -> None:
-        self._params.pop(request_id, None)
-        self._num_steps_reported.pop(request_id, None)
 
     # -- called by vLLM's worker ------------------------------------------------------------------------------------
 
@@ -218,6 +217,6 @@ class DiffusionModelRunner:
         """``StepperStatistics`` as plain types, plus the number of started requests and of rows the cache skipped."""
         return {
             **asdict(self.stepper.statistics()),
-            "num_requests": len(self._params),
+            "num_requests": len(self.requests),
             "num_rows_reused": 0 if self.cache is None else self.cache.statistics().num_rows_reused,
         }

@@ -8,8 +8,7 @@ From: vLLM-Omni design document, section 7; paper, section 3.3.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +21,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
+from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.messages.denoise_step import CallSize, DenoiseOutput, DenoiseSchedulerOutput, Failure
 from vllm_omni.messages.payload import Payload, pack, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay.hub import process_hub
 
 Shape = tuple[Any, ...]
-
-_SHAPE_PARAMS = ("height", "width", "num_frames")
 
 
 @dataclass
@@ -80,9 +78,11 @@ class DiffusionScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        args = diffusion_args(request)
-        num_rows = args.get("params", {}).get("num_outputs_per_prompt", 1)
-        self.jobs[request.request_id] = _Job(request, shape_of(args), num_rows)
+        asked = diffusion_request(request)
+        if asked is None:
+            self.jobs[request.request_id] = _Job(request, (), 1)
+        else:
+            self.jobs[request.request_id] = _Job(request, shape_of(asked), asked.params.num_outputs_per_prompt)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         # Upstream calls this for whatever way a request ends.
@@ -222,26 +222,19 @@ def _cached(requests: Sequence[Request]) -> CachedRequestData:
     )
 
 
-def diffusion_args(request: Request) -> Mapping[str, Any]:
-    """The request as ``DiffusionRequest.to_args`` made it; empty for a stage of another kind."""
+def diffusion_request(request: Request) -> DiffusionRequest | None:
+    """The request as it was admitted; None for a stage of another kind."""
     params = request.sampling_params
     args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
-    return args.get(DIFFUSION, {})
+    return DiffusionRequest.from_args(args[DIFFUSION]) if DIFFUSION in args else None
 
 
-def shape_of(args: Mapping[str, Any]) -> Shape:
-    """What makes calls of the denoiser differ in shape, as far as a request's arguments tell.
+def shape_of(request: DiffusionRequest) -> Shape:
+    """What determines the shape of a request's denoiser calls, as far as its parameters tell.
 
-    Requests of one shape that cannot share a call all the same are the runner's to tell apart: it makes two calls.
+    Requests of one shape whose calls cannot be merged all the same are separated by the runner, which makes two calls.
     """
-    params = args.get("params", {})
-    sizes = tuple(params.get(name) for name in _SHAPE_PARAMS)
+    params = request.params
     # A number among the pipeline's further arguments may be a size as well: seconds of sound, an area.
-    extra = sorted(
-        (key, value) for key, value in params.get("extra_args", {}).items() if isinstance(value, int | float)
-    )
-    return (*sizes, *(_png_size(image) for image in args.get("images", ())), *extra)
-
-
-def _png_size(image: bytes) -> tuple[int, int]:
-    return struct.unpack_from(">II", image, 16)  # width and height, in the header
+    extra = sorted((key, value) for key, value in params.extra_args.items() if isinstance(value, int | float))
+    return (params.height, params.width, params.num_frames, *(image.size for image in request.images), *extra)

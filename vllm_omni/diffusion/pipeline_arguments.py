@@ -1,0 +1,150 @@
+"""``pipeline_arguments``: convert a request into the keyword arguments of a diffusers pipeline's call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.request import DiffusionRequest
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
+
+Accepted = Mapping[str, inspect.Parameter]  # the parameters of a pipeline's ``__call__``
+
+# Fields of DiffusionParams that are passed under the same name.
+SAME_NAME = (
+    "negative_prompt",
+    "height",
+    "width",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "true_cfg_scale",
+    "num_frames",
+)
+# Names that pipelines give to the number of outputs, to input images, and to the frame rate.
+NUM_OUTPUTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "num_designs_per_prompt")
+IMAGES = ("image", "input_images")
+FRAME_RATES = ("frame_rate", "fps")
+# Pipelines that need an image although ``image`` has a default in their signatures.
+NEEDS_IMAGE = re.compile(r"Edit|ImageToVideo|Img2Img|Inpaint")
+# Pipelines in which a list of images is references for one output; in others it is a batch.
+TAKES_SEVERAL_IMAGES = re.compile(r"EditPlus|Flux2|Omni|Flux3|Kandinsky6|HunyuanVideo15")
+OUTPUT_TYPES = {"media": "pt", "float": "pt", "latents": "latent"}
+
+
+def needs_image(pipeline: Any) -> bool:
+    """Whether a pipeline cannot run without an input image."""
+    accepted = inspect.signature(type(pipeline).__call__).parameters
+    parameter = next((accepted[name] for name in IMAGES if name in accepted), None)
+    if parameter is None:
+        return False
+    return bool(NEEDS_IMAGE.search(type(pipeline).__name__)) or parameter.default is inspect.Parameter.empty
+
+
+def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, Any]:
+    """Keyword arguments for the ``__call__`` of ``pipeline``; without a seed, one is chosen at random.
+
+    Raises:
+        InvalidRequest: the pipeline does not accept an argument, a value or this number of images.
+    """
+    params = request.params
+    accepted = inspect.signature(type(pipeline).__call__).parameters
+    name = type(pipeline).__name__
+    arguments: dict[str, Any] = {}
+    if "prompt" in accepted:
+        arguments["prompt"] = request.prompt
+    elif request.prompt:
+        raise InvalidRequest(f"{name} takes no prompt; give an empty one")
+    for parameter in SAME_NAME:
+        if (value := getattr(params, parameter)) is not None:
+            if parameter not in accepted:
+                raise InvalidRequest(f"{name} takes no {parameter}")
+            arguments[parameter] = value
+    is_guided = params.negative_prompt is not None or "negative_prompt_embeds" in params.extra_args
+    if name.startswith("QwenImage") and params.true_cfg_scale is None and not is_guided:
+        arguments["true_cfg_scale"] = 1.0  # same result as diffusers' default, without its warning in the server's log
+    _check_size(pipeline, arguments)
+    if params.fps is not None:  # for other pipelines, the frame rate is a property of the file only
+        arguments |= {parameter: params.fps for parameter in FRAME_RATES if parameter in accepted}
+    arguments |= _image_arguments(pipeline, accepted, request.images)
+    arguments |= _output_arguments(name, accepted, params)
+    for parameter, value in params.extra_args.items():
+        if parameter not in accepted or parameter in ("self", *arguments):
+            known = [other for other in accepted if other not in ("self", *arguments)]
+            raise InvalidRequest(f"{name} takes no extra argument {parameter!r}: {suggest(parameter, known)}")
+        arguments[parameter] = value
+    return arguments
+
+
+def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
+    """Frames per second of a request's video; None: set neither by the request nor by the pipeline."""
+    if params.fps is not None:
+        return params.fps
+    accepted = inspect.signature(type(pipeline).__call__).parameters
+    defaults = [accepted[name].default for name in FRAME_RATES if name in accepted]
+    return next((round(rate) for rate in defaults if isinstance(rate, int | float)), None)
+
+
+def _check_size(pipeline: Any, arguments: Mapping[str, Any]) -> None:
+    """Reject sizes that the pipeline would silently round down, and step counts for which it would divide by zero."""
+    processor = getattr(pipeline, "image_processor", None) or getattr(pipeline, "video_processor", None)
+    grid = getattr(getattr(processor, "config", None), "vae_scale_factor", 1)
+    patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
+    if isinstance(patch, list | tuple):  # frames, height, width of a video; an image processor's grid has the patch
+        grid *= patch[-1]
+    for name in ("height", "width"):
+        pixels = arguments.get(name, grid)
+        if pixels % grid:
+            below = pixels // grid * grid
+            nearest = f"{below} or {below + grid}" if below else f"{grid}"
+            said = f"{name} = {pixels}: must be a multiple of {grid} for {type(pipeline).__name__}: {nearest}"
+            raise InvalidRequest(said, param=name)
+    scheduler = getattr(pipeline, "scheduler", None)
+    if arguments.get("num_inference_steps") == 1 and getattr(scheduler, "config", {}).get("shift_terminal"):
+        said = f"num_inference_steps = 1: the scheduler of {type(pipeline).__name__} needs at least 2"
+        raise InvalidRequest(said, param="num_inference_steps")
+
+
+def _image_arguments(pipeline: Any, accepted: Accepted, images: Sequence[Image.Image]) -> dict[str, Any]:
+    name = type(pipeline).__name__
+    if not images:
+        if needs_image(pipeline):
+            raise InvalidRequest(f"{name} needs an input image, got none")
+        return {}
+    parameter = next((image for image in IMAGES if image in accepted), None)
+    if parameter is None:
+        raise InvalidRequest(f"{name} takes no input image, got {len(images)}")
+    if parameter == "input_images" or (len(images) > 1 and TAKES_SEVERAL_IMAGES.search(name)):
+        return {parameter: list(images)}
+    if len(images) == 1:
+        return {parameter: images[0]}
+    if len(images) == 2 and "last_image" in accepted:
+        return {parameter: images[0], "last_image": images[1]}
+    raise InvalidRequest(f"{name} takes one input image, got {len(images)}")
+
+
+def _output_arguments(name: str, accepted: Accepted, params: DiffusionParams) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    num_outputs = params.num_outputs_per_prompt
+    if num_outputs > 1:
+        parameter = next((count for count in NUM_OUTPUTS if count in accepted), None)
+        if parameter is None:
+            raise InvalidRequest(f"{name} makes one output for a prompt, not {num_outputs}")
+        arguments[parameter] = num_outputs
+    if "generator" in accepted:
+        import torch
+
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        # On the CPU, so that the noise is the same for every device. Not every pipeline accepts a list of one.
+        generators = [torch.Generator().manual_seed(seed + index) for index in range(num_outputs)]
+        arguments["generator"] = generators if num_outputs > 1 else generators[0]
+    if "output_type" in accepted:
+        arguments["output_type"] = OUTPUT_TYPES[params.output_type]
+    return arguments

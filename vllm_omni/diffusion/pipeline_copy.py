@@ -1,0 +1,108 @@
+"""``PipelineCopies``: give each request a copy of a pipeline whose networks are proxies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# Components whose calls are the steps of a request. Text encoders and decoders are called between two steps.
+DENOISER_NAME = re.compile(r"(transformer|unet|prior|decoder|denoiser|dit)(_\d+)?$")
+DENOISER_CLASS = re.compile(r"Transformer|UNet|Unet|DiT")
+
+
+class PipelineCopies:
+    """Makes a shallow copy of a pipeline for each request.
+
+    A copy shares weights and tokenizers with the pipeline and owns everything that a call changes: scheduler, guiders,
+    plain containers.
+    """
+
+    def __init__(self, pipeline: Any):
+        self._pipeline = pipeline
+        self.denoisers = find_denoisers(pipeline)
+        self.modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
+        # Excluded from deep copies: the networks and their parts.
+        self._shared = {id(part): part for module in self.modules.values() for part in module.modules()}
+        self.parameters = inspect.signature(type(pipeline).__call__).parameters
+        self._signatures: dict[tuple[str, str], inspect.Signature] = {}
+
+    def signature(self, component: str, method: str) -> inspect.Signature:
+        """The signature of a component's method, looked up once."""
+        key = (component, method)
+        if key not in self._signatures:
+            self._signatures[key] = inspect.signature(getattr(self.modules[component], method))
+        return self._signatures[key]
+
+    def make(self, make_proxy: Callable[[str], Any], progress_bar: Callable[..., Any], generator: Any) -> Any:
+        """Copy the pipeline for one request.
+
+        Args:
+            make_proxy: name of a network -> what stands in its place.
+            progress_bar: replaces the pipeline's own.
+            generator: source of the scheduler's noise where the pipeline passes none; None: torch's global one.
+        """
+        pipeline = copy.copy(self._pipeline)
+        memo: dict[int, Any] = {**self._shared, id(self._pipeline): pipeline}
+        own = vars(pipeline)
+        for name, value in vars(self._pipeline).items():
+            if name in self.modules:
+                own[name] = make_proxy(name)
+            elif is_mutable(value):
+                own[name] = copy.deepcopy(value, memo)
+        if "scheduler" in own and generator is not None:
+            own["scheduler"].step = with_generator(own["scheduler"].step, generator)
+        own["progress_bar"] = progress_bar
+        # At the end of a call this method would reset the state of all requests and move offloaded weights.
+        own["maybe_free_model_hooks"] = lambda: None
+        return pipeline
+
+    @staticmethod
+    def break_cycles(pipeline: Any) -> None:
+        """Remove the reference cycle of a copy (its scheduler's ``step``), so that its tensors are freed at once."""
+        scheduler = getattr(pipeline, "scheduler", None)
+        if scheduler is not None:
+            vars(scheduler).pop("step", None)
+
+
+def find_denoisers(pipeline: Any) -> set[str]:
+    """Names of the components whose calls are denoise steps, found by component name or, in diffusers, by class."""
+    names = set()
+    for name, module in pipeline.components.items():
+        if isinstance(module, nn.Module):
+            is_diffusers = type(module).__module__.partition(".")[0] != "transformers"
+            if is_diffusers and (DENOISER_NAME.match(name) or DENOISER_CLASS.search(type(module).__name__)):
+                names.add(name)
+    return names
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether a request needs its own copy: schedulers, guiders, plain containers; not weights or tokenizers."""
+    if isinstance(value, nn.Module | torch.Tensor | torch.device | torch.dtype | type | types.FunctionType):
+        return False
+    if isinstance(value, str | bytes | int | float | complex | tuple | frozenset | None):
+        return False
+    return type(value).__module__.partition(".")[0] not in ("transformers", "tokenizers")
+
+
+def with_generator(step: Callable[..., Any], generator: Any) -> Callable[..., Any]:
+    """Wrap a scheduler's ``step`` so that its noise comes from ``generator`` where the pipeline passes none."""
+    signature = inspect.signature(step)
+    if "generator" not in signature.parameters:
+        return step
+
+    @functools.wraps(step)
+    def own_step(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if "generator" not in given and (not isinstance(generator, list) or len(generator) == len(given["sample"])):
+            kwargs["generator"] = generator
+        return step(*args, **kwargs)
+
+    return own_step
