@@ -53,12 +53,9 @@ def test_an_image_whose_pixels_are_not_colours_is_converted() -> None:
 
 
 def test_images_of_another_size_make_another_shape() -> None:
+    images = {height: np.zeros((height, 4, 3), np.uint8) for height in (4, 8)}
     shapes = {
-        shape_of(
-            DiffusionRequest.from_args(
-                sent({"prompt": prompt, "multi_modal_data": {"image": np.zeros((height, 4, 3), np.uint8)}})
-            )
-        )
+        shape_of(DiffusionRequest.from_args(sent({"prompt": prompt, "multi_modal_data": {"image": images[height]}})))
         for prompt, height in (("a cat", 4), ("a dog", 4), ("a cat", 8))
     }
     assert len(shapes) == 2

@@ -31,6 +31,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -137,6 +138,11 @@ class StageConfig:
     def is_diffusion(self) -> bool:
         """Whether the stage runs a diffusion pipeline; its parameters are ``DiffusionParams``."""
         return self.engine_type == "diffusion"
+
+    @cached_property
+    def diffusion_config(self) -> DiffusionConfig:
+        """The section ``diffusion`` with its defaults."""
+        return DiffusionConfig(**self.diffusion)
 
     @property
     def deployment(self) -> EPDDeployment:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config import StageConfig
-from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
+from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.errors import InvalidRequest
@@ -152,8 +152,8 @@ class DiffusionKind(GenerationKind):
         wanted: frozenset[str],
     ) -> tuple[Any, SamplingParams]:
         assert isinstance(given, DiffusionParams), _WRONG_PARAMS
-        limits = DiffusionConfig(**config.diffusion)
-        params = await asyncio.to_thread(make_sampling_params, request.prompt, given, limits)  # it may encode images
+        # In a thread, since it may decode images.
+        params = await asyncio.to_thread(make_sampling_params, request.prompt, given, config.diffusion_config)
         return ENGINE_PROMPT, params
 
 

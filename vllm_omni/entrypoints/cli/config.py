@@ -14,7 +14,6 @@ from vllm.logger import configure_logging_from_args
 
 from vllm_omni import __version__
 from vllm_omni.config import CHUNK_KEYS, DIFFUSERS, MODEL_INDEX, OmniConfig, Origin, StageConfig, dump_value
-from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
@@ -140,7 +139,7 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
             yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
 
     if stage.is_diffusion:
-        section = DiffusionConfig(**stage.diffusion)
+        section = stage.diffusion_config
         for key in section.__struct_fields__:
             yield _of_deployment(deployment, (*at, "diffusion", key), getattr(section, key))
 

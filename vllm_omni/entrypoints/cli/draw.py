@@ -11,7 +11,6 @@ from typing import Any, TextIO
 from PIL import Image, UnidentifiedImageError
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.cli.output import answer_path, check_writable, reason
 from vllm_omni.entrypoints.omni_llm import OmniLLM
@@ -129,7 +128,7 @@ def _read_params(config: OmniConfig, options: argparse.Namespace) -> DiffusionPa
         given["width"], given["height"] = options.size
     try:
         params = DiffusionParams.of({name: value for name, value in given.items() if value is not None})
-        params.validate(DiffusionConfig(**config.stages[0].diffusion).limits)
+        params.validate(config.stages[0].diffusion_config.limits)
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
     return params
