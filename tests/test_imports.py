@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm_omni"
 # A package imports from the rows above its own, and from itself.
 ORDER = [
     ["errors", "names"],
-    ["compat", "envs", "media"],
+    ["compat", "envs", "media", "vllm_patches"],
     ["messages"],
     ["config", "flow", "ops"],
     ["process", "relay"],
@@ -45,6 +45,7 @@ MAY_IMPORT_VLLM = (
     "messages/",
     "model_executor/",
     "plugin.py",
+    "vllm_patches.py",
     "worker/",
 )
 FILES = sorted(PACKAGE.rglob("*.py"))

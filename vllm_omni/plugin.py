@@ -1,6 +1,6 @@
-"""The vLLM plugin: everything that is registered with vLLM is registered here, and nothing of vLLM is replaced.
+"""The vLLM plugin: everything that is registered with vLLM is registered here.
 
-vLLM calls ``register`` (entry-point group ``vllm.general_plugins``) in the front end, in every engine core and in every
+What is replaced at run time stands in ``vllm_patches.py``. vLLM calls ``register`` (entry-point group ``vllm.general_plugins``) in the front end, in every engine core and in every
 worker.
 """
 
@@ -12,7 +12,7 @@ ARCHITECTURES = {
     "Qwen2_5OmniThinker": "vllm_omni.model_executor.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "Qwen2_5OmniTalker": "vllm_omni.model_executor.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "Qwen2_5OmniToken2Wav": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Qwen2_5OmniToken2Wav",
-    # vLLM only inspects this class, before it lets an engine start; the pipeline itself is diffusers' business.
+    # vLLM inspects this class before it starts an engine, and never instantiates it: diffusers loads the pipeline.
     "DiffusersPipeline": "vllm_omni.model_executor.generation_model:GenerationModel",
 }
 
@@ -21,9 +21,9 @@ _registered = False
 
 
 def register() -> None:
-    """Register our architectures and configuration format, and join vLLM's log. Idempotent.
+    """Register our architectures and our configuration format, and log through vLLM's logger. Idempotent.
 
-    In a stage's process, also tie it to its parent.
+    In a process of a stage, also end the process with its parent.
     """
     global _registered
     if _registered:
@@ -43,7 +43,7 @@ def register() -> None:
 
     register_config_parser(DIFFUSERS)(DiffusersConfigParser)
 
-    # Our lines go where vLLM's go, and obey what it was told about levels and formats.
+    # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")
 
     from vllm_omni.process.run_directory import enter_stage_process

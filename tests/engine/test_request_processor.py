@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_omni.engine.rejection import rejection
-from vllm_omni.engine.request_processor import RequestProcessor, _start_threads, has_media, is_chat_with_media
+from vllm_omni.engine.request_processor import RequestProcessor, has_media, is_chat_with_media, start_threads
 from vllm_omni.errors import Overloaded
 
 IMAGE = {"prompt": "<image>", "multi_modal_data": {"image": object()}}
@@ -135,5 +135,5 @@ def test_what_has_media() -> None:
 
 def test_every_thread_of_a_pool_is_started() -> None:
     with ThreadPoolExecutor(3, thread_name_prefix="started-here") as pool:
-        _start_threads(pool, 3)
+        start_threads(pool, 3)
         assert sum(thread.name.startswith("started-here") for thread in threading.enumerate()) == 3

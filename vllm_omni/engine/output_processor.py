@@ -19,6 +19,7 @@ from vllm_omni.messages.payload import Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.vllm_patches import extend_request_state
 
 Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 """Puts one payload of the engine into the output that goes to the stage's caller."""
@@ -118,11 +119,9 @@ class MultimodalOutputProcessor(OutputProcessor):
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, prompt, *args, **kwargs)
-        # Upstream names RequestState itself; its state, just made, becomes ours. Breaks if RequestState gets __slots__.
-        state = self.request_states[request.request_id]
-        if not isinstance(state, OmniRequestState):
-            state.__class__ = OmniRequestState
-            assert isinstance(state, OmniRequestState)
+        upstream = self.request_states[request.request_id]
+        if not isinstance(upstream, OmniRequestState):
+            state = extend_request_state(upstream, OmniRequestState)
             state.handler, state.hub, state.new_payloads = self.handler, self.hub, []
             params = request.sampling_params
             state.is_watched = self._has_slo or bool(params is not None and (params.extra_args or {}).get(SLO_ARGS))

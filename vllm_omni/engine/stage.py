@@ -29,7 +29,6 @@ from vllm_omni.config.epd import Instance, Tasks
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
 from vllm_omni.engine.kinds import KINDS
 from vllm_omni.engine.latency_metrics import default_slo
-from vllm_omni.engine.media_cache import keep_media_in_front_end
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.engine.request_processor import RequestProcessor
@@ -42,6 +41,7 @@ from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, Stag
 from vllm_omni.process.run_directory import Lease
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.vllm_patches import keep_media_in_front_end
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from vllm_omni.media.video import DEFAULT_FPS, VIDEO_FORMATS, VIDEO_SUFFIXES, en
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.slo import SloReport
 from vllm_omni.names import suggest
+from vllm_omni.vllm_patches import adopt
 
 
 class Progress(NamedTuple):
@@ -56,8 +57,7 @@ class OmniRequestOutput(RequestOutput):
     @classmethod
     def of(cls, output: RequestOutput) -> OmniRequestOutput:
         """The same output with room for the other modalities; shares its fields with ``output``."""
-        omni = cls.__new__(cls)
-        omni.__dict__.update(output.__dict__)
+        omni = adopt(cls, output)
         omni.multimodal_output, omni.payloads, omni.stage_durations = {}, [], {}
         omni.latency_parts, omni.slo_reports = {}, {}
         return omni

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from vllm.model_executor.model_loader import base_loader
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.step_threads import StepThreads
+from vllm_omni.vllm_patches import torch_kernels_for_encoders
 from vllm_omni.worker.ar_runner import ARModelRunner
 from vllm_omni.worker.threaded_encoder import ThreadedEncoder
 
@@ -35,32 +33,6 @@ def hands_on_all(config: VllmConfig) -> bool:
     """Whether the engine writes nothing itself: what it computes, images or prompts, others pull."""
     kv = config.kv_transfer_config
     return config.is_mm_encoder_only or (kv is not None and kv.kv_role == "kv_producer")
-
-
-@contextmanager
-def torch_kernels_for_encoders() -> Iterator[None]:
-    """Of models that are loaded meanwhile, all but the language model computes linear layers with torch's kernels.
-
-    vLLM's share scratch memory between threads. It packs the weights at the end of loading, and then it is too late:
-    its loaders call the function replaced here, and have no hook in front of it. If they came to call another one, the
-    comparison at the start would refuse to go on, or the process would crash in it.
-    """
-    upstream = base_loader.process_weights_after_loading
-
-    def process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        language = {
-            id(module) for name in model._language_model_names for module in model.get_submodule(name).modules()
-        }
-        for module in model.modules():
-            if id(module) not in language:
-                module._cpu_skip_gemm_dispatch = True
-        upstream(model, *args, **kwargs)
-
-    base_loader.process_weights_after_loading = process
-    try:
-        yield
-    finally:
-        base_loader.process_weights_after_loading = upstream
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

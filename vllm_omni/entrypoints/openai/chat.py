@@ -35,6 +35,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AudioEncoder, find_audio_format
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
+from vllm_omni.vllm_patches import adopt
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,7 @@ class OmniServingChat(OpenAIServingChat):
         cls, upstream: OpenAIServingChat, engine_client: AsyncOmni, audio_metrics: AudioMetrics | None
     ) -> OmniServingChat:
         """The same handler with speech, on the same settings; they are many, and vLLM has made one already."""
-        chat = cls.__new__(cls)
-        chat.__dict__.update(upstream.__dict__)
+        chat = adopt(cls, upstream)
         chat.engine_client, chat.audio_metrics = engine_client, audio_metrics
         # What the deployment says of the stage that writes the text holds here, too.
         first = engine_client.config.stages[0]

@@ -1,0 +1,101 @@
+"""vLLM is changed at run time in ``vllm_patches.py`` alone, as far as the source shows it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni import vllm_patches
+
+PACKAGE = Path(vllm_patches.__file__).parent
+PATCHES = Path(vllm_patches.__file__)
+
+# Records of one request or step, which vLLM makes to be filled in and read: writing their fields changes no behaviour.
+RECORDS = {"EngineCoreOutput", "ModelRunnerOutput", "Request", "RequestOutput", "SamplingParams", "VllmConfig"}
+
+
+def find_changes(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each statement that changes a module, class or object of vLLM, or the class of any object."""
+    tree = ast.parse(source)
+    imported = _imported_from_vllm(tree)
+    known = imported | _annotated_with(tree, imported - RECORDS)
+    for node in ast.walk(tree):
+        if any(_changes(target, known) for target in _targets(node)) or _is_dict_update(node):
+            yield node.lineno, ast.unparse(node).splitlines()[0]
+
+
+def _imported_from_vllm(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or "vllm" for alias in node.names if alias.name.split(".")[0] == "vllm"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _annotated_with(tree: ast.Module, classes: set[str]) -> set[str]:
+    arguments = (node for node in ast.walk(tree) if isinstance(node, ast.arg))
+    return {one.arg for one in arguments if isinstance(one.annotation, ast.Name) and one.annotation.id in classes}
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Assign | ast.Delete):
+        for target in node.targets:
+            yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        yield ast.Attribute(node.args[0], "", ast.Store())
+
+
+def _changes(target: ast.expr, known: set[str]) -> bool:
+    if not isinstance(target, ast.Attribute):
+        return False
+    owner = target.value
+    while isinstance(owner, ast.Attribute | ast.Subscript | ast.Call):
+        owner = owner.func if isinstance(owner, ast.Call) else owner.value
+    return target.attr == "__class__" or (isinstance(owner, ast.Name) and owner.id in known)
+
+
+def _is_dict_update(node: ast.AST) -> bool:
+    """``other.__dict__.update(...)``; an object may restore its own attributes (``__setstate__``)."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"):
+        return False
+    attributes = node.func.value
+    is_dict = isinstance(attributes, ast.Attribute) and attributes.attr == "__dict__"
+    return is_dict and ast.unparse(attributes.value) != "self"
+
+
+def test_nothing_of_vllm_is_changed_elsewhere() -> None:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PATCHES]
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text}"
+        for path in files
+        for line, text in find_changes(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "these belong in vllm_patches.py, with a row in its table:\n" + "\n".join(found)
+
+
+def test_every_function_has_a_row_in_the_table() -> None:
+    functions = [node.name for node in ast.parse(PATCHES.read_text()).body if isinstance(node, ast.FunctionDef)]
+    table = vllm_patches.__doc__ or ""
+    assert functions
+    assert all(f"\n``{name}`` " in table for name in functions)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from vllm.loader import base\nbase.process = f",
+        "from vllm.media import pool\npool._max_workers += 1",
+        "import vllm\nvllm.envs.X = 1",
+        "from vllm.x import Renderer\nsetattr(Renderer, 'render', f)",
+        "from vllm.x import Renderer\ndef bind(renderer: Renderer):\n    renderer.a, renderer.b = f, g",
+        "state.__class__ = Mine",
+        "chat.__dict__.update(other.__dict__)",
+    ],
+)
+def test_the_check_sees(source: str) -> None:
+    assert len(list(find_changes(source))) == 1

@@ -1,0 +1,117 @@
+"""Everything of vLLM that is replaced at run time; all other code subclasses, registers or configures.
+
+==============================  ============================================  =======================================
+Function, and what it replaces  Why                                           Upstream hook that would end it
+==============================  ============================================  =======================================
+``torch_kernels_for_encoders``  An encoder that runs in a thread must not     a hook of the loader before it packs
+ base_loader's function that    share scratch memory with the language model  weights for CPU kernels
+ packs weights, during a load
+``wrap_renderer``               A few prompts with media are read at a time,  a limit in the renderer
+ a renderer's two methods       by the engine or by vLLM's HTTP handlers
+``limit_media_threads``         More threads than cores, decoding media,      a pool given to ``MediaConnector``; the
+ the size of vLLM's media pool  delay the event loop                          environment variable is read at import
+``keep_media_in_front_end``     Instances share a front end: it cannot        a cache type for the front end alone
+ a renderer's media cache       assume that an engine has an image
+``extend_request_state``        A request's outputs carry payloads            a class attribute of ``OutputProcessor``
+ the class of a RequestState                                                  that names the class of its states
+``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
+ a constructor                  has made                                      and ``OpenAIServingChat``
+==============================  ============================================  =======================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig
+    from vllm.renderers.base import BaseRenderer
+
+T = TypeVar("T")
+
+
+@contextmanager
+def torch_kernels_for_encoders() -> Iterator[None]:
+    """Make models that load inside the block compute linear layers outside the language model with torch's kernels.
+
+    vLLM's CPU kernels share scratch memory between threads. Weights are packed for them at the end of loading, without
+    a hook before it. Should vLLM's loaders call another function, ``CPUARModelRunner.check_encode_in_thread`` fails.
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    upstream = base_loader.process_weights_after_loading
+
+    def process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        language = {
+            id(module) for name in model._language_model_names for module in model.get_submodule(name).modules()
+        }
+        for module in model.modules():
+            if id(module) not in language:
+                module._cpu_skip_gemm_dispatch = True
+        upstream(model, *args, **kwargs)
+
+    base_loader.process_weights_after_loading = process
+    try:
+        yield
+    finally:
+        base_loader.process_weights_after_loading = upstream
+
+
+def wrap_renderer(renderer: BaseRenderer, wrap: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Replace a renderer's two asynchronous methods by what ``wrap`` makes of them.
+
+    Args:
+        wrap: (``render_cmpl_async``, ``render_chat_async``) -> their replacements, with the same signatures.
+    """
+    renderer.render_cmpl_async, renderer.render_chat_async = wrap(
+        renderer.render_cmpl_async, renderer.render_chat_async
+    )
+
+
+def limit_media_threads() -> None:
+    """Let vLLM decode media in at most one thread per core, unless VLLM_MEDIA_LOADING_THREAD_COUNT is set."""
+    from vllm.multimodal.media.connector import global_thread_pool
+
+    if not os.environ.get("VLLM_MEDIA_LOADING_THREAD_COUNT"):
+        global_thread_pool._max_workers = min(global_thread_pool._max_workers, os.cpu_count() or 1)
+
+
+@contextmanager
+def keep_media_in_front_end(model_config: ModelConfig, renderer: Callable[[], BaseRenderer]) -> Iterator[None]:
+    """Start an instance inside the block without upstream's cache, and give its renderer one of the front end alone.
+
+    Prompts of a stage with several instances are rendered once, by one of them. Upstream's cache leaves out media that
+    it has sent before, to whichever instance that was.
+    """
+    from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+
+    multimodal = model_config.multimodal_config
+    num_gb = 0.0 if multimodal is None else multimodal.mm_processor_cache_gb
+    if multimodal is None or num_gb <= 0:
+        yield
+        return
+    multimodal.mm_processor_cache_gb = 0.0
+    yield
+    multimodal.mm_processor_cache_gb = num_gb
+    renderer()._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
+
+
+def extend_request_state(state: object, cls: type[T]) -> T:
+    """Make a request state that upstream has just created an object of ``cls``, a subclass of its class.
+
+    Fails if ``RequestState`` gets ``__slots__``.
+    """
+    state.__class__ = cls
+    assert isinstance(state, cls)
+    return state
+
+
+def adopt(cls: type[T], upstream: object) -> T:
+    """Make an object of ``cls`` with the attributes of ``upstream``, an object of a base class; they share values."""
+    adopted = cls.__new__(cls)
+    adopted.__dict__.update(upstream.__dict__)
+    return adopted
