@@ -1,7 +1,7 @@
 """The vLLM plugin: everything that is registered with vLLM is registered here.
 
-What is replaced at run time stands in ``vllm_patches.py``. vLLM calls ``register`` (entry-point group ``vllm.general_plugins``) in the front end, in every engine core and in every
-worker.
+vLLM calls ``register`` (entry-point group ``vllm.general_plugins``) in the front end, in every engine core and in every
+worker. What is replaced at run time stands in ``vllm_patches.py``.
 """
 
 from __future__ import annotations
