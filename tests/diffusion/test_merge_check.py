@@ -41,7 +41,7 @@ def test_a_rule_that_ignores_the_mask_is_found(pipeline, caplog):
     broken = dataclasses.replace(RULES[DENOISER], padded={"encoder_hidden_states": "controlnet_block_samples"})
     rules = find(pipeline, caplog, **{DENOISER: broken})
     assert rules["transformer"].padded == {}
-    assert f"{DENOISER} (transformer) merges only requests with texts of one length" in caplog.text
+    assert f"{DENOISER} (transformer) merges only requests with texts of equal length" in caplog.text
 
 
 def test_a_network_that_mixes_its_rows_is_not_merged(pipeline, caplog, monkeypatch):
@@ -80,7 +80,7 @@ def test_where_no_size_is_accepted_nothing_is_merged(pipeline, caplog, monkeypat
 
     monkeypatch.setattr(type(pipeline), "check_inputs", refuse)
     assert find(pipeline, caplog) == {}
-    assert "the test's own requests fail: ValueError: never that size" in caplog.text
+    assert "the requests of the check fail: ValueError: never that size" in caplog.text
 
 
 def test_a_larger_size_is_tried_where_a_small_one_is_refused(pipeline, caplog, monkeypatch):
