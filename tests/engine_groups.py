@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/entrypoints/openai/test_media_routes.py",
     ),
     "image server": ("tests/e2e/test_images.py",),
-    "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_draw.py"),
+    "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
 }
 
 _PLACES = {

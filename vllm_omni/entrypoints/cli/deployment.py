@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatte
 from yaml import YAMLError
 
 from vllm_omni.config import OmniConfig, load_config
-from vllm_omni.entrypoints.cli.parser import RefusingParser
+from vllm_omni.entrypoints.cli.parser import RejectingParser
 
 EPILOG = """All flags: {prog} --help=all; those of a section: --help=ModelConfig; one: --help=max-model-len."""
 
@@ -25,7 +25,7 @@ class _HelpFormatter(SortedHelpFormatter):
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
-class DeploymentParser(RefusingParser, FlexibleArgumentParser):
+class DeploymentParser(RejectingParser, FlexibleArgumentParser):
     """vLLM's parser (dashes or underscores, --config FILE, dotted JSON) with our manner of refusing and helping."""
 
     own_groups: Sequence[str] = ()  # titles of the groups that the plain help tells in full

@@ -1,6 +1,6 @@
-"""``vllm-omni generate MODEL --prompt TEXT``: one prompt, its media, one answer; no server.
+"""``vllm-omni generate MODEL --prompt TEXT``: answer one prompt with its media, without a server.
 
-What a diffusion pipeline does with it is in ``draw.py``.
+``generate_media.py`` has what differs for a diffusion pipeline.
 """
 
 import argparse
@@ -8,7 +8,6 @@ import base64
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -21,17 +20,25 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
-from vllm_omni.entrypoints.cli.draw import add_arguments as add_diffusion_arguments
-from vllm_omni.entrypoints.cli.draw import draw, refuse_diffusion_options
-from vllm_omni.entrypoints.cli.output import DEFAULT_NAMES, answer_path, check_writable, reason
+from vllm_omni.entrypoints.cli.generate_media import add_arguments as add_diffusion_arguments
+from vllm_omni.entrypoints.cli.generate_media import generate_media, reject_diffusion_options
+from vllm_omni.entrypoints.cli.output import (
+    DEFAULT_NAMES,
+    answer_path,
+    check_writable,
+    print_start,
+    print_times,
+    reason,
+    save_files,
+    stage_seconds,
+)
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
-from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
+from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
 
-DESCRIPTION = """Answer one prompt, media included, without a server. The text goes to stdout, the speech to a file, and
-everything else (where the file is, how long each stage took, logs) to stderr. Of a diffusion pipeline, image, video or
-sound go to files, and their paths to stdout."""
+DESCRIPTION = """Answer one prompt, media included, without a server. Text goes to stdout, speech to a file, and logs,
+paths and times to stderr. Images, videos and sounds of a diffusion pipeline go to files, and their paths to stdout."""
 
 USAGE = "vllm-omni generate MODEL --prompt TEXT [--image FILE] [--audio FILE] [--video FILE] [options]"
 
@@ -40,24 +47,24 @@ MAX_SEED = 2**63 - 1
 
 
 class Media(NamedTuple):
-    """One image, sound or film of the prompt."""
+    """One image, sound or video of the prompt."""
 
     kind: str  # "image", "audio" or "video"
     url: str  # file: or data:
 
     @property
     def part(self) -> dict[str, Any]:
-        """As a message of OpenAI's API holds it."""
+        """Content part of a message in OpenAI's API."""
         return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
 
 
 def generate(args: Sequence[str]) -> None:
-    """Check everything that can be known before, start every stage, answer, end every stage.
+    """Check the arguments, start every stage, answer, stop every stage.
 
     Raises:
         SystemExit: a flag is wrong.
-        ConfigError: what an argument names is wrong, or the deployment is.
-        InvalidRequest: the stages refused the prompt.
+        ConfigError: a file or name in an argument is wrong, or the deployment is.
+        InvalidRequest: the stages rejected the prompt.
         StageFailed: a stage did not start, or failed.
     """
     parsed = parse_generate_args(args)
@@ -67,21 +74,21 @@ def generate(args: Sequence[str]) -> None:
 
 
 def parse_generate_args(args: Sequence[str]) -> Deployment:
-    """Raises ``SystemExit`` if a flag is wrong."""
+    """Raise ``SystemExit`` if a flag is wrong."""
     return parse_deployment("generate", args, _add_arguments, _check, description=DESCRIPTION, usage=USAGE)
 
 
 def _generate(parsed: Deployment, stdout: TextIO) -> None:
     options = parsed.args
     prompt = _read_prompt(options)
-    answer_path(options.output)  # which refuses a suffix that no model's answer has
-    # The files are the user's own, and nobody else asks this engine for any.
+    answer_path(options.output)  # rejects a suffix that no modality has
+    # The files are the user's own, and this engine has no other user.
     config = parsed.load_config(allowed_local_media_path="/")
     if config.stages[0].is_diffusion:
         (modality,) = Orchestrator(config).pipeline.modalities
-        draw(config, modality, options, prompt, stdout)
+        generate_media(config, modality, options, prompt, stdout)
         return
-    refuse_diffusion_options(options)
+    reject_diffusion_options(options)
     audio_path = answer_path(options.output, "audio")
     modalities = _check_request(config, options)
     if "audio" in modalities:
@@ -93,7 +100,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
     messages = [{"role": "user", "content": content if media else prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
-    print(f"starting {', '.join(config.stage_names)} of {config.model} ...", file=sys.stderr, flush=True)
+    print_start(config)
     with OmniLLM(config=config) as omni:
         (output,) = omni.chat(
             messages,
@@ -103,13 +110,13 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
             speaker=options.speaker,
             mm_processor_kwargs={"use_audio_in_video": True} if options.use_audio_in_video else None,
         )
-    tell(output, config, modalities, audio_path, as_json=options.json, stdout=stdout)
+    write_answer(output, config, modalities, audio_path, as_json=options.json, stdout=stdout)
 
 
 def _add_arguments(parser: DeploymentParser) -> None:
     add_engine_flags(parser)
-    parser.conflict_handler = "resolve"  # --seed: here it is the answer's; of an engine, --stage NAME.seed=N
-    group = parser.add_argument_group("Prompt", "What is asked. Media come before the text, in the order given.")
+    parser.conflict_handler = "resolve"  # --seed is the sampling's here; an engine's is --stage NAME.seed=N
+    group = parser.add_argument_group("Prompt", "Text and media. Media come before the text, in the order given.")
     group.add_argument("--prompt", metavar="TEXT", help='The text; "-" reads it from stdin.')
     group.add_argument("--prompt-file", metavar="FILE", help="Read the text from a file instead.")
     group.add_argument("--system", metavar="TEXT", help="The system prompt.")
@@ -122,27 +129,27 @@ def _add_arguments(parser: DeploymentParser) -> None:
             default=[],
             help=f"{kind.capitalize()} of the prompt: a file, or a URL (http, https, data). May be repeated.",
         )
-    group.add_argument("--use-audio-in-video", action="store_true", help="Hear the sound of the videos, too.")
-    group = parser.add_argument_group("Answer", "What is answered, and where it goes.")
+    group.add_argument("--use-audio-in-video", action="store_true", help="Use the sound of the videos as well.")
+    group = parser.add_argument_group("Answer", "Modalities and sampling of the answer, and its files.")
     group.add_argument(
         "--modalities", metavar="LIST", type=_words, help="text,audio or one of them; by default, all of the model's."
     )
     group.add_argument("--speaker", metavar="NAME", help="A voice of the checkpoint; by default, its first.")
-    group.add_argument("--max-tokens", metavar="N", type=_at_least(1), help="At most so many tokens of text.")
+    group.add_argument("--max-tokens", metavar="N", type=_at_least(1), help="Maximum number of text tokens.")
     group.add_argument(
         "--seed",
         metavar="N",
         dest="sampling_seed",
         type=_at_least(0, MAX_SEED),
-        help="Makes every stage's sampling repeatable (an engine's own seed is --stage NAME.seed=N).",
+        help="Seed of every stage's sampling (an engine's own seed is --stage NAME.seed=N).",
     )
     group.add_argument(
         "-o",
         "--output",
         metavar="PATH",
-        help="A file, whose suffix chooses the format, or a directory, made if need be. By default "
-        f"./{DEFAULT_NAMES['audio']}, of a diffusion pipeline ./{DEFAULT_NAMES['image']} or "
-        f"./{DEFAULT_NAMES['video']}; what is there is replaced, and several outputs get numbers.",
+        help="A file, whose suffix chooses the format, or a directory, created if needed. By default "
+        f"./{DEFAULT_NAMES['audio']}, for a diffusion pipeline ./{DEFAULT_NAMES['image']} or "
+        f"./{DEFAULT_NAMES['video']}; existing files are replaced, and several outputs are numbered.",
     )
     group.add_argument("--json", action="store_true", help="Print everything about the answer as one line of JSON.")
     add_diffusion_arguments(parser)
@@ -150,12 +157,12 @@ def _add_arguments(parser: DeploymentParser) -> None:
 
 
 class _AppendMedia(argparse.Action):
-    """All media in one list, as their order is the prompt's."""
+    """Collect all media in one list: their order is their order in the prompt."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        assert option is not None, "it is no positional argument"
+        assert option is not None, "not a positional argument"
         media = getattr(namespace, self.dest, None) or []
         setattr(namespace, self.dest, [*media, (option.removeprefix("--"), values)])
 
@@ -164,19 +171,19 @@ def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
     if options.prompt is None and options.prompt_file is None:
         parser.error("no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE")
     if options.prompt is not None and options.prompt_file is not None:
-        parser.error("--prompt and --prompt-file are the same thing: give one of them")
+        parser.error("--prompt and --prompt-file are alternatives: give one of them")
     if options.use_audio_in_video and not any(kind == "video" for kind, _ in options.media):
         parser.error("--use-audio-in-video: there is no --video")
     if options.use_audio_in_video and any(kind == "audio" for kind, _ in options.media):
-        parser.error("--use-audio-in-video: not with --audio; the model then takes every sound for a video's")
+        parser.error("--use-audio-in-video: not with --audio: the model would take every sound for a video's")
     if options.modalities and "codec_ids" in options.modalities and not options.json:
-        parser.error("--modalities codec_ids: they are told by --json alone")
+        parser.error("--modalities codec_ids: only with --json")
 
 
 def _words(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be names with commas between them, for example text,audio")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example text,audio")
     return words
 
 
@@ -188,7 +195,7 @@ def _at_least(least: int, most: int | None = None) -> Any:
             raise argparse.ArgumentTypeError(f"{value}: valid: {valid}")
         return value
 
-    parse.__name__ = "int"  # argparse names it when the text is no number
+    parse.__name__ = "int"  # argparse names the type when the text is not a number
     return parse
 
 
@@ -212,7 +219,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
 
 
 def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[str]:
-    """The modalities of the answer. Raises ``ConfigError`` for those and a speaker that the model has not."""
+    """Return the modalities of the answer. Raise ``ConfigError`` if the model lacks one of them, or the speaker."""
     orchestrator = Orchestrator(config)
     try:
         if options.modalities is not None:
@@ -224,7 +231,7 @@ def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[
 
 
 def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound: bool) -> Media:
-    """Fetch what is remote, and decode it all once: a start takes longer than that. Raises ``ConfigError``."""
+    """Fetch remote media, and decode all of them: a start takes longer. Raise ``ConfigError`` if that fails."""
     flag = f"--{kind} {named if len(named) <= 80 else named[:77] + '...'}"
     try:
         if re.match(r"https?:", named, re.IGNORECASE):
@@ -242,12 +249,12 @@ def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound
     try:
         fetch(url)
     except Exception as exc:
-        raise ConfigError(f"{flag}: no {kind} that can be read: {reason(rejection(exc))}") from exc
+        raise ConfigError(f"{flag}: not a readable {kind}: {reason(rejection(exc))}") from exc
     if kind == "video" and with_sound:
         try:
             connector.fetch_audio(url)
         except Exception as exc:
-            raise ConfigError(f"{flag}: no sound to be heard (--use-audio-in-video): {reason(rejection(exc))}") from exc
+            raise ConfigError(f"{flag}: no readable sound (--use-audio-in-video): {reason(rejection(exc))}") from exc
     return Media(kind, url)
 
 
@@ -264,7 +271,7 @@ def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, 
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-def tell(
+def write_answer(
     output: OmniRequestOutput,
     config: OmniConfig,
     modalities: Sequence[str],
@@ -273,15 +280,15 @@ def tell(
     as_json: bool,
     stdout: TextIO,
 ) -> None:
-    """Print the answer, and write its speech.
+    """Print the text, and write the speech to its file.
 
     Raises:
         OmniError: the speech cannot be written; the text has been printed.
     """
     if "text" in modalities and not as_json:
         print(output.outputs[0].text, file=stdout, flush=True)
-    has_speech = "audio" in modalities and len(output.multimodal_output["audio"]) > 0  # one token is too short for any
-    saved = _save_audio(output, audio_path) if has_speech else None
+    has_speech = "audio" in modalities and len(output.multimodal_output["audio"]) > 0  # empty after a single token
+    saved = save_files(audio_path, lambda path: [output.save_audio(path)], "the speech")[0] if has_speech else None
     if as_json:
         print(json.dumps(_as_data(output, config, modalities, saved), ensure_ascii=False), file=stdout)
         return
@@ -289,20 +296,8 @@ def tell(
         rate = output.multimodal_output["sample_rate"]
         print(f"speech  {saved} ({_num_seconds(output):.1f} s, {rate} Hz)", file=sys.stderr)
     elif "audio" in modalities:
-        print("speech  none: the text is too short to be spoken", file=sys.stderr)
-    times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in output.stage_durations.items())
-    print(f"time    {times}", file=sys.stderr)
-
-
-def _save_audio(output: OmniRequestOutput, path: Path) -> Path:
-    """Write the speech beside its place and move it there whole; what fails or is interrupted leaves nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as directory:
-            output.save_audio(Path(directory) / path.name).replace(path)
-    except OSError as exc:
-        raise OmniError(f"the speech cannot be written to {path}: {reason(exc)}") from exc
-    return path.resolve()
+        print("speech  none: the text is too short for speech", file=sys.stderr)
+    print_times(output)
 
 
 def _num_seconds(output: OmniRequestOutput) -> float:
@@ -329,5 +324,5 @@ def _as_data(
         data["codec_ids"] = output.multimodal_output["codec_ids"]
     data["num_prompt_tokens"] = len(output.prompt_token_ids or ())
     data["num_tokens"] = len(answer.token_ids)
-    data["stage_seconds"] = {stage: round(seconds, 4) for stage, seconds in output.stage_durations.items()}
+    data["stage_seconds"] = stage_seconds(output)
     return data

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_omni.entrypoints.cli.parser import RefusingParser
+from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.errors import ConfigError, GraphError
 from vllm_omni.flow import Graph, GraphParser, StaticPlan
 from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
@@ -24,7 +24,7 @@ def graph(args: Sequence[str]) -> None:
         ConfigError: no such model or file, or it has no graph.
         GraphError: a graph is wrong; what the others look like has been printed.
     """
-    parser = RefusingParser(prog="vllm-omni graph", description=DESCRIPTION)
+    parser = RejectingParser(prog="vllm-omni graph", description=DESCRIPTION)
     parser.add_argument("source", metavar="MODEL_OR_FILE", help="a checkpoint, or a Python file: it is run")
     parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: stdout)")

@@ -1,14 +1,18 @@
-"""Where a command writes its answer, and why it cannot."""
+"""Write a command's answer: the path of ``--output``, files, times, and the reason for a failure."""
 
 import os
 import re
-from collections.abc import Collection
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from vllm_omni.errors import ConfigError
+from vllm_omni.config import OmniConfig
+from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.media.audio import AUDIO_SUFFIXES
 from vllm_omni.media.image import IMAGE_SUFFIXES
 from vllm_omni.media.video import VIDEO_SUFFIXES
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 
 SUFFIXES: dict[str, Collection[str]] = {"image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
@@ -17,13 +21,13 @@ DEFAULT_NAMES = {"image": "answer.png", "video": "answer.mp4", "audio": "answer.
 
 
 def answer_path(output: str | None, modality: str | None = None) -> Path:
-    """The file that ``--output`` names, or ``DEFAULT_NAMES`` in the directory that it names; makes nothing.
+    """The file that ``--output`` names, or ``DEFAULT_NAMES`` in the directory that it names; creates nothing.
 
     Args:
         modality: of the answer; None: not known yet.
 
     Raises:
-        ConfigError: a suffix that no file of this modality has.
+        ConfigError: the suffix is not one of this modality.
     """
     default = DEFAULT_NAMES[modality or "audio"]
     if output is None:
@@ -34,13 +38,13 @@ def answer_path(output: str | None, modality: str | None = None) -> Path:
     suffix = path.suffix.lower()
     known = SUFFIXES[modality] if modality else [one for suffixes in SUFFIXES.values() for one in suffixes]
     if suffix not in known:
-        said = f"unknown suffix {path.suffix!r}" if modality is None else f"this model answers in {modality}"
-        raise ConfigError(f"--output {output}: {said}: {suggest(suffix, known)}; a directory ends in {os.sep!r}")
+        why = f"unknown suffix {path.suffix!r}" if modality is None else f"this model answers in {modality}"
+        raise ConfigError(f"--output {output}: {why}: {suggest(suffix, known)}; a directory ends in {os.sep!r}")
     return path
 
 
 def check_writable(path: Path) -> None:
-    """Raise ``ConfigError`` if the file could not be written; makes nothing."""
+    """Raise ``ConfigError`` if the file could not be written; creates nothing."""
     if path.is_dir():
         raise ConfigError(f"--output {path}: it is a directory")
     existing = next(parent for parent in path.absolute().parents if parent.exists())
@@ -50,13 +54,45 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--output {path}: {existing} cannot be written to")
 
 
+def save_files(path: Path, save: Callable[[Path], Sequence[Path]], what: str) -> list[Path]:
+    """Write files in a temporary directory beside ``path`` and move them into place: a failure leaves nothing.
+
+    Args:
+        save: writes the files for a path, and returns their paths.
+
+    Raises:
+        OmniError: a file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as directory:
+            saved = save(Path(directory) / path.name)
+            return [one.replace(path.parent / one.name).resolve() for one in saved]
+    except OSError as exc:
+        raise OmniError(f"{what} cannot be written to {path}: {reason(exc)}") from exc
+
+
+def print_start(config: OmniConfig) -> None:
+    print(f"starting {', '.join(config.stage_names)} of {config.model} ...", file=sys.stderr, flush=True)
+
+
+def print_times(output: OmniRequestOutput) -> None:
+    times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in output.stage_durations.items())
+    print(f"time    {times}", file=sys.stderr)
+
+
+def stage_seconds(output: OmniRequestOutput) -> dict[str, float]:
+    """For ``--json``."""
+    return {stage: round(seconds, 4) for stage, seconds in output.stage_durations.items()}
+
+
 def reason(exc: BaseException) -> str:
-    """The one line that says most: the system's words for what stopped a file or a connection, or the first line."""
+    """Describe an error in one line: the system's message for a file or a connection, or the error's first line."""
     deepest: BaseException | None = exc
     while deepest is not None:
         if isinstance(deepest, OSError) and deepest.strerror:
             return deepest.strerror
         deepest = deepest.__cause__ or deepest.__context__
-    said = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-    said = said.removeprefix("the prompt or its media cannot be read: ")
-    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", said)
+    line = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+    line = line.removeprefix("the prompt or its media cannot be read: ")
+    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", line)

@@ -1,17 +1,16 @@
-"""What every parser of the command line does: refuse in one line, with the nearest valid name."""
+"""Errors of every parser of the command line: one line, with the nearest valid name."""
 
 import argparse
-import difflib
 from collections.abc import Collection
 from typing import NoReturn
 
-from vllm_omni.names import suggest
+from vllm_omni.names import nearest, suggest
 
 
-class RefusingParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors are one line, exit code 2, and name what was probably meant."""
+class RejectingParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` whose errors are one line, with exit code 2 and the name that was probably meant."""
 
-    options: Collection[str] | None = None  # what to compare an unknown flag with; this parser's own by default
+    options: Collection[str] | None = None  # valid flags for suggestions; None: this parser's own
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -22,8 +21,8 @@ class RefusingParser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         flag = word.partition("=")[0]
-        near = difflib.get_close_matches(flag, self.options or self._option_string_actions, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"see {self.prog} --help"
+        near = nearest(flag, self.options or self._option_string_actions)
+        hint = f"see {self.prog} --help" if near is None else f"did you mean {near!r}?"
         return f"unknown flag {flag!r}: {hint}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Keeps what libraries say out of a command's answer."""
+"""Keep the output of libraries out of a command's answer."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ VARIABLES = {
 
 
 def hush() -> None:
-    """Before vLLM is imported: what libraries say while they load drowns an answer of a few lines.
+    """Silence libraries while they load, which would bury an answer of a few lines. Call it before vLLM is imported.
 
-    Who wants to hear it sets these variables.
+    Variables that the user has set stay as they are.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -28,7 +28,7 @@ def hush() -> None:
 
 @contextlib.contextmanager
 def only_the_answer_on_stdout() -> Iterator[TextIO]:
-    """Yield the real stdout; what vLLM, its processes and their libraries write to theirs goes to stderr."""
+    """Yield the real stdout; the output of vLLM, its processes and their libraries goes to stderr."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from vllm_omni.config import DIFFUSERS, LANGUAGE, bundled_model_types
-from vllm_omni.entrypoints.cli.parser import RefusingParser
+from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.errors import ConfigError
 from vllm_omni.testing import diffusion as diffusers_tiny
 
@@ -14,7 +14,7 @@ LLAVA = "llava-1.5"  # a language model that reads images
 
 def tiny(args: Sequence[str]) -> None:
     """Write a tiny checkpoint with random weights, in the layout of a real one; no network is used."""
-    parser = RefusingParser(
+    parser = RejectingParser(
         prog="vllm-omni tiny",
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",

@@ -1,4 +1,4 @@
-"""``generate`` of diffusion pipelines: what is refused before one starts, what is told of an answer, and one run."""
+"""``generate`` with diffusion pipelines: errors before one starts, the answer as it is written, and one run."""
 
 import io
 import json
@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from vllm.outputs import RequestOutput
 
-from tests.entrypoints.test_cli import refused
+from tests.entrypoints.test_cli import rejected
 from tests.media.test_image import decode, make_pixels
 from tests.media.test_video import decode as decode_video
 from vllm_omni.config import OmniConfig, StageConfig
-from vllm_omni.entrypoints.cli.draw import tell
+from vllm_omni.entrypoints.cli.generate_media import write_answer
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.testing import diffusion as tiny
 
@@ -26,8 +26,8 @@ VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each test works: with tiny pipelines, and a picture."""
-    directory = tmp_path_factory.mktemp("draw")
+    """Working directory of each test: with tiny pipelines, and a picture."""
+    directory = tmp_path_factory.mktemp("media")
     for name in ("qwen-image", "wan2.2-i2v"):
         tiny.build(directory / name, name)
     Image.linear_gradient("L").resize((64, 64)).save(directory / "picture.png")
@@ -35,9 +35,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_errors_come_before_the_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    monkeypatch.chdir(directory)
+    for args, why in [
         (["--size", "64"], "--size: '64': must be WIDTHxHEIGHT"),
         (["--size", "0x64"], "width = 0: must be at least 1 pixel"),
         (["--steps", "0"], "num_inference_steps = 0: must be at least 1"),
@@ -49,53 +51,44 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--extra-args", "[1]"], "--extra-args: must be a JSON object"),
         (["--extra-args", '{"height": 64}'], "extra_args: 'height' is a field of its own"),
         (["--image", "absent.png"], "--image absent.png: No such file or directory"),
-        (["--image", "text.png"], "--image text.png: no image that can be read"),
+        (["--image", "text.png"], "--image text.png: not a readable image"),
         (["--audio", "x.wav"], "--audio: a diffusion pipeline reads images alone"),
-        (["--speaker", "Ethan"], "--speaker: this model is a diffusion pipeline"),
-        (["--max-tokens", "3"], "--max-tokens: this model is a diffusion pipeline"),
+        (["--speaker", "Ethan"], "--speaker: not for a diffusion pipeline"),
+        (["--max-tokens", "3"], "--max-tokens: not for a diffusion pipeline"),
         (["--modalities", "text"], "--modalities text: this model answers in image"),
         (["-o", "x.mp4"], "--output x.mp4: this model answers in image: valid: .png"),
         (["-o", "x.pgn"], "unknown suffix '.pgn': did you mean '.png'?"),
         (["-o", "text.png/x/"], "text.png is not a directory"),
-    ],
-)
-def test_what_is_wrong_is_refused_before_the_start(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    directory: Path,
-    args: list[str],
-    why: str,
+    ]:
+        assert why in rejected(capsys, "generate", "qwen-image", "--prompt", "a cat", *args), args
+        assert not (directory / "answer.png").exists()
+
+
+def test_a_model_that_speaks_rejects_diffusion_options(
+    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
 ) -> None:
-    monkeypatch.chdir(directory)
-    assert why in refused(capsys, "generate", "qwen-image", "--prompt", "a cat", *args)
-    assert not (directory / "answer.png").exists()
+    for flag in ("--size=64x64", "--steps=3", "--num-outputs=2", "--fps=3", "--negative-prompt=x"):
+        line = rejected(capsys, "generate", str(tiny_checkpoint), "--prompt", "a cat", flag)
+        assert f"{flag.partition('=')[0]}: this model is not a diffusion pipeline" in line
 
 
-@pytest.mark.parametrize("args", [["--size=64x64"], ["--steps=3"], ["-n", "2"], ["--fps=3"], ["--negative-prompt=x"]])
-def test_a_model_that_speaks_refuses_what_concerns_drawing(
-    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, args: list[str]
-) -> None:
-    said = refused(capsys, "generate", str(tiny_checkpoint), "--prompt", "a cat", *args)
-    assert "this model is no diffusion pipeline" in said
+# -- the answer --------------------------------------------------------------------------------------------------------
 
 
-# -- telling it --------------------------------------------------------------------------------------------------------
-
-
-def told(path: Path, modality: str, *, as_json: bool = False, **media: Any) -> str:
+def written(path: Path, modality: str, *, as_json: bool = False, **media: Any) -> str:
     output = OmniRequestOutput.of(RequestOutput("r", None, None, None, [], finished=True))
     output.multimodal_output, output.stage_durations = media, {"diffusion": 1.5}
     config = OmniConfig(
         model="m", model_type="diffusers", stages=(StageConfig(stage_id=0, name="diffusion", model="m"),)
     )
     stdout = io.StringIO()
-    tell(output, config, modality, path, as_json=as_json, stdout=stdout)
+    write_answer(output, config, modality, path, as_json=as_json, stdout=stdout)
     return stdout.getvalue()
 
 
 def test_images_go_to_files_and_their_paths_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = torch.stack([make_pixels(), 255 - make_pixels()])
-    out = told(tmp_path / "new" / "cat.webp", "image", images=images)
+    out = written(tmp_path / "new" / "cat.webp", "image", images=images)
     paths = [tmp_path / "new" / f"cat-{index}.webp" for index in range(2)]
     assert out.splitlines() == [str(path) for path in paths]
     assert capsys.readouterr().err == "time    diffusion 1.50 s\n"
@@ -103,9 +96,9 @@ def test_images_go_to_files_and_their_paths_to_stdout(tmp_path: Path, capsys: py
     assert sorted((tmp_path / "new").iterdir()) == paths
 
 
-def test_a_sound_is_told_with_its_channels_and_rate(tmp_path: Path) -> None:
+def test_json_has_the_channels_and_rate_of_a_sound(tmp_path: Path) -> None:
     path = tmp_path / "rain.wav"
-    answer = json.loads(told(path, "audio", as_json=True, audio=torch.zeros(1, 2, 441), sample_rate=44100))
+    answer = json.loads(written(path, "audio", as_json=True, audio=torch.zeros(1, 2, 441), sample_rate=44100))
     assert answer["audio"] == [{"path": str(path), "num_channels": 2, "num_samples": 441, "sample_rate": 44100}]
     samples, sample_rate = soundfile.read(path)
     assert (samples.shape, sample_rate) == ((441, 2), 44100)

@@ -1,0 +1,224 @@
+"""What is installed: this package, its plugin, its extras, vLLM and the platform that vLLM detects."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import vllm_omni
+from vllm_omni.compat import SUPPORTED_VLLM, check_vllm_version
+from vllm_omni.entrypoints.cli.doctor.report import Report
+from vllm_omni.errors import ConfigError, MissingDependency
+
+DISTRIBUTION = "vllm-omni"
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_NAME, PLUGIN_VALUE = "vllm_omni", "vllm_omni.plugin:register"
+ENGINE_EXTRAS = ("cpu", "cuda")  # one of them must be complete
+INSTALL = "in the checkout of this project: pip install -e '.[cpu]' (or '.[cuda]')"
+
+
+def examine_package(report: Report, path: Sequence[str], here: Path) -> None:
+    """Distinguish this project from the one on PyPI with the same distribution and package names.
+
+    Args:
+        path: ``sys.path``.
+        here: directory of the package that is imported.
+    """
+    installed: list[dict[str, Any]] = []
+    for found in metadata.distributions(name=DISTRIBUTION, path=list(path)):
+        place = str(found.locate_file(""))
+        if any(one["place"] == place for one in installed):  # on sys.path twice
+            continue
+        installed.append({"version": found.version, "place": place, "is_ours": _is_ours(found)})
+        if not installed[-1]["is_ours"]:
+            report.problem(
+                f"{place} has the distribution {DISTRIBUTION} {found.version} of another project (on PyPI, by the "
+                "vllm-project): its plugin, and its code where it comes first on sys.path, run in place of this one's",
+                f"{sys.executable} -m pip uninstall {DISTRIBUTION}; then, {INSTALL}",
+            )
+    if not installed:
+        report.problem(
+            f"no distribution {DISTRIBUTION} is installed, so vLLM's processes do not find the plugin", INSTALL
+        )
+    copies: list[Path] = []
+    for entry in dict.fromkeys(path):
+        package = Path(entry or ".").resolve() / "vllm_omni"
+        if not (package / "__init__.py").is_file() or package in (here.resolve(), *copies):
+            continue
+        copies.append(package)
+        is_ours = (package / "plugin.py").is_file() and (package / "flow").is_dir()
+        is_reported = any(not one["is_ours"] and Path(one["place"]).resolve() == package.parent for one in installed)
+        if is_ours:
+            report.warn(
+                f"{package} is a second copy of this project on sys.path; {here} is the one that is imported",
+                "leave one of them on sys.path",
+            )
+        elif not is_reported:
+            report.problem(
+                f"{package} is another project's package of the same name, and is on sys.path",
+                f"take {package.parent} from sys.path (PYTHONPATH, the current directory), or remove the package",
+            )
+    report.sections["package"] = {
+        "version": vllm_omni.__version__,
+        "imported_from": str(here),
+        "distributions": installed,
+        "other_copies": [str(copy) for copy in copies],
+    }
+
+
+def _is_ours(found: metadata.Distribution) -> bool:
+    return any((entry.group, entry.value) == (PLUGIN_GROUP, PLUGIN_VALUE) for entry in found.entry_points)
+
+
+def examine_plugin(report: Report, found: metadata.EntryPoints, chosen: str | None) -> None:
+    """Check that vLLM finds this project's entry point, and may load it.
+
+    Args:
+        found: the entry points of ``PLUGIN_GROUP``.
+        chosen: value of ``VLLM_PLUGINS``.
+    """
+    values = sorted({entry.value for entry in found if entry.name == PLUGIN_NAME})
+    report.sections["plugin"] = {"found": values, "VLLM_PLUGINS": chosen}
+    if PLUGIN_VALUE not in values:
+        report.problem(f"vLLM finds no plugin {PLUGIN_NAME} in the entry-point group {PLUGIN_GROUP}", INSTALL)
+    if len(values) > 1:
+        report.problem(f"several plugins are called {PLUGIN_NAME}: {', '.join(values)}", "uninstall the other one")
+    if chosen is not None and PLUGIN_NAME not in chosen.split(","):
+        report.problem(
+            f"VLLM_PLUGINS={chosen!r} keeps vLLM from loading the plugin {PLUGIN_NAME}",
+            f"add it: VLLM_PLUGINS={','.join(filter(None, [*chosen.split(','), PLUGIN_NAME]))}, or unset the variable",
+        )
+
+
+def requirements() -> list[str]:
+    """The requirements in the metadata of this project's distribution; empty if it is not installed."""
+    for found in metadata.distributions(name=DISTRIBUTION):
+        if _is_ours(found):
+            return list(found.requires or ())
+    return []
+
+
+def examine_extras(report: Report, requirements: Sequence[str]) -> None:
+    """Find missing packages, of each extra and of those that are always needed."""
+    missing: dict[str, list[str]] = {}
+    for requirement in requirements:
+        wanted = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*\(?([^;)]*)", requirement)
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", requirement)
+        assert wanted is not None, f"a requirement starts with a name: {requirement!r}"
+        absent = missing.setdefault(extra[1] if extra else "", [])
+        if not _is_installed(wanted[1], wanted[2].strip()):
+            absent.append(f"{wanted[1]}{wanted[2].strip()}")
+    needed = missing.pop("", [])
+    report.sections["extras"] = {"missing": dict(sorted(missing.items()))}
+    if needed:
+        report.problem(f"packages are missing, or of another version: {', '.join(needed)}", INSTALL)
+    engines = {extra: missing[extra] for extra in ENGINE_EXTRAS if extra in missing}
+    if engines and all(engines.values()):
+        nearest = min(engines, key=lambda extra: len(engines[extra]))
+        report.problem(
+            f"the extra {nearest!r} is incomplete: {', '.join(engines[nearest])} is missing, or of another version",
+            f"in the checkout of this project: pip install -e '.[{nearest}]'",
+        )
+
+
+def _is_installed(name: str, specifier: str) -> bool:
+    version = _version(name)
+    if version is None:
+        return False
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # it comes with vLLM
+        return True
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def examine_vllm(report: Report) -> None:
+    """Import vLLM, and check its version, the platform that it detects, and the devices."""
+    providers = sorted(set(metadata.packages_distributions().get("vllm", ())))
+    report.sections["versions"] = versions = {
+        "python": sys.version.split()[0],
+        "vllm": None,
+        "supported_vllm": SUPPORTED_VLLM,
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "vllm_from": [f"{name} {_version(name)}" for name in providers],
+    }
+    examine_providers(report, providers, is_called_vllm=_version("vllm") is not None)
+    try:
+        import vllm
+        from vllm.platforms import current_platform
+    except Exception as exc:
+        if isinstance(exc, ModuleNotFoundError) and exc.name == "vllm":
+            report.problem("vLLM is not installed", INSTALL)
+        else:
+            report.problem(f"vLLM cannot be imported: {type(exc).__name__}: {_first_line(exc)}", INSTALL)
+        return
+    versions["vllm"] = vllm.__version__
+    try:
+        check_vllm_version(vllm.__version__)
+    except MissingDependency as exc:
+        what, _, remedy = str(exc).partition(": ")
+        report.problem(what, remedy)
+    _examine_platform(report, type(current_platform).__name__, current_platform.device_type)
+
+
+def examine_providers(report: Report, providers: Sequence[str], *, is_called_vllm: bool) -> None:
+    """Check which distributions install the package ``vllm``: there should be one, called ``vllm``."""
+    if len(providers) > 1:
+        report.problem(
+            f"several distributions have the package vllm, {' and '.join(providers)}: files of one replace another's",
+            f"{sys.executable} -m pip uninstall {' '.join(providers)}; then, {INSTALL}",
+        )
+    elif providers and not is_called_vllm:
+        report.warn(
+            f"no distribution is called vllm, but {providers[0]}: vLLM's own commands (without --omni) do not start",
+            f"in the checkout of this project: {sys.executable} requirements/fix_cpu_env.py",
+        )
+
+
+def _examine_platform(report: Report, name: str, device_type: str) -> None:
+    report.sections["platform"] = {"name": name, "device_type": device_type}
+    if not device_type:
+        report.problem(
+            "vLLM recognises no platform here: its build fits no device of this machine",
+            "install the CPU build (the extra `cpu`) where there is no GPU; for a GPU, check that its driver works",
+        )
+        return
+    from vllm_omni.worker.platforms import ar_worker_cls
+
+    try:
+        ar_worker_cls(device_type)
+    except ConfigError as exc:
+        report.problem(str(exc), "use a machine of one of these platforms, or install a package that adds this one")
+    if device_type == "cuda":
+        _examine_gpus(report)
+
+
+def _examine_gpus(report: Report) -> None:
+    import torch
+
+    gpus = {}
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        gpus[str(index)] = {"index": index, "name": name, "memory_bytes": total, "free_bytes": free}
+    report.sections["gpus"] = gpus
+    if not gpus:
+        report.problem(
+            "torch finds no GPU", "check that CUDA_VISIBLE_DEVICES names one, and that torch is built for CUDA"
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
