@@ -18,6 +18,7 @@ from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
 from vllm_omni.worker.platforms import ar_worker_cls
@@ -95,7 +96,7 @@ class AutoregressiveKind(EngineKind):
         args: dict[str, Any] = {
             "async_scheduling": False,
             "worker_cls": ar_worker_cls(device),
-            "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
+            "scheduler_cls": _ar_scheduler_cls(config),
         }
         return args | self._cpu_args(config.engine_args) if device == "cpu" else args
 
@@ -112,6 +113,14 @@ class AutoregressiveKind(EngineKind):
         return args
 
 
+def _ar_scheduler_cls(config: StageConfig) -> str:
+    args = config.engine_args
+    has_budgets = config.budgets or EPD_CONFIG in (args.get("additional_config") or {})
+    if has_budgets or config.deployment.is_split or args.get("ec_transfer_config"):
+        return "vllm_omni.core.sched.epd.EPDScheduler"
+    return "vllm_omni.core.sched.stream.StreamScheduler"
+
+
 class GenerationKind(EngineKind):
     """A model that answers a request in one step: a vocoder."""
 
@@ -119,7 +128,7 @@ class GenerationKind(EngineKind):
         return {
             "dtype": "float32",
             "distributed_executor_backend": "vllm_omni.model_executor.oneshot_executor.OneShotExecutor",
-            "scheduler_cls": "vllm_omni.core.sched.diffusion.DiffusionScheduler",
+            "scheduler_cls": "vllm_omni.core.sched.generation.GenerationScheduler",
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "enforce_eager": True,
@@ -137,6 +146,7 @@ class DiffusionKind(GenerationKind):
         return super().engine_args(config, device) | {
             "dtype": "float32" if device == "cpu" else "bfloat16",
             "distributed_executor_backend": "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor",
+            "scheduler_cls": "vllm_omni.core.sched.diffusion.DiffusionScheduler",
             "worker_cls": "vllm_omni.worker.diffusion_worker.DiffusionWorker",  # for vLLM's own executors
         }
 

@@ -7,7 +7,6 @@ returned in that step and in no other.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,11 +14,9 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.cache_update import DiTCacheUpdate
+from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.payload import Payload, pack
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,13 +32,6 @@ class CallSize(NamedTuple):
     num_rows: int
     num_bytes: int  # of its tensors
     num_cache_bytes: int = 0  # needed by the request's cache entries; 0: its denoiser has no cache
-
-
-class Failure(NamedTuple):
-    """Why a request ended without an answer."""
-
-    message: str
-    is_invalid: bool  # the request is at fault, not the stage
 
 
 @dataclass
@@ -74,15 +64,3 @@ def make_output(
         pending=dict(pending or {}),
         failures=dict(failures),
     )
-
-
-def make_failure(request_id: str, exc: Exception, *, is_invalid: bool | None = None) -> Failure:
-    """Describe an error that ends a request; log it unless the request caused it.
-
-    Args:
-        is_invalid: whether the request caused it; None: if it is a ``ValueError``.
-    """
-    is_invalid = isinstance(exc, ValueError) if is_invalid is None else is_invalid
-    if not is_invalid:
-        logger.error("request %s failed", request_id, exc_info=exc)
-    return Failure(str(exc) if isinstance(exc, InvalidRequest) else f"{type(exc).__name__}: {exc}", is_invalid)

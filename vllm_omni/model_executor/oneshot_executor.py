@@ -14,7 +14,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_omni.messages.denoise_step import Failure, make_failure, make_output
+from vllm_omni.messages.denoise_step import make_output
+from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.generation_model import GenerationModel

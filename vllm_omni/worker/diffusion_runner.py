@@ -29,10 +29,9 @@ from vllm_omni.messages.denoise_step import (
     CallSize,
     DenoiseOutput,
     DenoiseSchedulerOutput,
-    Failure,
-    make_failure,
     make_output,
 )
+from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay.hub import process_hub

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests import text_model
 from tests.core.sched.random_requests import BLOCK_SIZE, MEAN_STEP_S, Engine, PlannedRequest, Stream
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.core.sched.timeline import TimedScheduler
+from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.epd.budget import SloBudgets
 from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
 from vllm_omni.messages.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
@@ -48,7 +47,7 @@ def make_config(engine: Engine, additional_config: dict[str, Any] | None = None)
     config.scheduler_config.max_num_batched_tokens = engine.max_num_batched_tokens
     config.scheduler_config.policy = engine.policy
     config.scheduler_config.disable_chunked_mm_input = not engine.chunked_images
-    config.scheduler_config.async_scheduling = engine.is_async
+    config.scheduler_config.async_scheduling = False
     config.cache_config.num_gpu_blocks = engine.num_blocks
     config.cache_config.enable_prefix_caching = engine.prefix_caching
     if engine.max_adapters:
@@ -171,22 +170,16 @@ class SynthesisedRunner:
         self.images: dict[str, list[MultiModalFeatureSpec]] = {}
         self.encoder_cache: set[str] = set()
         self.num_encodes = 0
-        # Of requests that decode: their tokens. An asynchronous scheduler takes drafts to be right until it is told.
-        self.lengths: dict[str, int] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in output.finished_req_ids:
             self.images.pop(request_id, None)
-            self.lengths.pop(request_id, None)
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            self.lengths.pop(request_id, None)
         self.encoder_cache -= set(output.free_encoder_mm_hashes)
         starts = dict(
             zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)
         )
         for new in output.scheduled_new_reqs:
             self.images[new.req_id] = list(new.mm_features)
-            self.lengths.pop(new.req_id, None)  # a session's next input
             starts[new.req_id] = new.num_computed_tokens
         for request_id, inputs in output.scheduled_encoder_inputs.items():
             self._encode(self.images[request_id][one].identifier for one in inputs)
@@ -199,9 +192,7 @@ class SynthesisedRunner:
                 sampled.append([])
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(one, [])
-            length = self.lengths.get(one, starts[one] + output.num_scheduled_tokens[one] - len(drafts))
-            sampled.append(self._tokens(one, length, drafts))
-            self.lengths[one] = length + len(sampled[-1])
+            sampled.append(self._tokens(one, starts[one] + output.num_scheduled_tokens[one] - len(drafts), drafts))
         return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={one: index for index, one in enumerate(ids)}, sampled_token_ids=sampled
         )
@@ -223,9 +214,6 @@ class SynthesisedRunner:
     def _tokens(request_id: str, length: int, drafts: list[int]) -> list[int]:
         """The drafts up to the first that is wrong, and one more."""
         right = [token(request_id, length + number) for number in range(len(drafts) + 1)]
-        if -1 in drafts:  # the scheduler is asynchronous, and knows how many they are
-            rng = random.Random(f"{request_id} {length}")
-            drafts = [one if rng.random() < 0.7 else 9 for one in right[:-1]]
         num_accepted = next((n for n, draft in enumerate(drafts) if draft != right[n]), len(drafts))
         return right[: num_accepted + 1]
 
@@ -237,7 +225,6 @@ class LayeredRunner(SynthesisedRunner):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
-        self.is_async = scheduler.scheduler_config.async_scheduling
         self.under_way: list[str] = []
         self.sizes: dict[str, int] = {}  # embeddings of an image, by identifier
         self.num_layers_left = 0
@@ -267,8 +254,8 @@ class LayeredRunner(SynthesisedRunner):
             self.sizes |= {item.feature.identifier: item.num_embeds for item in output.encodes}
             self.num_embeds = sum(item.num_embeds for item in output.encodes)
         if not self.under_way:
-            assert self.is_async or output.num_encode_layers is None, "layers are granted, and there is no batch"
-            return None  # it ended in the step before, whose report the scheduler does not have yet
+            assert output.num_encode_layers is None, "layers are granted, and there is no batch"
+            return None
         num_layers = self.num_layers_left
         layer_s = self.layer_s(self.num_embeds)
         if output.max_seconds is not None and layer_s:
@@ -380,17 +367,16 @@ def drive(
     max_steps: int = 3000,
     on_step: Callable[[SchedulerOutput], None] = lambda output: None,
 ) -> list[Step]:
-    """Until nothing is left. Two batches are under way where the engine is asynchronous, as with vLLM's batch queue.
+    """Until nothing is left.
 
     Raises:
         AssertionError: requests are left after so many steps.
     """
     runner = runner or SynthesisedRunner(scheduler)
     steps: list[Step] = []
-    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Step]] = deque()
     known: set[str] = set()
     number = 0
-    while number < stream.num_steps or scheduler.has_requests() or in_flight:
+    while number < stream.num_steps or scheduler.has_requests():
         assert number < max_steps, f"seed {stream.seed}: after {number} steps these are left: {_left(scheduler)}"
         for planned in stream.arrivals.get(number, ()):
             if planned.request_id in known and planned.request_id not in scheduler.requests:
@@ -402,18 +388,17 @@ def drive(
         on_step(output)
         step = Step(fields_of(output), {}, {})
         steps.append(step)
-        in_flight.append((output, runner.execute(output), step))
+        runner_output = runner.execute(output)
         # Aborts come while a batch is computed.
         if aborted := stream.aborts.get(number - 1):
             scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
-        while in_flight and (len(in_flight) > stream.engine.is_async or not output.total_num_scheduled_tokens):
-            _update(scheduler, *in_flight.popleft())
-        if stream.engine.num_spec_tokens and not stream.engine.is_async:  # there they stay with the runner
+        _update(scheduler, output, runner_output, step)
+        if stream.engine.num_spec_tokens:
             scheduler.update_draft_token_ids(_make_drafts(scheduler, stream, number))
     return steps
 
 
-def let_time_pass(scheduler: TimedScheduler, seed: int) -> Callable[[SchedulerOutput], None]:
+def let_time_pass(scheduler: StreamScheduler, seed: int) -> Callable[[SchedulerOutput], None]:
     """Gives the scheduler a clock, on which steps take random times; returns what ``drive`` is to call with each."""
     rng = random.Random(f"times of {seed}")
     now = 0.0

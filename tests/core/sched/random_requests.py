@@ -53,7 +53,6 @@ class Engine:
     prefix_caching: bool = True
     policy: str = "fcfs"
     chunked_images: bool = True
-    is_async: bool = False
     max_adapters: int = 0  # in one batch; 0: the engine has none
     num_spec_tokens: int = 0  # drafts of a step; 0: the engine drafts none
     ec_role: str | None = None  # of a RelayECConnector
@@ -103,7 +102,6 @@ def make_stream(
             prefix_caching=rng.random() < 0.6,
             policy=rng.choice(["fcfs", "fcfs", "priority"]),
             chunked_images=rng.random() < 0.8,
-            is_async=rng.random() < 0.3,
             max_adapters=rng.choice([0, 0, 1]),
         )
         if not engine.chunked_images:  # vLLM refuses a budget into which an image does not fit

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
@@ -20,7 +21,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
 from vllm_omni.messages.cache_update import DiTCacheUpdate
-from vllm_omni.messages.denoise_step import CallSize, Failure, make_output
+from vllm_omni.messages.denoise_step import CallSize, make_output
+from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.payload import Payload, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS
 
@@ -44,11 +46,6 @@ def make_request(request_id: str, **params: Any) -> Request:
     return Request(request_id=request_id, prompt_token_ids=[0], sampling_params=sampling_params, pooling_params=None)
 
 
-def make_vocoder_request(request_id: str) -> Request:
-    args = {STAGE_ARGS: {"codec_ids": [1, 2]}}
-    return Request(request_id, [0], SamplingParams(max_tokens=1, extra_args=args), None)
-
-
 class Runner:
     """Answers steps as a runner does: a request ends after so many calls of the denoiser."""
 
@@ -69,7 +66,7 @@ def scheduled(output: SchedulerOutput) -> list[str]:
     return list(output.num_scheduled_tokens)
 
 
-def run(scheduler: DiffusionScheduler, runner: Runner, num_steps: int | None = None) -> list[list[str]]:
+def run(scheduler: Scheduler, runner: Runner, num_steps: int | None = None) -> list[list[str]]:
     """The batches of so many steps, or of all until nothing is left."""
     batches = []
     while scheduler.has_unfinished_requests() and (num_steps is None or len(batches) < num_steps):
@@ -79,9 +76,7 @@ def run(scheduler: DiffusionScheduler, runner: Runner, num_steps: int | None = N
     return batches
 
 
-def outputs_of(
-    scheduler: DiffusionScheduler, output: SchedulerOutput, answer: ModelRunnerOutput
-) -> list[EngineCoreOutput]:
+def outputs_of(scheduler: Scheduler, output: SchedulerOutput, answer: ModelRunnerOutput) -> list[EngineCoreOutput]:
     return [one for outputs in scheduler.update_from_output(output, answer).values() for one in outputs.outputs]
 
 
@@ -137,13 +132,6 @@ def test_requests_join_and_leave_between_any_two_steps(generation_vllm_config: V
     scheduler.add_request(make_request("late"))
     batches += run(scheduler, runner)
     assert batches == [["long"], ["long"], ["long", "short"], ["long", "short", "late"], ["long"], ["long"]]
-
-
-def test_requests_answered_in_one_step_are_served_in_order(generation_vllm_config: VllmConfig) -> None:
-    scheduler = make_scheduler(generation_vllm_config, max_num_seqs=2)
-    for name in "abcde":
-        scheduler.add_request(make_vocoder_request(name))
-    assert run(scheduler, Runner(dict.fromkeys("abcde", 1))) == [["a", "b"], ["c", "d"], ["e"]]
 
 
 # -- failure and abort ------------------------------------------------------------------------------------------------

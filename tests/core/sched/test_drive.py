@@ -74,7 +74,7 @@ def difference(faulty: type[Scheduler]) -> str:
     ("faulty", "said"),
     [
         (LastFirst, "step"),
-        (OneTokenLess, "scheduled_cached_reqs"),
+        (OneTokenLess, "num_scheduled_tokens"),
         (ForgetsFrees, "free_encoder_mm_hashes"),
         (EncodesLate, "Encoder cache miss"),
     ],

@@ -30,7 +30,7 @@ from tests.core.sched.random_requests import (
     with_migration,
     with_slos,
 )
-from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
+from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False, ec_role="ec_both")
@@ -420,8 +420,7 @@ def check_migration(seed: int, num_requests: int = 16) -> None:
 
 def check_stream(stream: Stream, budgets: dict[str, Any] | None) -> None:
     seed = stream.seed
-    scheduler_cls = AsyncEPDScheduler if stream.engine.is_async else EPDScheduler
-    scheduler = make_scheduler(scheduler_cls, stream.engine, {EPD_CONFIG: budgets} if budgets else None)
+    scheduler = make_scheduler(EPDScheduler, stream.engine, {EPD_CONFIG: budgets} if budgets else None)
     pass_time = let_time_pass(scheduler, seed)
     runner = RelayedRunner(
         scheduler, seed, num_seats=1 + seed % 3, keep_steps=seed % 7, max_steps=seed % 5, loss=(seed % 4) / 8

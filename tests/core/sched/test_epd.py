@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 
 import pytest
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -28,19 +27,19 @@ from tests.core.sched.random_requests import (
     with_slos,
 )
 from tests.fuzz import num_cases
-from vllm_omni.core.sched.epd import AsyncEPDScheduler, EPDScheduler
+from vllm_omni.core.sched.epd import EPDScheduler
+from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.messages.epd_step import EPD_CONFIG
 
 NUM_STREAMS = num_cases(400)
 
 
 def make_stock(stream: Stream) -> Scheduler:
-    return make_scheduler(AsyncScheduler if stream.engine.is_async else Scheduler, stream.engine)
+    return make_scheduler(Scheduler, stream.engine)
 
 
 def make_epd(stream: Stream, **epd: object) -> EPDScheduler:
-    scheduler_cls = AsyncEPDScheduler if stream.engine.is_async else EPDScheduler
-    return make_scheduler(scheduler_cls, stream.engine, {EPD_CONFIG: epd} if epd else None)
+    return make_scheduler(EPDScheduler, stream.engine, {EPD_CONFIG: epd} if epd else None)
 
 
 # -- without budgets, and with budgets that bind nothing --------------------------------------------------------------
@@ -51,19 +50,18 @@ def make_epd(stream: Stream, **epd: object) -> EPDScheduler:
 def test_without_budgets_every_step_is_stocks(first_seed: int, text_only: bool) -> None:
     for seed in range(first_seed, first_seed + 10):
         stream = make_stream(seed, text_only=text_only)
-        ours = make_epd(stream)
-        assert_same_steps(drive(make_stock(stream), stream), drive(ours, stream))
-        assert_is_idle(ours)
+        stock = drive(make_stock(stream), stream)
+        for ours in (make_scheduler(StreamScheduler, stream.engine), make_epd(stream)):
+            assert_same_steps(stock, drive(ours, stream))
+            assert_is_idle(ours)
 
 
 SMALL = {"num_blocks": 30, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 ENGINES = {
     "priority": Engine(**SMALL, policy="priority"),
-    "asynchronous": Engine(**SMALL, is_async=True),
     "adapters": Engine(**SMALL, max_adapters=1),
     "drafts": Engine(**SMALL, num_spec_tokens=3),
-    "asynchronous, drafts": Engine(**SMALL, is_async=True, num_spec_tokens=3),
-    "priority, asynchronous, adapters": Engine(**SMALL, policy="priority", is_async=True, max_adapters=1),
+    "priority, adapters": Engine(**SMALL, policy="priority", max_adapters=1),
     "priority, drafts, adapters": Engine(**SMALL, policy="priority", num_spec_tokens=3, max_adapters=2),
 }
 
@@ -95,7 +93,6 @@ SESSIONS = {**SMALL, "num_blocks": 50, "max_num_seqs": 8}
 SESSION_ENGINES = {
     "synchronous": Engine(**SESSIONS),
     "priority": Engine(**SESSIONS, policy="priority"),
-    "asynchronous": Engine(**SESSIONS, is_async=True),
 }
 
 
@@ -119,10 +116,9 @@ def test_sessions_and_budgets_get_on_together(name: str) -> None:
         assert tokens.items() >= answers(stream).items()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_text_within_budgets_above_any_batch_takes_stocks_tokens_and_steps(policy: str, is_async: bool) -> None:
-    engine = Engine(max_num_batched_tokens=128, policy=policy, is_async=is_async)
+def test_text_within_budgets_above_any_batch_takes_stocks_tokens_and_steps(policy: str) -> None:
+    engine = Engine(max_num_batched_tokens=128, policy=policy)
     for seed in range(10):
         stream = make_stream(seed, text_only=True, engine=engine)
         stock = drive(make_stock(stream), stream)

@@ -510,7 +510,7 @@ def test_who_waits_for_a_row_neither_holds_up_an_encode_nor_is_scheduled() -> No
     world.scheduler.add_request(
         Request("1", [10] * 4, SamplingParams(max_tokens=9, extra_args={STAGE_ARGS: args}), None, arrival_time=0.0)
     )
-    wait([world.scheduler.gates["1"]._connecting], timeout=10)
+    wait(world.scheduler.gates.connections(), timeout=10)
     world.add("2", 4)
     assert scheduled(world.step()) == {"2": 4}
     world.add("3", "8a", 1)

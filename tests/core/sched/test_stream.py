@@ -81,7 +81,7 @@ def add_consumer(
     payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
     scheduler.add_request(make_request(request_id, {"payloads": [encode(payload)], "num_own_tokens": 1}))
     if is_connected:
-        wait([scheduler.gates[request_id]._connecting], timeout=10)
+        wait(scheduler.gates.connections(), timeout=10)
     return writer
 
 
@@ -248,9 +248,9 @@ def test_a_request_aborted_while_it_connects_releases_its_stream(vllm_config: Vl
     scheduler = make_scheduler(vllm_config)
     for number in range(100):
         add_consumer(scheduler, relay, str(number), is_connected=False)
-        connecting = scheduler.gates[str(number)]._connecting
+        connections = scheduler.gates.connections()
         scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
-        wait([connecting], timeout=10)
+        wait(connections, timeout=10)
     assert relay.statistics().num_leases == 0
 
 
@@ -352,4 +352,4 @@ def test_what_a_request_published_that_was_aborted_during_the_step_is_released(
     packed = pack(Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref}))
     scheduler.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, [[5]], pooler_output=[packed]))
     assert relay.statistics().num_leases == 0
-    assert not scheduler.credits
+    assert not scheduler.gates

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.v1.request import Request
 
 from vllm_omni.kv.ec_connector import Put, PutRefusal
-
-
-class Failure(NamedTuple):
-    message: str
-    is_invalid: bool = False  # the request's own fault
+from vllm_omni.messages.failure import Failure
 
 
 @dataclass

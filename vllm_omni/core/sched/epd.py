@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue, SchedulingPolicy
@@ -30,10 +29,10 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.encode_task import EncodeTasks, Failure
+from vllm_omni.core.sched.encode_task import EncodeTasks
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.profile import Profile
-from vllm_omni.core.sched.timeline import TimedScheduler
+from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.epd.budget import Budgets, EPDConfig, FixedBudgets, SloBudgets
 from vllm_omni.epd.cost import CostModel, LanguageLoad
 from vllm_omni.epd.deadlines import Deadlines
@@ -47,6 +46,7 @@ from vllm_omni.messages.epd_step import (
     EPDSchedulerOutput,
     encodes_in_thread,
 )
+from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.slo import Slo, slo_of
 from vllm_omni.messages.timeline import Mark
 
@@ -60,7 +60,7 @@ class Iteration(NamedTuple):
     scheduled_at: float
 
 
-class EPDScheduler(TimedScheduler):
+class EPDScheduler(StreamScheduler):
     """Algorithm 1 around vLLM's scheduler, which still allocates, preempts and caches.
 
     vLLM's ``schedule`` takes the running requests in their order and then the waiting ones, within a token budget, and
@@ -237,7 +237,8 @@ class EPDScheduler(TimedScheduler):
     def _keep_apart(self, request: Request) -> None:
         """Of the engine's requests, and in no queue."""
         self.requests[request.request_id] = request
-        self.note_queued(request)
+        if self.timelines is not None:
+            self.timelines.note_queued(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -338,7 +339,7 @@ class EPDScheduler(TimedScheduler):
             for identifier in report.encoded:
                 self._suspects.discard(identifier)
                 self.encoder_cache_manager.finish(identifier)
-                self.note_ready(identifier)
+                self._note_image_end(identifier)
                 begun_for = self._encoding.pop(identifier, "")
                 if self.relay_ec is not None and begun_for in self.requests:
                     self.relay_ec.count_encode(begun_for)
@@ -360,7 +361,7 @@ class EPDScheduler(TimedScheduler):
         Of several images in a batch any may be the bad one: each is tried again, alone.
         """
         self.encoder_cache_manager.lose(identifier)
-        self.note_ready(identifier)
+        self._note_image_end(identifier)
         self.encode_tasks.forget_asked(identifier)
         begun_for = self._encoding.pop(identifier, "")
         if not was_alone:
@@ -419,13 +420,13 @@ class EPDScheduler(TimedScheduler):
             else:
                 del self._pulls[identifier]
                 manager.finish(identifier)
-                self.note_ready(identifier)
+                self._note_image_end(identifier)
             del self._num_ranks_pulled[identifier]
         for identifier in report.lost:
             self._num_ranks_pulled.pop(identifier, None)
             asked_by = self._pulls.pop(identifier, None)
             if asked_by is not None:
-                self.note_ready(identifier)
+                self._note_image_end(identifier)
                 self._sources.get(asked_by, {}).pop(identifier, None)  # from here on it is encoded here
                 manager.lose(identifier)
                 self.encode_tasks.forget_asked(identifier)
@@ -501,6 +502,14 @@ class EPDScheduler(TimedScheduler):
 
     # -- images -------------------------------------------------------------------------------------------------------
 
+    def _note_image_start(self, identifier: str, mark: Mark) -> None:
+        if self.timelines is not None:
+            self.timelines.start_image(identifier, mark)
+
+    def _note_image_end(self, identifier: str) -> None:
+        if self.timelines is not None:
+            self.timelines.end_image(identifier, self.requests)
+
     @property
     def _is_encoding(self) -> bool:
         return len(self.encoder_cache_manager.in_flight) > len(self._pulls)
@@ -560,7 +569,7 @@ class EPDScheduler(TimedScheduler):
     def _in_queues(self) -> Iterator[Request]:
         for request in (*self.running, *self.kv_holding_waiting, *self.waiting):
             if request.mm_features and not self._is_blocked_waiting_status(request.status):
-                if (self.gates or self.credits) and self._is_held(request):
+                if self.gates.is_held(request):
                     continue
                 if not self._waits_for_profile(request):
                     yield request
@@ -599,7 +608,7 @@ class EPDScheduler(TimedScheduler):
             self._num_embeds_in_flight = sum(item.num_embeds for item in encodes)
             self._encoding = {item.feature.identifier: item.request_id for item in encodes}
             for identifier in self._encoding:
-                self.note_begun(identifier, Mark.ENCODE_BEGAN)
+                self._note_image_start(identifier, Mark.ENCODE_BEGAN)
         values = dict(vars(output))
         if self.relay_ec is not None and self.relay_ec.has_news:
             values["ec_connector_metadata"] = self.relay_ec.build_connector_meta(output)
@@ -696,7 +705,7 @@ class EPDScheduler(TimedScheduler):
                 elif payload is not None:
                     assert self.relay_ec is not None
                     self._pulls[feature.identifier] = request.request_id
-                    self.note_begun(feature.identifier, Mark.PULL_BEGAN)
+                    self._note_image_start(feature.identifier, Mark.PULL_BEGAN)
                     self.relay_ec.begin_pull(feature.identifier, payload, size)
                 else:
                     batch.append(EncodeItem(request.request_id, feature))
@@ -742,7 +751,3 @@ def _with_outputs(
     for client_index, one in more:
         outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(one)
     return outputs
-
-
-class AsyncEPDScheduler(EPDScheduler, AsyncScheduler):
-    """The same over vLLM's asynchronous scheduler, for engines that schedule a batch before the last one has ended."""
