@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
+from pydantic import Field
 
+from vllm_omni.config.checks import Count, NumBytes
 from vllm_omni.config.diffusion_params import DiffusionLimits
 
 DIFFUSION = "diffusion"
 """Key of vLLM's ``additional_config`` under which the section reaches the processes of a stage, as plain types."""
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-NumBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
-
-class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
     """Settings of batches, request limits and the cache of a diffusion stage.
 
     One engine step is one call of the denoiser for a batch of requests of one shape. The engine argument
@@ -32,14 +32,14 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_outputs: Count | None = None
     attention_backend: str | None = None  # by diffusers' name; None: diffusers' default
     merge: bool = True  # requests share a call of the denoiser
-    cache_threshold: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the first-block cache; 0: off
+    cache_threshold: Annotated[float, Field(ge=0)] = 0.0  # of the first-block cache; 0: off
     cache_bytes: NumBytes = 1 << 30  # of all its entries
-    cache_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # after which an unused entry is dropped
+    cache_ttl_s: Annotated[float, Field(gt=0)] = 600.0  # after which an unused entry is dropped
 
     @classmethod
     def of(cls, additional_config: Mapping[str, Any]) -> DiffusionConfig:
         """Read the section in a process of a stage; without one, the defaults."""
-        return msgspec.convert(additional_config.get(DIFFUSION, {}), cls)
+        return cls(**additional_config.get(DIFFUSION, {}))
 
     @property
     def limits(self) -> DiffusionLimits:
@@ -49,28 +49,3 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_steps=self.max_steps,
             max_outputs=self.max_outputs,
         )
-
-
-def field_problem(name: str, value: object) -> str | None:
-    """Describe what is wrong with a value of one field of ``DiffusionConfig``; None: the value is valid."""
-    try:
-        msgspec.convert({name: value}, DiffusionConfig)
-    except msgspec.ValidationError as exc:
-        said = str(exc).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
-        for theirs, ours in _WORDS.items():
-            said = said.replace(theirs, ours)
-        return said
-    return None
-
-
-_WORDS = {
-    "Expected ": "must be ",
-    " | ": " or ",
-    " >= ": ", at least ",
-    " <= ": ", at most ",
-    " > ": ", above ",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-}

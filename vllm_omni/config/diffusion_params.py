@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 
+from vllm_omni.config.checks import Problem, check_field
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
 
@@ -101,12 +102,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         self._check_extra_args()
 
     def _check_types(self) -> None:
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
             try:
-                msgspec.convert(value, field.type)
-            except msgspec.ValidationError as exc:
-                _reject(field.name, value, _must_be(field.name, str(exc)))
+                check_field(DiffusionParams, name, value)
+            except Problem as exc:
+                _reject(name, value, str(exc))
         if self.negative_prompt is not None:
             check_text("negative_prompt", self.negative_prompt)
 
@@ -159,16 +160,6 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             msgspec.msgpack.encode(self.extra_args, enc_hook=_reject_type)
         except (TypeError, OverflowError, ValueError, RecursionError) as exc:
             raise InvalidRequest(f"extra_args: {exc}", param="extra_args") from exc
-
-
-def _must_be(name: str, said: str) -> str:
-    """Translate msgspec's message for a wrong type."""
-    if name == "output_type":
-        return f"must be one of {', '.join(OUTPUT_TYPES)}"
-    if not said.startswith("Expected "):
-        return said.lower()
-    expected = said.removeprefix("Expected ").partition(", got")[0].replace("`", "").replace(" | null", "")
-    return f"must be {expected}"
 
 
 def _reject(name: str, value: Any, why: str) -> NoReturn:

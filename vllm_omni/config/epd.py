@@ -5,12 +5,15 @@ From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Flag
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-import msgspec
+from pydantic import BeforeValidator
 
+from vllm_omni.config.checks import NumBytes, Problem, Seconds, Transport, check_section
+from vllm_omni.config.vllm_args import check_engine_args
 from vllm_omni.names import suggest
 
 
@@ -48,7 +51,7 @@ class Tasks(Flag):
 
 KINDS = tuple(Tasks.__members__)
 VERBS = {Tasks.E: "encodes", Tasks.P: "prefills", Tasks.D: "decodes"}
-BALANCES = ("least_work", "round_robin", "affinity")
+Balance = Literal["least_work", "round_robin", "affinity"]
 MAX_INSTANCES = 64  # of one kind
 
 BUDGET_KEYS = (
@@ -57,16 +60,46 @@ BUDGET_KEYS = (
 ).split()
 """Fields of ``epd.budget.EPDConfig``, which are keys of the same section."""
 
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
-NumBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+def _read_instances(value: object) -> object:
+    """The mix of a section, as text or as a mapping, with kinds by their names here."""
+    if isinstance(value, str):
+        try:
+            mix = parse_instances(value)
+        except Problem as exc:
+            raise Problem(str(exc)) from None  # the path leads into the text
+    else:
+        mix = check_instances(_mapping(value))
+    return {str(kind): number for kind, number in mix.items()}
 
 
-class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+def _read_engine_args(value: object) -> object:
+    """Engine arguments of instances, ``PD`` or ``PD1``, with kinds by their names here."""
+    args: dict[str, dict[str, Any]] = {}
+    for name, values in _mapping(value).items():
+        letters = name.rstrip("0123456789")
+        try:
+            own = args.setdefault(f"{_kind(letters)}{name.removeprefix(letters)}", {})
+            own.update(check_engine_args(dict(_mapping(values))))
+        except Problem as exc:
+            raise Problem(str(exc), name, *(exc.path if exc.path != (letters,) else ())) from None
+    return args
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Problem("must be a mapping, as in {E: 1, PD: 1}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPDDeployment:
     """Split a stage into instances, each an engine of its own. Without ``instances`` the stage is one engine."""
 
-    instances: dict[str, int] = {}  # name of the kind -> number of instances; in the order given
-    balance: str = "least_work"  # one of BALANCES
-    transport: str = "auto"  # relay backend for caches between instances
+    # name of the kind -> number of instances; in the order given
+    instances: Annotated[dict[str, int], BeforeValidator(_read_instances)] = field(default_factory=dict)
+    balance: Balance = "least_work"
+    transport: Transport = "auto"  # relay backend for caches between instances
     relay_bytes: NumBytes | None = None  # per instance; None: VLLM_OMNI_RELAY_BYTES
     # Embeddings that each encoding instance keeps in its relay for later requests with the same image.
     # None: a quarter of ``relay_bytes``. 0: none are kept.
@@ -74,12 +107,12 @@ class EPDDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admission_timeout_s: Seconds = 10.0  # after which a request that has not started moves to another instance
     recovery_timeout_s: Seconds = 120.0  # how long a request waits for an instance to restart
     # "PD", or one instance, "PD1" -> field of vLLM's EngineArgs -> value; wins over the stage's own
-    engine_args: dict[str, dict[str, Any]] = {}
+    engine_args: Annotated[dict[str, dict[str, Any]], BeforeValidator(_read_engine_args)] = field(default_factory=dict)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> EPDDeployment:
         """Convert a section that has been checked."""
-        return msgspec.convert({key: value for key, value in section.items() if key not in BUDGET_KEYS}, cls)
+        return cls(**{key: value for key, value in section.items() if key not in BUDGET_KEYS})
 
     @property
     def mix(self) -> dict[Tasks, int]:
@@ -115,14 +148,6 @@ class Instance(NamedTuple):
     def name(self) -> str:
         """As in logs, metrics and ``/health``: ``thinker/PD0``."""
         return f"{self.stage}/{self.kind}{self.number}"
-
-
-class Problem(ValueError):
-    """A wrong key or value in a section; ``path`` holds the keys that lead to it."""
-
-    def __init__(self, message: str, *path: str) -> None:
-        super().__init__(message)
-        self.path = path
 
 
 def parse_instances(text: str) -> dict[Tasks, int]:
@@ -204,62 +229,10 @@ def _kind(name: str) -> Tasks:
     return kind
 
 
-def check_section(section: Mapping[str, Any], transports: Sequence[str]) -> dict[str, Any]:
-    """Check a section and return it with ``instances`` as a mapping.
-
-    The scheduler checks the budgets, vLLM the engine arguments.
+def check_epd_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a section and return it with ``instances`` as a mapping. The scheduler checks the budgets.
 
     Raises:
         Problem: a key or value is wrong.
     """
-    section = dict(section)
-    known = (*EPDDeployment.__struct_fields__, *BUDGET_KEYS)
-    for key in section:
-        if key not in known:
-            raise Problem(f"unknown key: {suggest(key, known)}", key)
-    mix = section.get("instances")
-    if mix is not None:
-        try:
-            read = parse_instances(mix) if isinstance(mix, str) else check_instances(_mapping(mix))
-            section["instances"] = {str(kind): number for kind, number in read.items()}
-        except Problem as exc:
-            path = () if isinstance(mix, str) else exc.path
-            raise Problem(str(exc), "instances", *path) from None
-    for key, valid in (("balance", BALANCES), ("transport", transports)):
-        if key in section and section[key] not in valid:
-            raise Problem(suggest(str(section[key]), valid), key)
-    args: dict[str, dict[str, Any]] = {}
-    for name, values in _mapping(section.get("engine_args", {})).items():
-        try:
-            letters = name.rstrip("0123456789")
-            args.setdefault(f"{_kind(letters)}{name.removeprefix(letters)}", {}).update(_mapping(values))
-        except Problem as exc:
-            raise Problem(str(exc), "engine_args", name) from None
-    if args:
-        section["engine_args"] = args
-    for key, value in section.items():
-        if key not in BUDGET_KEYS and (problem := _field_problem(key, value)) is not None:
-            raise Problem(problem, key)
-    return section
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise Problem("must be a mapping, as in {E: 1, PD: 1}")
-    return value
-
-
-def _field_problem(key: str, value: object) -> str | None:
-    try:
-        msgspec.convert({key: value}, EPDDeployment)
-    except msgspec.ValidationError as exc:
-        return _WORDS.get(key, str(exc).partition(" - at ")[0].replace("`", ""))
-    return None
-
-
-_WORDS = {
-    "relay_bytes": "must be a number of bytes",
-    "image_cache_bytes": "must be a number of bytes, 0 for none",
-    "admission_timeout_s": "must be a number of seconds, above 0 and at most 86400",
-    "recovery_timeout_s": "must be a number of seconds, above 0 and at most 86400",
-}
+    return check_section(EPDDeployment, section, others=BUDGET_KEYS)

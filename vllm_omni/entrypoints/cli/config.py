@@ -139,9 +139,8 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
             yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
 
     if stage.is_diffusion:
-        section = stage.diffusion_config
-        for key in section.__struct_fields__:
-            yield _of_deployment(deployment, (*at, "diffusion", key), getattr(section, key))
+        for key, value in dataclasses.asdict(stage.diffusion_config).items():
+            yield _of_deployment(deployment, (*at, "diffusion", key), value)
 
     if stage.epd:
         for key, value in {**to_builtins(stage.deployment), **stage.budgets}.items():

@@ -1,0 +1,142 @@
+"""Find out what kind of checkpoint a model is, and which deployment is bundled for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.config.vllm_args import vllm_attribute
+from vllm_omni.errors import ConfigError
+from vllm_omni.names import suggest
+
+PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
+DIFFUSERS = "diffusers"  # the model type, and vLLM's config format, of every directory in diffusers' layout
+LANGUAGE = "language"  # the model type of every checkpoint that has no pipeline here and that vLLM knows
+MODEL_INDEX = "model_index.json"
+
+
+def bundled_model_types() -> tuple[str, ...]:
+    """Those of this package."""
+    return tuple(sorted(path.stem for path in _bundled_dir().glob("*.yaml")))
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """Those of this package, and those that other packages add."""
+    return tuple(sorted({*bundled_model_types(), *added_pipelines()}))
+
+
+def added_pipelines() -> dict[str, EntryPoint]:
+    """Model type -> the class that another package adds by an entry point in the group ``vllm_omni.pipelines``.
+
+    Beside the module of the class lies ``<model_type>.yaml``, which says how the model is deployed.
+    """
+    return {entry.name: entry for entry in entry_points(group=PIPELINE_GROUP)}
+
+
+def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
+    """The ``model_type`` of a checkpoint's ``config.json``: of a local directory, or of a repository on the Hub.
+
+    One with a ``model_index.json`` is in diffusers' layout, whatever pipeline it is for: "diffusers". One of a type
+    that has no pipeline here, and of an architecture that vLLM has, is a language model: "language".
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is of a type that is not supported.
+    """
+    model = os.fspath(model)
+    try:
+        _find_model_file(model, MODEL_INDEX, revision)
+    except ConfigError:
+        path = _find_model_file(model, "config.json", revision)
+    else:
+        return DIFFUSERS
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        model_type, architectures = config.get("model_type"), config.get("architectures")
+    except (ValueError, AttributeError) as exc:
+        raise ConfigError(f"{path}: not a JSON object: {exc}") from None
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if model_type in supported_model_types():
+        return str(model_type)
+    if isinstance(architectures, list) and any(one in _vllm_architectures() for one in architectures):
+        return LANGUAGE
+    nor = f", and vLLM has no architecture {architectures[0]!r}" if isinstance(architectures, list) else ""
+    raise ConfigError(f"{path}: model_type = {model_type!r} is not supported{nor}: {supported(str(model_type))}")
+
+
+def _vllm_architectures() -> Iterable[str]:
+    registry = vllm_attribute("vllm.model_executor.models.registry", "ModelRegistry")
+    return () if registry is None else registry.get_supported_archs()
+
+
+def read_model_index(model: str, *, revision: str | None = None) -> dict[str, Any]:
+    """The ``model_index.json`` of a directory in diffusers' layout, or of a repository on the Hub.
+
+    Raises:
+        ConfigError: there is none, or it names no pipeline.
+    """
+    path = _find_model_file(model, MODEL_INDEX, revision)
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index["_class_name"], str):
+            raise TypeError(f"_class_name = {index['_class_name']!r} is no name")
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        raise ConfigError(f"{path}: names no pipeline of diffusers: {exc!r}") from exc
+    return dict(index)
+
+
+def _find_model_file(model: str, name: str, revision: str | None) -> Path:
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        if (directory / name).is_file():
+            return directory / name
+        raise ConfigError(
+            f"model {model!r}: the directory has neither {name} nor {MODEL_INDEX}; a checkpoint is needed, "
+            f"{supported()}"
+        )
+    if directory.exists():
+        raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {supported()}")
+    nowhere = f"model {model!r}: no such directory, and no {name} of that name on the Hugging Face Hub"
+    parts = model.split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise ConfigError(f"{nowhere}; {supported()}")
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise ConfigError(f"{nowhere} (huggingface_hub is not installed); {supported()}") from None
+    try:
+        return Path(hf_hub_download(model, name, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as exc:
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise ConfigError(f"{nowhere} ({reason}); {supported()}") from exc
+
+
+def supported(name: str = "") -> str:
+    return (
+        f"supported model types: {', '.join(supported_model_types())}"
+        if not name
+        else suggest(name, supported_model_types())
+    )
+
+
+def default_deployment(model_type: str) -> Path:
+    entry = added_pipelines().get(model_type)
+    if entry is None:
+        return _bundled_dir() / f"{model_type}.yaml"
+    try:
+        spec = importlib.util.find_spec(entry.module)
+    except ImportError as exc:
+        raise ConfigError(f"model type {model_type!r}: its package cannot be imported: {exc}") from exc
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"model type {model_type!r}: there is no module {entry.module}, which is to bring it")
+    return Path(spec.origin).with_name(f"{model_type}.yaml")
+
+
+def _bundled_dir() -> Path:
+    return Path(__file__).parents[1] / "deploy" / "configs"

@@ -1,0 +1,160 @@
+"""Check values against type annotations with pydantic, and say in one style what is wrong.
+
+A value of a deployment is checked where it is read, one key at a time, so that the message can name its file and line.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+
+from vllm_omni.names import suggest
+
+Transport = Literal["auto", "inline", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake"]
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NumBytes = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+def _to_dict(value: object) -> object:
+    if value is None:  # a key of a YAML file with nothing under it
+        return {}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _to_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+FromMapping = BeforeValidator(_to_dict)  # of a dict
+Section = Annotated[dict[str, Any], FromMapping]
+FromList = BeforeValidator(_to_tuple)  # of a tuple: YAML has lists
+
+
+class Problem(ValueError):
+    """A value is not valid; the message says what is. ``path`` leads to the value inside the one that was checked."""
+
+    def __init__(self, message: str, *path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+    @property
+    def suffix(self) -> str:
+        """The path for the end of a key: ``.engine_args.PD``."""
+        return "".join(f".{key}" for key in self.path)
+
+    def value(self, whole: Any) -> Any:
+        """The value at the path."""
+        for key in self.path:
+            whole = _item(whole, key)
+        return whole
+
+
+def check_field(schema: type, name: str, value: object) -> Any:
+    """The value as that field of a class takes it: no conversion but what the annotation's own validators do.
+
+    Raises:
+        Problem: the value does not fit.
+    """
+    try:
+        return _field_validator(schema, name).validate_python(value, strict=True)
+    except ValidationError as exc:
+        raise translate(exc, value) from None
+
+
+def check_section(schema: type, section: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+    """A mapping whose keys are fields of a class, as that takes them; values of ``others`` are not checked here.
+
+    Raises:
+        Problem: an unknown key, or a value that does not fit.
+    """
+    checked = {}
+    known = (*_hints(schema), *others)
+    for key, value in section.items():
+        if key not in known:
+            raise Problem(f"unknown key: {suggest(key, known)}", key)
+        try:
+            checked[key] = check_field(schema, key, value) if key in _hints(schema) else value
+        except Problem as exc:
+            raise Problem(str(exc), key, *exc.path) from None
+    return checked
+
+
+def translate(error: ValidationError, value: object) -> Problem:
+    """Pydantic's error for a value, in our words.
+
+    Of a union, pydantic reports an error for each member: the messages are joined for the first place it names.
+    """
+    # A struct's validator reports that the value is no instance of it, besides the fields that are wrong.
+    details = error.errors(include_url=False)
+    found = [_translate(one, value) for one in details if one["type"] != "is_instance_of" or len(details) == 1]
+    path = found[0].path
+    said = dict.fromkeys(str(one) for one in found if one.path == path)
+    return Problem(" or ".join(said).replace(" or must be ", " or "), *path)
+
+
+def _item(whole: Any, key: str) -> Any:
+    """What a mapping or a list has under a key; the whole if there is no such key."""
+    if isinstance(whole, Sequence) and not isinstance(whole, str) and key.isdecimal() and int(key) < len(whole):
+        return whole[int(key)]
+    return whole.get(key, whole) if isinstance(whole, Mapping) else whole
+
+
+def _translate(detail: Any, value: Any) -> Problem:
+    path: list[str] = []
+    for key in detail["loc"]:  # keys, and between them names of a union's members
+        if (item := _item(value, str(key))) is not value:
+            path.append(str(key))
+            value = item
+    context = detail.get("ctx", {})
+    if isinstance(cause := context.get("error"), Problem):
+        return Problem(str(cause), *path, *cause.path)
+    kind = detail["type"]
+    if kind == "literal_error":
+        names = [name.strip("'") for name in re.split(", | or ", context["expected"])]
+        return Problem(suggest(str(detail["input"]), names), *path)
+    if kind in _MESSAGES:
+        return Problem(f"must be {_MESSAGES[kind].format(**context)}", *path)
+    if cause is not None:
+        return Problem(str(cause), *path)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return Problem("unknown key", *path)
+    return Problem(detail["msg"].replace("Input should be", "must be"), *path)
+
+
+_MESSAGES = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le}",
+}
+
+
+@functools.cache
+def _hints(schema: type) -> Mapping[str, Any]:
+    return get_type_hints(schema, include_extras=True)
+
+
+@functools.cache
+def _field_validator(schema: type, name: str) -> TypeAdapter[Any]:
+    return validator(_hints(schema)[name])
+
+
+def validator(hint: Any) -> TypeAdapter[Any]:
+    """Pydantic's validator of an annotation, which may name any class."""
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # the annotation is a class with a configuration of its own
+        return TypeAdapter(hint)

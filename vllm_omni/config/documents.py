@@ -1,0 +1,146 @@
+"""Read deployment files: YAML with the line of each key, for messages and origins.
+
+A document accepts what JSON has, anchors and merge keys; it rejects tags, keys that are no words and keys given twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from vllm_omni.config.model import Origin
+from vllm_omni.errors import ConfigError
+from vllm_omni.names import suggest
+
+TOP_LEVEL_KEYS = ("model_type", "stages", "edges", "engine_args")
+
+KeyPath = tuple[str, ...]  # keys from the top of a document
+
+
+class Document(NamedTuple):
+    source: str  # a file's name, or "overrides"; empty for keywords and flags
+    values: dict[str, Any]
+    lines: dict[KeyPath, int]  # of each key, from 1; empty unless it came from a file
+    kind: Literal["bundled", "file", "overrides", "argument"] = "file"
+
+    def origin(self, path: KeyPath) -> Origin:
+        return Origin(self.kind, self.source or path[-1], self.lines.get(path))
+
+    def at(self, path: KeyPath) -> str:
+        """Where a key stands, for a message: ``deploy.yaml:12: stages.thinker.dtype``."""
+        if not self.source:
+            return f"engine argument {path[-1]!r}"
+        line = f":{self.lines[path]}" if path in self.lines else ""
+        return f"{self.source}{line}: {'.'.join(path)}"
+
+    def mapping(self, *path: str) -> dict[str, Any]:
+        value: Any = self.values
+        for key in path:
+            value = value.get(key)
+            if value is None:  # absent, or a key with nothing under it
+                return {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.at(path)} = {value!r}: must be a mapping")
+        return value
+
+    def reject_unknown_keys(self, path: KeyPath, valid: Iterable[str]) -> None:
+        valid = tuple(valid)
+        for key in self.mapping(*path):
+            if key not in valid:
+                raise ConfigError(f"{self.at((*path, key))}: unknown key {key!r}: {suggest(key, valid)}")
+
+
+def read_yaml_file(path: Path) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = (isinstance(exc, OSError) and exc.strerror) or exc
+        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {reason}") from exc
+    document = parse_yaml(text, str(path))
+    value = document.values["value"]
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{path}: must be a mapping with the keys {', '.join(TOP_LEVEL_KEYS)}")
+    return Document(str(path), value or {}, document.lines)
+
+
+def parse_yaml(text: str, source: str) -> Document:
+    """The text as ``{"value": ...}`` with the line of each key; raises ``ConfigError`` for what is not plain YAML."""
+    loader = yaml.SafeLoader(text)
+    lines: dict[KeyPath, int] = {}
+    try:
+        node = loader.get_single_node()
+        value = None if node is None else _construct(loader, node, (), lines, source)
+    except yaml.MarkedYAMLError as exc:
+        line = "" if exc.problem_mark is None else f":{exc.problem_mark.line + 1}"
+        raise ConfigError(f"{source}{line}: not valid YAML: {exc.problem or exc}") from None
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{source}: not valid YAML: {exc}") from None
+    except (ValueError, RecursionError) as exc:  # a date such as 2001-13-45; a mapping that contains itself
+        raise ConfigError(f"{source}: not valid YAML: {exc}") from None
+    finally:
+        loader.dispose()
+    return Document(source, {"value": value}, lines)
+
+
+def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], source: str) -> Any:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _YAML_COLLECTIONS:
+        raise ConfigError(
+            f"{source}:{node.start_mark.line + 1}: {'.'.join(path) or 'top level'}: no tag {node.tag!r} here"
+        )
+    if isinstance(node, yaml.SequenceNode):
+        return [_construct(loader, item, (*path, str(i)), lines, source) for i, item in enumerate(node.value)]
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == "tag:yaml.org,2002:str" and node.style is None:
+            return _yaml_1_2_float(node.value)
+        return loader.construct_object(node, deep=True)
+    assert isinstance(node, yaml.MappingNode), "YAML has three kinds of node"
+    written: dict[str, int] = {}
+    for key_node, _ in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{source}:{line}: {'.'.join(path) or 'top level'}: a key must be a plain word")
+        if key_node.value in written and key_node.tag != "tag:yaml.org,2002:merge":
+            where = ".".join((*path, key_node.value))
+            raise ConfigError(f"{source}:{line}: {where}: given twice, first on line {written[key_node.value]}")
+        written[key_node.value] = line
+    loader.flatten_mapping(node)  # `<<: *anchor`
+    values = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        lines[(*path, key)] = key_node.start_mark.line + 1
+        values[key] = _construct(loader, value_node, (*path, key), lines, source)
+    return values
+
+
+_YAML_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+def _yaml_1_2_float(text: str) -> str | float:
+    """``1e-3`` is a number in YAML 1.2 and in every reader's eyes; PyYAML follows 1.1, which wants ``1.0e-3``."""
+    if "e" in text.lower() and text[:1] in "+-.0123456789":
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def dump_value(value: Any) -> str:
+    """One value on one line, as ``load_config`` reads it back."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("...\n").strip()
+    # PyYAML leaves the text "1e3" without quotes, which is a number here; and a line break makes several lines.
+    is_read = "\n" not in text and parse_yaml(text, "").values["value"] == value
+    return text if is_read else json.dumps(value, ensure_ascii=False)
+
+
+def with_string_keys(value: Any) -> Any:
+    """``{0: {...}}`` as YAML would have it: keys are words."""
+    if isinstance(value, Mapping):
+        return {str(key): with_string_keys(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,275 @@
+"""``OmniConfig``: the one frozen schema for how a model is deployed, of stages and the edges between them.
+
+Nodes and edges themselves are code (each family's ``Graph``); a deployment sets where and how they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import AfterValidator, Field
+
+from vllm_omni.config.checks import (
+    FromList,
+    FromMapping,
+    Problem,
+    Section,
+    Transport,
+    check_field,
+    check_section,
+)
+from vllm_omni.config.diffusion import DiffusionConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.config.epd import BUDGET_KEYS, EPDDeployment, check_epd_section
+from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
+from vllm_omni.errors import ConfigError, InvalidRequest
+from vllm_omni.names import suggest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+else:
+    VllmConfig = Any  # works without vLLM
+
+EngineType = Literal["ar", "generation", "diffusion"]
+Modality = Literal["text", "image", "video", "audio"]
+ChunkKey = Literal["first", "size", "past", "future"]  # see WindowSizes of the family
+CHUNK_KEYS: tuple[str, ...] = get_args(ChunkKey)
+SECTIONS = ("engine_args", "default_sampling_params", "diffusion", "epd")  # fields of a stage that are mappings
+
+
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise Problem("must be letters, digits and underscores, and not start with a digit")
+    return name
+
+
+def _executor(value: object) -> object:
+    if value is None or isinstance(value, type) or (isinstance(value, str) and value):
+        return value
+    raise Problem(
+        "must be 'package.module.Class', one of vLLM's executors (mp, uni, ray, external_launcher), or a class"
+    )
+
+
+def _diffusion(section: dict[str, Any]) -> dict[str, Any]:
+    return check_section(DiffusionConfig, section)
+
+
+def _sampling_params(section: dict[str, Any]) -> dict[str, Any]:
+    make_sampling_params(section)
+    return section
+
+
+def _diffusion_params(section: dict[str, Any]) -> dict[str, Any]:
+    for key, value in section.items():
+        try:
+            DiffusionParams.of({key: value}).validate()
+        except InvalidRequest as exc:
+            raise Problem(str(exc), key) from None
+    return section
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """One stage: an engine, its model and its settings. Lists become tuples; do not change the mappings afterwards.
+
+    Raises:
+        ConfigError: a field has a wrong value; the message names the stage, the field and the valid values.
+    """
+
+    stage_id: Annotated[int, Field(ge=0)]  # position among the stages, from 0
+    name: Annotated[str, AfterValidator(_identifier)]  # the node's name in the family's graph
+    engine_type: EngineType = "ar"
+    model: str = ""  # path or Hub id of the checkpoint; empty only with a ready vllm_config
+    input_modalities: Annotated[tuple[Modality, ...], FromList] = ()  # of the user's prompt
+    output_modalities: Annotated[tuple[Modality, ...], FromList] = ()  # of the outputs that the user may ask for
+    engine_args: Annotated[Section, AfterValidator(check_engine_args)] = field(default_factory=dict)
+    """Field of vLLM's ``EngineArgs`` -> value."""
+    vllm_config: VllmConfig | None = None  # ready-made, instead of engine_args
+    executor_class: Annotated[Any, AfterValidator(_executor)] = None
+    """``"package.module.Class"``, one of vLLM's own names, or a class."""
+    default_sampling_params: Section = field(default_factory=dict)
+    """Field of ``SamplingParams`` -> value; of ``DiffusionParams`` for a diffusion stage."""
+    diffusion: Annotated[Section, AfterValidator(_diffusion)] = field(default_factory=dict)
+    """Field of ``DiffusionConfig`` -> value, for a diffusion stage."""
+    epd: Annotated[Section, AfterValidator(check_epd_section)] = field(default_factory=dict)
+    """Field of ``EPDDeployment`` or of ``epd.budget.EPDConfig`` -> value, for an ar stage that reads the prompt."""
+
+    def __post_init__(self) -> None:
+        for key in STAGE_FIELDS:
+            value = getattr(self, key)
+            try:
+                object.__setattr__(self, key, check_stage_field(key, value, self.engine_type))
+            except Problem as exc:
+                raise self._error(f"{key}{exc.suffix} = {exc.value(value)!r}: {exc}") from None
+        self._check_sections()
+        self._check_engine()
+
+    def _check_sections(self) -> None:
+        if self.diffusion and not self.is_diffusion:
+            raise self._error(
+                "diffusion: only a stage with engine_type 'diffusion' has this section, and this one is "
+                f"{self.engine_type!r}"
+            )
+        if self.epd and not (self.is_autoregressive and self.stage_id == 0):
+            raise self._error(
+                "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
+                "'ar'"
+            )
+        if self.epd and self.vllm_config is not None:
+            raise self._error("epd: cannot be combined with a ready vllm_config; give engine_args instead")
+
+    def _check_engine(self) -> None:
+        if self.vllm_config is not None and self.engine_args:
+            raise self._error("give engine_args or a ready vllm_config, not both")
+        if self.vllm_config is None and not self.model:
+            raise self._error("model: the path of a checkpoint is needed (or a ready vllm_config)")
+        if self.executor_class is not None and "distributed_executor_backend" in self.engine_args:
+            raise self._error(
+                "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them"
+            )
+
+    def _error(self, message: str) -> ConfigError:
+        return ConfigError(f"stage {self.name!r}: {message}")
+
+    @property
+    def is_autoregressive(self) -> bool:
+        """Whether the stage generates tokens; its parameters are vLLM's ``SamplingParams``."""
+        return self.engine_type == "ar"
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the stage runs a diffusion pipeline; its parameters are ``DiffusionParams``."""
+        return self.engine_type == "diffusion"
+
+    @cached_property
+    def diffusion_config(self) -> DiffusionConfig:
+        """The section ``diffusion`` with its defaults."""
+        return DiffusionConfig(**self.diffusion)
+
+    @property
+    def deployment(self) -> EPDDeployment:
+        """The instances of the stage and how requests are balanced between them."""
+        return EPDDeployment.of(self.epd)
+
+    @property
+    def budgets(self) -> dict[str, Any]:
+        """Budgets of its schedulers: fields of ``epd.budget.EPDConfig``."""
+        return {key: value for key, value in self.epd.items() if key in BUDGET_KEYS}
+
+
+STAGE_FIELDS = tuple(one.name for one in fields(StageConfig) if one.name != "vllm_config")
+
+
+def check_stage_field(key: str, value: object, engine_type: str) -> Any:
+    """One field of a stage as ``StageConfig`` takes it; raises ``Problem``."""
+    checked = check_field(StageConfig, key, value)
+    if key == "default_sampling_params":
+        return _diffusion_params(checked) if engine_type == "diffusion" else _sampling_params(checked)
+    return checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeConfig:
+    """How tensors travel from one named stage to another."""
+
+    source: str
+    target: str
+    transport: Transport = "auto"  # a backend of the relay, or the first that works between the two stages
+    stream: bool = True  # the target starts while the source runs, if both the model and the transport can
+    credits: Annotated[int, Field(ge=1, le=1 << 20)] = 256  # of a stream: rows that the source may be ahead
+    # How a streamed field is cut, where the target reads chunks: number of the field's items. The family's pipeline has
+    # a default for each.
+    chunks: Annotated[dict[ChunkKey, Annotated[int, Field(ge=0)]], FromMapping] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in EDGE_FIELDS:
+            value = getattr(self, key)
+            try:
+                check_field(EdgeConfig, key, value)
+            except Problem as exc:
+                where = f"edge {self.source}->{self.target}: {key}{exc.suffix}"
+                raise ConfigError(f"{where} = {exc.value(value)!r}: {exc}") from None
+
+
+EDGE_FIELDS = tuple(one.name for one in fields(EdgeConfig) if one.name not in ("source", "target"))
+
+
+class Origin(NamedTuple):
+    """Where one value of a deployment comes from."""
+
+    kind: Literal["checkpoint", "bundled", "file", "overrides", "argument", "stage"]
+    source: str  # the checkpoint, the file, "overrides", the argument's name, or the ``NAME.KEY=VALUE`` itself
+    line: int | None = None  # of the file, from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniConfig:
+    """A whole deployment: the stages in order (``stage_id`` is the place), and the edges whose transport is set.
+
+    ``origins`` says where each value that was set comes from, by its path in a deployment file:
+    ``("stages", "talker", "engine_args", "max_num_seqs")``, ``("edges", "thinker->talker", "transport")``,
+    ``("model_type",)``. What is not in it is this schema's default.
+    """
+
+    model: str
+    model_type: str
+    stages: tuple[StageConfig, ...]
+    edges: tuple[EdgeConfig, ...] = ()
+    origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "edges", tuple(self.edges))
+        if not self.stages:
+            raise ConfigError("stages: at least one stage is needed")
+        self._check_stages()
+        self._check_edges()
+
+    def _check_stages(self) -> None:
+        for index, stage in enumerate(self.stages):
+            if stage.stage_id != index:
+                raise ConfigError(
+                    f"stage {stage.name!r}: stage_id = {stage.stage_id}: its place in the list is {index}"
+                )
+        names = self.stage_names
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"stages: the name {name!r} is used {names.count(name)} times")
+
+    def _check_edges(self) -> None:
+        names = self.stage_names
+        pairs = [(edge.source, edge.target) for edge in self.edges]
+        for source, target in pairs:
+            for end in (source, target):
+                if end not in names:
+                    raise ConfigError(f"edge {source}->{target}: no stage {end!r}: {suggest(end, names)}")
+            if pairs.count((source, target)) > 1:
+                raise ConfigError(f"edge {source}->{target} is given {pairs.count((source, target))} times")
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    def stage(self, name_or_id: str | int) -> StageConfig:
+        """The stage of that name or id; raises ``ConfigError`` naming the nearest."""
+        return self.stages[stage_index(str(name_or_id), self.stage_names, "stage")]
+
+    def edge(self, source: str, target: str) -> EdgeConfig:
+        """How tensors travel on that edge; the defaults where the deployment does not say."""
+        for edge in self.edges:
+            if (edge.source, edge.target) == (source, target):
+                return edge
+        return EdgeConfig(source=source, target=target)
+
+
+def stage_index(ref: str, names: Sequence[str], where: str) -> int:
+    """The position of the stage with that name or id; ``where`` starts the message of the ``ConfigError``."""
+    if ref in names:
+        return names.index(ref)
+    if ref.isdecimal() and int(ref) < len(names):
+        return int(ref)
+    raise ConfigError(f"{where}: no stage {ref!r}: {suggest(ref, names)} (or an id from 0 to {len(names) - 1})")
