@@ -6,6 +6,7 @@ instances one after the other; those before it need all of them.
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import msgspec
 import psutil
 import pytest
 from prometheus_client import REGISTRY
@@ -144,7 +144,7 @@ def only(group: InstanceGroup, mix: str) -> Iterator[None]:
 
 def reroute(group: InstanceGroup, cost: CostModel | None = None, **changes: Any) -> None:
     """Route with another cost model, or with changes to the section ``epd``."""
-    deployment = msgspec.structs.replace(group.deployment, **changes)
+    deployment = dataclasses.replace(group.deployment, **changes)
     group.router = Router(group.router.kinds, deployment, group.is_available, cost)
 
 

@@ -204,7 +204,7 @@ def test_serve_rejects_a_wrong_deployment(capsys: pytest.CaptureFixture[str], ti
         (["--stage", "talker.max_num_seqs=0"], "at least 1"),
         (["--stage", "talker"], "must be NAME.KEY=VALUE"),
         (["--deploy-config", "/nowhere/deploy.yaml"], "cannot be read"),
-        (["--kv-cache-memory-bytes", "1G"], "must be said for each stage"),
+        (["--kv-cache-memory-bytes", "1G"], "must be given for each stage"),
         (["--enable-auto-tool-choice", "--tool-call-parser=hermies"], "invalid tool call parser: hermies"),
         (["--max-model-len", "1000000000"], "stage 'thinker': User-specified max_model_len (1000000000) is greater"),
     ]:

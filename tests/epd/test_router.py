@@ -1,14 +1,15 @@
 """The router by itself: assignments, time-outs and terminations, without engines."""
 
+import dataclasses
 import heapq
 import random
 from dataclasses import dataclass, field
+from typing import get_args
 
-import msgspec
 import pytest
 
 from tests.fuzz import seeds
-from vllm_omni.config.epd import BALANCES, KINDS, EPDDeployment, Tasks
+from vllm_omni.config.epd import KINDS, Balance, EPDDeployment, Tasks
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, RequestState, Router
 
@@ -207,7 +208,7 @@ def test_every_request_ends_and_no_work_is_left() -> None:
     for seed in seeds(1000):
         rng = random.Random(seed)
         mix = [*rng.choices(KINDS, k=rng.randint(1, 4)), rng.choice(["PD", "EPD", "D"])]
-        deployment = msgspec.structs.replace(DEPLOYMENT, balance=rng.choice(BALANCES))
+        deployment = dataclasses.replace(DEPLOYMENT, balance=rng.choice(get_args(Balance)))
         simulation = Simulation(rng, World(" ".join(mix), deployment))
         requests = []
         for _ in range(rng.randint(1, 20)):

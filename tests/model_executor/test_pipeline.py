@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni import config
+from vllm_omni.config import checkpoint, load_config
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.pipeline import load_pipeline
 
 
 def add_pipeline(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    entry = EntryPoint("mine", value, config.PIPELINE_GROUP)
-    monkeypatch.setattr(config, "entry_points", lambda group: [entry] if group == config.PIPELINE_GROUP else [])
+    entry = EntryPoint("mine", value, checkpoint.PIPELINE_GROUP)
+    monkeypatch.setattr(checkpoint, "entry_points", lambda group: [entry] if group == checkpoint.PIPELINE_GROUP else [])
 
 
 def test_an_added_model_type_is_among_the_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
-    assert set(config.supported_model_types()) == {"mine", "diffusers", "language", "qwen2_5_omni"}
+    assert set(checkpoint.supported_model_types()) == {"mine", "diffusers", "language", "qwen2_5_omni"}
 
 
 def test_a_package_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
     with pytest.raises(ConfigError, match=r"model type 'mine': its package cannot be imported: .*my_package"):
-        config.load_config(tiny_checkpoint, overrides={"model_type": "mine"})
+        load_config(tiny_checkpoint, overrides={"model_type": "mine"})
 
 
 def test_a_package_without_a_deployment_is_told_where_it_belongs(
@@ -36,7 +36,7 @@ def test_a_package_without_a_deployment_is_told_where_it_belongs(
     monkeypatch.syspath_prepend(tmp_path)
     add_pipeline(monkeypatch, "my_module:MyPipeline")
     with pytest.raises(ConfigError, match=rf"{tmp_path}/mine.yaml"):
-        config.load_config(tiny_checkpoint, overrides={"model_type": "mine"})
+        load_config(tiny_checkpoint, overrides={"model_type": "mine"})
 
 
 def test_a_model_type_without_a_pipeline_is_refused() -> None:
