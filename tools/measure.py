@@ -7,8 +7,8 @@
 A *room* is a package, or a sub-package of one of the larger ones (``flow/graph``). The *branches* of a function are its
 cyclomatic complexity: 1, and 1 for each ``if``, loop, comprehension, ``except``, ``case`` and conditional expression,
 and for each operand of ``and`` and ``or`` after the first. A *private of another* is ``x._name`` where ``x`` is neither
-``self`` nor ``cls``, in a file that neither defines nor assigns ``_name``. *Idiom lines* are lines of comments, docstrings
-and strings with a word of ``IDIOM``.
+``self`` nor ``cls``, in a file that neither defines nor assigns ``_name``. *Idiom lines* are lines of comments,
+docstrings and strings with a word of ``IDIOM``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_FILE_LINES = 500
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.comprehension, ast.ExceptHandler, ast.match_case)
 # Words that a reader who knows vLLM and diffusers has to decode; CONTRIBUTING.md says what to write instead.
 IDIOM = re.compile(
-    r"\b(who|whoever|whom|whose turn|nobody|somebody|any more|be it|begun|lets? go of|told|tells?|gives? way|none of ours"
-    r"|goes? on|under way|puts? off|word for word|spared?s?|refuses?d?)\b",
+    r"\b(who|whoever|whom|whose turn|nobody|somebody|any more|be it|begun|lets? go of|told|tells?|gives? way"
+    r"|none of ours|goes? on|under way|puts? off|word for word|spared?s?|refuses?d?)\b",
     re.IGNORECASE,
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
