@@ -46,6 +46,7 @@ from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.testing.qwen2_5_omni import TinyShape, build
 
@@ -270,7 +271,7 @@ def start_stage(path: Path, stage: str) -> None:
         engine, run_directory = StageEngine(config.stage(stage), spec), RunDirectory()
         with run_directory.inherited():
             hub = RelayHub(RelayOptions())
-            engine.start(run_directory.lease(stage), hub)
+            engine.start(ServerTether(run_directory.path, stage), hub)
         elapsed_s = time.perf_counter() - started
         engine.shutdown()
         hub.close()

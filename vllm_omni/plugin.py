@@ -46,6 +46,6 @@ def register() -> None:
     # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")
 
-    from vllm_omni.process.run_directory import enter_stage_process
+    from vllm_omni.process.tether import enter_stage_process
 
     enter_stage_process()

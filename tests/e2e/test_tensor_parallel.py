@@ -14,6 +14,7 @@ from vllm_omni.config import load_config
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -33,9 +34,9 @@ def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> Sta
     spec = next(spec for spec in pipeline.stages if spec.name == "thinker")
     with run_directory.inherited():
         engine = StageEngine(config.stage("thinker"), spec)
-        lease = run_directory.lease("thinker")
-        lease[OPTIONS] = to_builtins(RelayOptions("shm", 16 << 20, stream=True))
-        engine.start(lease, hub)
+        tether = ServerTether(run_directory.path, "thinker")
+        tether[OPTIONS] = to_builtins(RelayOptions("shm", 16 << 20, stream=True))
+        engine.start(tether, hub)
     return engine
 
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_omni.engine.metrics import StageMetrics
-from vllm_omni.process.run_directory import Lease
+from vllm_omni.process.tether import ServerTether
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def read(metrics: StageMetrics) -> dict[str, dict[frozenset[tuple[str, str]], fl
 
 
 def add_running(metrics: StageMetrics, server: str, stage: str, value: float) -> None:
-    registry = metrics.add_stage(Lease(Path(server), stage))
+    registry = metrics.add_stage(ServerTether(Path(server), stage))
     Gauge("vllm:num_requests_running", "Running.", ["engine"], registry=registry).labels("0").set(value)
 
 
@@ -66,7 +66,7 @@ def test_servers_of_one_process_are_told_apart_and_leave_one_by_one(metrics: Sta
 
 
 def test_a_label_of_the_same_name_is_kept_under_another(metrics: StageMetrics) -> None:
-    registry = metrics.add_stage(Lease(Path("/a"), "thinker"))
+    registry = metrics.add_stage(ServerTether(Path("/a"), "thinker"))
     Counter("vllm:fetches", "Fetches.", ["stage"], registry=registry).labels("waiting").inc()
     (labels,) = read(metrics)["vllm:fetches_total"]
     assert labels == {("exported_stage", "waiting"), ("stage", "thinker")}

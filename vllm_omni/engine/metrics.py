@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 
-from vllm_omni.process.run_directory import Lease
+from vllm_omni.process.tether import ServerTether
 
 STAGE_LABEL = "stage"
 SERVER_LABEL = "server"
@@ -35,11 +35,11 @@ class StageMetrics(Collector):
         """Nothing: names come and go with the stages, so the registry cannot check them for duplicates."""
         return []
 
-    def add_stage(self, lease: Lease) -> CollectorRegistry:
+    def add_stage(self, tether: ServerTether) -> CollectorRegistry:
         """The registry of a stage, which is empty."""
         registry = CollectorRegistry()
         with self._lock:
-            self._stages[str(lease.directory), lease.stage] = registry
+            self._stages[str(tether.directory), tether.stage] = registry
         return registry
 
     def add_graph(self, server: str, collect: Callable[[], Iterable[Metric]]) -> None:
@@ -88,7 +88,7 @@ class StagePrometheusStatLogger(PrometheusStatLogger):
     """Upstream's, whose metrics are in the registry of its stage."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        registry = METRICS.add_stage(_lease(vllm_config))
+        registry = METRICS.add_stage(_tether(vllm_config))
         kinds = {
             "_gauge_cls": partial(Gauge, registry=registry),
             "_counter_cls": partial(Counter, registry=registry),
@@ -108,14 +108,14 @@ class StageLoggingStatLogger(LoggingStatLogger):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         super().__init__(vllm_config, engine_index)
-        self._stage = _lease(vllm_config).stage
+        self._stage = _tether(vllm_config).stage
 
     @property
     def log_prefix(self) -> str:
         return f"stage {self._stage}: "
 
 
-def _lease(vllm_config: VllmConfig) -> Lease:
-    lease = vllm_config.additional_config
-    assert isinstance(lease, Lease), "StageEngine.start puts it there"
-    return lease
+def _tether(vllm_config: VllmConfig) -> ServerTether:
+    tether = vllm_config.additional_config
+    assert isinstance(tether, ServerTether), "StageEngine.start puts it there"
+    return tether

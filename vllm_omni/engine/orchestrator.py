@@ -32,7 +32,6 @@ from vllm_omni.engine.metrics import METRICS, STAGE_LABEL
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage import StageEngine
-from vllm_omni.engine.supervisor import Supervisor, in_thread
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -42,6 +41,8 @@ from vllm_omni.model_executor.step_threads import NUM_STAGES
 from vllm_omni.names import suggest
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.status import StageState
+from vllm_omni.process.supervisor import Supervisor, in_thread
+from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
 
@@ -121,10 +122,10 @@ class Orchestrator:
         try:
             with run_directory.inherited():
                 for engine in self.engines.values():
-                    lease = run_directory.lease(engine.name)
-                    lease[NUM_STAGES] = len(self.engines)
-                    lease[OPTIONS] = to_builtins(options[engine.name])
-                    starts[engine.name] = in_thread(engine.start, lease, self.hub)
+                    tether = ServerTether(run_directory.path, engine.name)
+                    tether[NUM_STAGES] = len(self.engines)
+                    tether[OPTIONS] = to_builtins(options[engine.name])
+                    starts[engine.name] = in_thread(engine.start, tether, self.hub)
                 _await_starts(starts)
         except BaseException:
             _shutdown(self.engines.values(), [], run_directory)

@@ -38,8 +38,9 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
-from vllm_omni.process.run_directory import Lease
+from vllm_omni.process.stage_processes import StageProcesses
 from vllm_omni.process.status import StageState, StageStatus
+from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import keep_media_in_front_end
 
@@ -91,7 +92,7 @@ class StageEngine(StageNode):
         self._status = StageStatus()
         self._status_listeners: list[Callable[[], None]] = []
         self._llm: StageLLM | None = None
-        self._tether: Lease | None = None
+        self._processes: StageProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
 
     @property
@@ -102,7 +103,7 @@ class StageEngine(StageNode):
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def start(self, tether: Lease, hub: RelayHub) -> None:
+    def start(self, tether: ServerTether, hub: RelayHub) -> None:
         """Start the engine's processes and load the model. Blocks until the engine is ready.
 
         Args:
@@ -111,7 +112,7 @@ class StageEngine(StageNode):
         Raises:
             StageFailed: the engine did not start; the cause is attached.
         """
-        self._tether = tether
+        self._processes = processes = StageProcesses(tether)
         tether.update(self.vllm_config.additional_config)
         tether[TIMELINES] = self.kind.generates_tokens
         self.vllm_config.additional_config = tether
@@ -129,10 +130,10 @@ class StageEngine(StageNode):
                     profiles_front_end=self._is_first and (self.instance is None or self.instance.is_front),
                 )
             except Exception as exc:
-                raise StageFailed(self.name, f"did not start: {tether.failure() or exc}") from exc
+                raise StageFailed(self.name, f"did not start: {processes.failure() or exc}") from exc
         if self._reader is not None:
             self._reader.bind(self.llm.renderer)
-        tether.note_processes()
+        processes.note()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
 
     @contextmanager
@@ -149,11 +150,11 @@ class StageEngine(StageNode):
         Raises:
             StageFailed: the engine did not start; the processes that did are gone again.
         """
-        tether = self._started_tether()
+        processes = self._started_processes()
         started = time.monotonic()
         self.llm.engine_core.shutdown(timeout=0)
         try:
-            tether.end_processes()
+            processes.end()
             config = copy.deepcopy(self._fresh_config)
             engine_core = EngineCoreClient.make_async_mp_client(
                 vllm_config=config, executor_class=Executor.get_class(config), log_stats=self.llm.log_stats
@@ -161,13 +162,13 @@ class StageEngine(StageNode):
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:
-            reason = f"did not start: {tether.failure() or exc}"
+            reason = f"did not start: {processes.failure() or exc}"
             with suppress(TimeoutError):
-                tether.end_processes()
+                processes.end()
             raise StageFailed(self.name, reason) from exc
         self._replace_engine_core(engine_core)
-        tether.note_processes()
-        tether.remove_dead_sockets()
+        processes.note()
+        processes.remove_dead_sockets()
         logger.info("stage %s: ready again after %.1f s", self.name, time.monotonic() - started)
 
     def _replace_engine_core(self, engine_core: EngineCoreClient) -> None:
@@ -187,7 +188,7 @@ class StageEngine(StageNode):
 
     def kill(self) -> None:
         """Kill the engine's processes, whatever they are doing."""
-        self._started_tether().kill_processes()
+        self._started_processes().kill()
 
     async def aclose(self) -> None:
         """Stop reading the engine's outputs. Call it before ``shutdown``, which would look like a failure."""
@@ -198,9 +199,9 @@ class StageEngine(StageNode):
         if self._llm is not None:
             self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
-    def _started_tether(self) -> Lease:
-        assert self._tether is not None, "the stage has not been started"
-        return self._tether
+    def _started_processes(self) -> StageProcesses:
+        assert self._processes is not None, "the stage has not been started"
+        return self._processes
 
     # -- health -------------------------------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class StageEngine(StageNode):
 
     def has_lost_process(self) -> bool:
         """Whether the engine core or a worker has ended."""
-        return self._started_tether().has_lost_process()
+        return self._started_processes().has_lost_one()
 
     def current_status(self) -> StageStatus:
         if self._status.state is StageState.RUNNING and self.has_died:  # the supervisor has not noticed yet
@@ -230,7 +231,7 @@ class StageEngine(StageNode):
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
-        cause = self._started_tether().failure()
+        cause = self._started_processes().failure()
         if cause is None and (killed := [-code for code in self.llm.exit_codes() if code < 0]):
             cause = f"killed by {signal.Signals(killed[0]).name}"
         return f"its engine has died: {cause}" if cause else "its engine has died"

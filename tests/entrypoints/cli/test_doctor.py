@@ -18,7 +18,8 @@ from tests.test_imports import run_without_vllm
 from vllm_omni.entrypoints.cli.doctor import machine, package
 from vllm_omni.entrypoints.cli.doctor.report import Report
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.process import run_directory
+from vllm_omni.process import leftovers, run_directory
+from vllm_omni.process.proc import SHM
 
 TIMEOUT_S = 20.0
 OURS = {"vllm_omni": "vllm_omni.plugin:register"}
@@ -239,7 +240,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
         self.path = Path(self.process.stdout.readline().strip())
-        self.block = run_directory.SHM / f"vllm_dist_{name}-tp:0-[0-1]-cpushm_0"
+        self.block = SHM / f"vllm_dist_{name}-tp:0-[0-1]-cpushm_0"
         self.block.write_text("12345678")
         os.utime(self.path / run_directory.OWNER, (0, 0))  # started long ago
 
@@ -288,14 +289,14 @@ def test_only_directories_of_killed_servers_are_leftovers(elsewhere: Path) -> No
     (elsewhere / f"{made}just-made" / run_directory.OWNER).touch()
     os.utime(elsewhere / f"{made}just-made" / run_directory.OWNER, (100, 100))
     (elsewhere / f"{made}link").symlink_to(elsewhere / f"{made}just-made")
-    young = 100 + run_directory.STARTING_S / 2
-    assert run_directory.find_leftovers(elsewhere, young) == ([], [])
-    (old,), live = run_directory.find_leftovers(elsewhere, 200)
+    young = 100 + leftovers.STARTING_S / 2
+    assert leftovers.find_leftovers(elsewhere, young) == ([], [])
+    (old,), live = leftovers.find_leftovers(elsewhere, 200)
     assert old.path == elsewhere / f"{made}just-made"
     assert live == []
-    assert not run_directory.remove_leftover(old, young)
-    assert run_directory.remove_leftover(old, 200)
-    assert run_directory.remove_leftover(old, 200)  # already removed
+    assert not leftovers.remove_leftover(old, young)
+    assert leftovers.remove_leftover(old, 200)
+    assert leftovers.remove_leftover(old, 200)  # already removed
     assert len(list(elsewhere.glob(f"{made}*"))) == 3
 
 
@@ -304,4 +305,4 @@ def test_directory_of_another_user_is_left_alone(elsewhere: Path, monkeypatch: p
     path.mkdir()
     (path / run_directory.OWNER).touch()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert run_directory.find_leftovers(elsewhere, 2e10) == ([], [])
+    assert leftovers.find_leftovers(elsewhere, 2e10) == ([], [])

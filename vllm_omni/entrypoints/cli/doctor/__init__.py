@@ -25,7 +25,8 @@ from vllm_omni.entrypoints.cli.doctor.machine import (
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
 from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.entrypoints.cli.quiet import hush, only_the_answer_on_stdout
-from vllm_omni.process.run_directory import SHM, find_leftovers, remove_leftover
+from vllm_omni.process.leftovers import find_leftovers, remove_leftover
+from vllm_omni.process.proc import SHM
 
 
 def doctor(args: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_omni import envs
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
 from vllm_omni.names import suggest
-from vllm_omni.process.run_directory import SHM
+from vllm_omni.process.proc import SHM
 
 MIN_SHM_BYTES = 256 * 2**20  # Docker's default, 64 MiB, is too little for workers that share tensors
 MAX_SOCKET_NAME = 107  # bytes in the path of a UNIX socket

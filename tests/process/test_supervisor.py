@@ -1,6 +1,6 @@
 """When a stage is started again; that it is, with real engines: tests/e2e/test_lifecycle.py."""
 
-from vllm_omni.engine.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget
+from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget
 
 
 class Clock:

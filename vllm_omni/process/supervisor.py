@@ -1,4 +1,4 @@
-"""``Supervisor``: a stage whose engine has died is started again, a bounded number of times."""
+"""``Supervisor``: starts a stage again when its engine has died, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 from vllm_omni import envs
-from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.status import StageState, StageStatus
@@ -19,15 +19,46 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
-POLL_S = 0.1  # how late a death is noticed; requests learn of it by themselves, and sooner
-END_TIMEOUT_S = 10.0  # how long an attempt that was given up may need to end
+POLL_S = 0.1  # how late a termination is noticed here; requests notice it by themselves, and sooner
+END_TIMEOUT_S = 10.0  # how long an attempt that was cancelled may need to end
+
+
+class Supervised(Protocol):
+    """The engine that a supervisor watches; its methods are called from the supervisor's thread."""
+
+    name: str
+
+    @property
+    def has_died(self) -> bool:
+        """Whether requests on the engine fail."""
+        ...
+
+    def has_lost_process(self) -> bool:
+        """Whether one of its processes has ended."""
+        ...
+
+    def termination_reason(self) -> str:
+        """Why it died, as a clause: "its engine has died: ..."."""
+        ...
+
+    def current_status(self) -> StageStatus: ...
+
+    def set_status(self, status: StageStatus) -> None: ...
+
+    def kill(self) -> None:
+        """Kill its processes."""
+        ...
+
+    def restart(self) -> None:
+        """Start another engine in its place; blocks until that is ready, and raises ``StageFailed``."""
+        ...
 
 
 class RestartBudget:
-    """When to try again: delays double with each attempt; after so many within a window, never.
+    """When to restart: delays double with each attempt, and there are at most so many attempts within a window.
 
     An attempt counts for the window's length, whether it succeeded or not: an engine that starts well and dies of its
-    first request is given up, too.
+    first request must not restart for ever.
     """
 
     def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,9 +80,9 @@ class RestartBudget:
 
 
 class Supervisor:
-    """Watches one stage from a thread of its own, because starting an engine blocks."""
+    """Watches one engine from a thread of its own, because starting an engine blocks."""
 
-    def __init__(self, engine: StageEngine, run_directory: RunDirectory) -> None:
+    def __init__(self, engine: Supervised, run_directory: RunDirectory) -> None:
         self._engine = engine
         self._run_directory = run_directory
         self._budget = RestartBudget(envs.VLLM_OMNI_STAGE_RESTARTS, envs.VLLM_OMNI_STAGE_RESTART_WINDOW_S)
@@ -61,11 +92,11 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Restart nothing any more; an attempt that is under way is given up."""
+        """Restart nothing from now on; an attempt in progress is cancelled."""
         self._stopping.set()
 
     def join(self) -> None:
-        """Wait, after ``stop``, until the attempt under way has ended."""
+        """Wait, after ``stop``, until the attempt in progress has ended."""
         self._thread.join(2 * END_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -74,44 +105,52 @@ class Supervisor:
             if self._engine.has_died:
                 is_up = self._restart()
             elif self._engine.has_lost_process():
-                self._engine.kill()  # without a worker the engine core would wait for seconds, and its requests with it
+                # Without a worker the engine core would hang for seconds, and its requests with it.
+                self._engine.kill()
 
     def _restart(self) -> bool:
-        engine = self._engine
-        reason, num_restarts = engine.termination_reason(), engine.current_status().num_restarts
+        """Restart the engine until it runs; returns False when there are no attempts left, or after ``stop``."""
+        engine, num_restarts = self._engine, self._engine.current_status().num_restarts
+        reason = engine.termination_reason()
         while (delay_s := self._budget.next_delay_s()) is not None:
             num_restarts += 1
             engine.set_status(StageStatus(StageState.RESTARTING, reason, num_restarts))
-            logger.error("stage %s: %s; starting it again in %g s", engine.name, reason, delay_s)
+            logger.error("stage %s: %s; restart in %g s", engine.name, reason, delay_s)
             if self._stopping.wait(delay_s):
                 return False
-            try:
-                self._try()
-            except StageFailed as exc:
-                reason = exc.reason
-            except Exception as exc:  # the supervisor must live: this attempt has failed, the next one may not
-                logger.exception("stage %s: restart failed", engine.name)
-                reason = f"did not start: {exc!r}"
-            else:
+            failure = self._attempt()
+            if failure is None:
                 engine.set_status(StageStatus(StageState.RUNNING, None, num_restarts))
                 return True
             if self._stopping.is_set():
                 return False
-        limit = f"{self._budget.max_restarts} restarts (VLLM_OMNI_STAGE_RESTARTS)"
-        reason = f"{reason}; given up after {limit}" if self._budget.max_restarts else reason
+            reason = failure
+        if self._budget.max_restarts:
+            reason += f"; given up after {self._budget.max_restarts} restarts (VLLM_OMNI_STAGE_RESTARTS)"
         engine.set_status(StageStatus(StageState.FAILED, reason, num_restarts))
         logger.error("stage %s: %s", engine.name, reason)
         return False
 
-    def _try(self) -> None:
-        """One attempt, given up at its deadline and when the supervisor is stopped."""
+    def _attempt(self) -> str | None:
+        """Restart the engine once; returns why it failed, if it did."""
+        try:
+            self._restart_within_deadline()
+        except StageFailed as exc:
+            return exc.reason
+        except Exception as exc:  # the supervisor must live: the next attempt may succeed
+            logger.exception("stage %s: restart failed", self._engine.name)
+            return f"did not start: {exc!r}"
+        return None
+
+    def _restart_within_deadline(self) -> None:
+        """Restart the engine; killed at the deadline, and when the supervisor is stopped."""
         with self._run_directory.inherited():
             attempt = in_thread(self._engine.restart)
             deadline = time.monotonic() + self._ready_timeout_s
             while not wait([attempt], POLL_S).done:
                 is_late = time.monotonic() > deadline
                 if is_late or self._stopping.is_set():
-                    self._engine.kill()  # what waits for it then fails
+                    self._engine.kill()  # the attempt then fails
                     wait([attempt], END_TIMEOUT_S)
                     why = f"not ready after {self._ready_timeout_s:g} s" if is_late else "the server is shut down"
                     raise StageFailed(self._engine.name, why)
@@ -119,7 +158,7 @@ class Supervisor:
 
 
 def in_thread(function: Callable[..., None], *args: object) -> Future[None]:
-    """As an executor's ``submit``, but the interpreter's end does not wait for the thread."""
+    """Submit a call as an executor does, but in a daemon thread, which does not delay the interpreter's exit."""
     future: Future[None] = Future()
 
     def run() -> None:

@@ -1,32 +1,41 @@
-"""What the processes of ``test_run_directory.py`` do.
+"""Functions that the processes of this folder's tests run.
 
-Apart from it, since a child that is spawned imports the module of its function, and these need no vLLM, which takes
-seconds to import on an idle machine and many times that on a busy one.
+A spawned child imports the module of its function; these need no vLLM, which takes seconds to import on an idle machine
+and many times that on a busy one.
 """
 
 import logging
 import multiprocessing
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 
-from vllm_omni.process.run_directory import Lease, enter_stage_process
+from vllm_omni.process.tether import ServerTether, enter_stage_process
 
 LIFE_S = 200.0
+TIMEOUT_S = 20.0
 
 
-def sleep(lease: Lease) -> None:
+def wait_for(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def sleep(tether: ServerTether) -> None:
     time.sleep(LIFE_S)
 
 
-def start_stage(lease: Lease) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=sleep, args=(lease,), daemon=True)
+def start_stage(tether: ServerTether) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(target=sleep, args=(tether,), daemon=True)
     process.start()
     return process
 
 
-def share(lease: Lease, name: str, ready: Connection) -> None:
+def share(tether: ServerTether, name: str, ready: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     block = SharedMemory(name, create=True, size=64)
     semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -35,7 +44,7 @@ def share(lease: Lease, name: str, ready: Connection) -> None:
     block.close()
 
 
-def fail(lease: Lease) -> None:
+def fail(tether: ServerTether) -> None:
     enter_stage_process()
     logger = logging.getLogger("vllm.v1.engine.core")
     logger.error("no exception")
@@ -46,7 +55,7 @@ def fail(lease: Lease) -> None:
             logger.exception("failed")
 
 
-def survive(lease: Lease) -> None:
+def survive(tether: ServerTether) -> None:
     from vllm.v1.engine import UtilityOutput
     from vllm.v1.engine.core import EngineCoreProc
 

@@ -1,0 +1,73 @@
+"""A stage's processes, as the server finds and ends them; with real processes, without engines."""
+
+import multiprocessing
+import signal
+import socket
+import uuid
+
+from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, wait_for
+from vllm_omni.process.proc import SHM
+from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.stage_processes import StageProcesses
+from vllm_omni.process.tether import ServerTether
+
+
+def test_the_rest_of_a_stage_is_ended_and_removed_and_other_stages_continue(directory: RunDirectory) -> None:
+    name = f"omni-{uuid.uuid4().hex}"
+    tether, other_tether = ServerTether(directory.path, "talker"), ServerTether(directory.path, "thinker")
+    processes, others = StageProcesses(tether), StageProcesses(other_tether)
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=share, args=(tether, name, there), daemon=True)
+    process.start()
+    other = start_stage(other_tether)
+    semaphore = SHM / f"sem.{here.recv().removeprefix('/')}"
+    wait_for(lambda: any(directory.path.glob("thinker.*.process")))
+    processes.note()
+    assert not processes.has_lost_one()
+    process.kill()  # its shared memory cannot be found afterwards
+    process.join()
+    assert processes.has_lost_one()
+    assert (SHM / name).exists()
+    assert semaphore.exists()
+    (directory.path / "talker.failure").write_text("the cause")
+    processes.end()
+    assert not (SHM / name).exists()
+    assert not semaphore.exists()
+    assert processes.failure() is None
+    assert not list(directory.path.glob("talker.*"))
+    assert other.is_alive()
+    others.end()
+    other.join(TIMEOUT_S)
+    assert other.exitcode == -signal.SIGKILL
+
+
+def test_a_socket_that_no_process_holds_is_removed(directory: RunDirectory) -> None:
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as alive:
+        dead.bind(str(directory.path / "dead"))
+        alive.bind(str(directory.path / "alive"))
+        dead.close()
+        StageProcesses(ServerTether(directory.path, "talker")).remove_dead_sockets()
+        assert not (directory.path / "dead").exists()
+        assert (directory.path / "alive").exists()
+
+
+def test_a_call_that_an_engine_answers_with_a_failure_is_no_termination_reason(directory: RunDirectory) -> None:
+    tether = ServerTether(directory.path, "talker")
+    processes = StageProcesses(tether)
+    process = multiprocessing.get_context("spawn").Process(target=survive, args=(tether,))
+    process.start()
+    process.join(6 * TIMEOUT_S)  # it imports vLLM
+    assert process.exitcode == 0
+    assert processes.failure() is None
+
+
+def test_first_reason_of_a_failure_is_reported_per_stage(directory: RunDirectory) -> None:
+    tether = ServerTether(directory.path, "talker")
+    processes = StageProcesses(tether)
+    assert processes.failure() is None
+    process = multiprocessing.get_context("spawn").Process(target=fail, args=(tether,))
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 1
+    assert processes.failure() == "ValueError: the cause"
+    assert StageProcesses(ServerTether(directory.path, "thinker")).failure() is None

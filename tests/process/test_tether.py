@@ -1,0 +1,91 @@
+"""Processes of a stage end with the server; with real processes, without engines."""
+
+import copy
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tests.process.programs import TIMEOUT_S, start_stage, wait_for
+from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.tether import ServerTether, enter_stage_process
+
+
+def test_a_tether_keeps_the_users_values_and_binds_no_copy_in_the_server(directory: RunDirectory) -> None:
+    tether = ServerTether(directory.path, "talker")
+    tether["user's"] = 1
+    threads = threading.active_count()
+    for copied in (copy.deepcopy(tether), pickle.loads(pickle.dumps(tether))):
+        assert isinstance(copied, ServerTether)
+        assert copied == {"user's": 1}
+        assert (copied.directory, copied.stage) == (directory.path, "talker")
+    assert threading.active_count() == threads
+
+
+def test_stage_ends_when_the_directory_is_removed(directory: RunDirectory) -> None:
+    process = start_stage(ServerTether(directory.path, "talker"))
+    directory.remove()  # before the child looks for it, or after: it ends
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 1
+
+
+def test_stage_lives_as_long_as_the_directory(directory: RunDirectory) -> None:
+    process = start_stage(ServerTether(directory.path, "talker"))
+    wait_for(lambda: any(directory.path.glob("talker.*.process")))  # it is bound
+    assert process.is_alive()
+    directory.remove()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 1
+
+
+# A server that has a stage, and a child of the user's that outlives it and holds all the server's files open.
+SERVER = """
+import os, time
+from tests.process.programs import start_stage
+from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.tether import ServerTether
+
+if __name__ == "__main__":
+    directory = RunDirectory()
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(200)
+        os._exit(0)
+    stage = start_stage(ServerTether(directory.path, "talker"))
+    print(directory.path, stage.pid, forked, flush=True)
+    time.sleep(200)
+"""
+
+
+def test_stage_ends_and_removes_the_directory_when_the_server_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    env = os.environ | {"VLLM_OMNI_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env) as server:
+        assert server.stdout is not None
+        path, stage, forked = server.stdout.readline().split()
+        server.kill()
+        server.wait()
+        try:
+            wait_for(lambda: not is_running(int(stage)) and not Path(path).exists())
+            assert is_running(int(forked))
+        finally:
+            os.kill(int(forked), signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_process_that_belongs_to_no_stage_is_left_alone() -> None:
+    threads = threading.active_count()
+    enter_stage_process()
+    assert threading.active_count() == threads
+    assert not logging.getLogger("vllm.v1.engine.core").handlers

@@ -1,0 +1,105 @@
+"""``StageProcesses``: the processes of one stage, and what they share, as the server sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+from vllm_omni.process.proc import ProcessId, bound_sockets, mapped_shared_memory
+from vllm_omni.process.tether import ServerTether
+
+KILL_TIMEOUT_S = 10.0
+
+
+class StageProcesses:
+    """Finds, watches and ends the engine core and its workers; each left a file when it was tethered."""
+
+    def __init__(self, tether: ServerTether) -> None:
+        self._tether = tether
+        self._directory = tether.directory
+        self._started: list[ProcessId] = []  # since the stage was ready
+        self._shared_memory: set[Path] = set()  # blocks in /dev/shm that they have mapped
+
+    def failure(self) -> str | None:
+        """The exception that ended one of the processes, if it was reported: "ValueError: ..."."""
+        try:
+            return self._tether.failure_file.read_text(encoding="utf-8") or None
+        except OSError:
+            return None
+
+    def note(self) -> None:
+        """Remember the processes and their shared memory, which cannot be found once they have died."""
+        self._started = self._find()
+        self._note_shared_memory(self._started)
+
+    def has_lost_one(self) -> bool:
+        """Whether one of the processes noted, the engine core or a worker, has ended."""
+        return not all(process.is_alive() for process in self._started)
+
+    def kill(self) -> list[ProcessId]:
+        """Send SIGKILL to those that live; returns them."""
+        processes = self._find()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return processes
+
+    def end(self) -> None:
+        """Kill the processes that live and remove what all of them left, so that the stage can be started again.
+
+        Raises:
+            TimeoutError: a process has not ended within ``KILL_TIMEOUT_S``.
+        """
+        self._note_shared_memory(self._find())
+        self._started = []
+        processes = self.kill()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left := [process.pid for process in processes if process.is_alive()]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"processes {left} of stage {self._tether.stage!r} still run {KILL_TIMEOUT_S:g} s after SIGKILL"
+                )
+            time.sleep(0.01)
+        for block in self._shared_memory - mapped_shared_memory(os.getpid()):
+            _remove_shared_memory(block, self._directory)
+        self._shared_memory.clear()
+        for file in self._directory.glob(f"{self._tether.file_stem}.*"):
+            file.unlink(missing_ok=True)
+        self.remove_dead_sockets()
+
+    def remove_dead_sockets(self) -> None:
+        """Remove the files of sockets that no process holds, also those of other stages: vLLM leaves them."""
+        sockets = [path for path in self._directory.iterdir() if path.is_socket()]
+        bound = bound_sockets()  # read after the listing: a socket has its file before it is bound
+        for path in sockets:
+            if str(path) not in bound:
+                path.unlink(missing_ok=True)
+
+    def _find(self) -> list[ProcessId]:
+        processes = []
+        for file in self._directory.glob(f"{self._tether.file_stem}.*.process"):
+            with contextlib.suppress(OSError, ValueError):
+                processes.append(ProcessId(int(file.name.split(".")[-2]), int(file.read_text())))
+        return [process for process in processes if process.is_alive()]
+
+    def _note_shared_memory(self, processes: list[ProcessId]) -> None:
+        for process in processes:
+            self._shared_memory |= mapped_shared_memory(process.pid)
+
+
+def _remove_shared_memory(block: Path, directory: Path) -> None:
+    try:
+        block.unlink()
+    except FileNotFoundError:
+        return
+    if block.name.startswith("vllm_dist_"):  # see blocks_of_workers; the tracker does not know these
+        (directory / block.name.partition("-")[0]).unlink(missing_ok=True)
+    elif block.name.startswith("sem."):
+        resource_tracker.unregister(f"/{block.name.removeprefix('sem.')}", "semaphore")
+    else:
+        # Child processes share the server's tracker, which would report the block as leaked at the end.
+        resource_tracker.unregister(f"/{block.name}", "shared_memory")

@@ -1,0 +1,143 @@
+"""``ServerTether``: ends each process of a stage when the server ends.
+
+vLLM's child processes outlive a parent that was killed, and nothing that vLLM offers prevents it: a plugin is loaded
+too late, because the engine core first waits, for up to five minutes, for a message from its parent; PR_SET_PDEATHSIG
+follows the thread that made the child, and stages are started from threads.
+
+But vLLM pickles a stage's ``VllmConfig`` to every process of the stage, and leaves one of its fields, the dictionary
+``additional_config``, to plugins. A tether takes that dictionary's place. Unpickling it is thus the first code of ours
+that runs in the process, and there it starts the thread that waits for the server's end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.process.proc import ProcessId, is_dying
+from vllm_omni.process.run_directory import OWNER, remove_directory
+
+DYING_TIMEOUT_S = 10.0
+MAX_REASON_LENGTH = 1000  # a model can miss thousands of tensors
+
+
+class ServerTether(dict[str, Any]):
+    """A stage's ``additional_config``, which ties each process that unpickles it to the server's life.
+
+    Args:
+        directory: the server's ``RunDirectory``.
+        stage: the stage's name, or that of one of its instances.
+    """
+
+    def __init__(self, directory: Path, stage: str) -> None:
+        super().__init__()
+        self.directory = directory
+        self.stage = stage
+        self.file_stem = stage.replace("/", "-")  # of an instance: "thinker-PD0"
+        self.server_pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if os.getpid() != self.server_pid:  # in the server itself, configurations are copied
+            _bind(self)
+
+    @property
+    def failure_file(self) -> Path:
+        """Where the first process of the stage that fails writes its exception."""
+        return self.directory / f"{self.file_stem}.failure"
+
+    def wait_if_orphaned(self) -> None:
+        """While the server is exiting, wait for its end; the thread of ``_end_with_server`` then ends this process.
+
+        One signal may end a server and its stages, and the stages are often faster.
+        """
+        deadline = time.monotonic() + DYING_TIMEOUT_S
+        while is_dying(self.server_pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+_tether: ServerTether | None = None  # of this process, if it belongs to a stage
+
+
+def _bind(tether: ServerTether) -> None:
+    global _tether
+    if _tether is None:
+        _tether = tether
+        with contextlib.suppress(OSError):  # the directory is gone, and so is the server
+            this = ProcessId.current()
+            (tether.directory / f"{tether.file_stem}.{this.pid}.process").write_text(str(this.started_at))
+        threading.Thread(target=_end_with_server, args=(tether.directory,), name="end-with-server", daemon=True).start()
+
+
+def _end_with_server(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # the file is gone, and so is the server
+        owner = os.open(directory / OWNER, os.O_RDWR)
+        fcntl.lockf(owner, fcntl.LOCK_SH)
+    remove_directory(directory)
+    os._exit(1)
+
+
+def enter_stage_process() -> None:
+    """In a stage's process that vLLM has set up, end with the parent process and report failures.
+
+    Does nothing in a process that belongs to no stage.
+    """
+    parent = multiprocessing.parent_process()
+    if _tether is None or parent is None:
+        return
+
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    if parent.pid != _tether.server_pid:  # a worker's parent is its engine core, which can die alone
+        threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+    atexit.register(_exit_at_once)
+    for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
+        logging.getLogger(name).addHandler(_FailureReport(_tether.failure_file))
+
+
+def _exit_at_once() -> None:
+    """Skip the interpreter's shutdown, which takes seconds; multiprocessing has cleaned up before."""
+    if _tether is not None:
+        _tether.wait_if_orphaned()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if _FailureReport.has_failed else 0)
+
+
+# Functions of vLLM's engine core that answer a call with its failure, and continue.
+_SURVIVED = ("_invoke_utility_method", "_handle_request_preproc_error")
+
+
+class _FailureReport(logging.Handler):
+    """Writes the first exception that vLLM logs to a file: its parent is notified that a process failed, not why."""
+
+    has_failed = False  # in this process
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None or record.exc_info[1] is None:
+            return
+        if record.funcName in _SURVIVED:
+            _FailureReport.has_failed = False
+            self._path.unlink(missing_ok=True)  # a worker may have reported it first
+            return
+        _FailureReport.has_failed = True
+        error = record.exc_info[1]
+        with contextlib.suppress(OSError), self._path.open("x", encoding="utf-8") as file:
+            file.write(" ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_LENGTH])
