@@ -18,7 +18,8 @@ from tests.test_imports import run_without_vllm
 from vllm_omni.entrypoints.cli.doctor import machine, package
 from vllm_omni.entrypoints.cli.doctor.report import Report
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.process import leftovers, run_directory
+from vllm_omni.process import run_directory
+from vllm_omni.process.leftovers import STARTING_S, find_leftovers, remove_leftover
 from vllm_omni.process.proc import SHM
 
 TIMEOUT_S = 20.0
@@ -289,14 +290,14 @@ def test_only_directories_of_killed_servers_are_leftovers(elsewhere: Path) -> No
     (elsewhere / f"{made}just-made" / run_directory.OWNER).touch()
     os.utime(elsewhere / f"{made}just-made" / run_directory.OWNER, (100, 100))
     (elsewhere / f"{made}link").symlink_to(elsewhere / f"{made}just-made")
-    young = 100 + leftovers.STARTING_S / 2
-    assert leftovers.find_leftovers(elsewhere, young) == ([], [])
-    (old,), live = leftovers.find_leftovers(elsewhere, 200)
+    young = 100 + STARTING_S / 2
+    assert find_leftovers(elsewhere, young) == ([], [])
+    (old,), live = find_leftovers(elsewhere, 200)
     assert old.path == elsewhere / f"{made}just-made"
     assert live == []
-    assert not leftovers.remove_leftover(old, young)
-    assert leftovers.remove_leftover(old, 200)
-    assert leftovers.remove_leftover(old, 200)  # already removed
+    assert not remove_leftover(old, young)
+    assert remove_leftover(old, 200)
+    assert remove_leftover(old, 200)  # already removed
     assert len(list(elsewhere.glob(f"{made}*"))) == 3
 
 
@@ -305,4 +306,4 @@ def test_directory_of_another_user_is_left_alone(elsewhere: Path, monkeypatch: p
     path.mkdir()
     (path / run_directory.OWNER).touch()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert leftovers.find_leftovers(elsewhere, 2e10) == ([], [])
+    assert find_leftovers(elsewhere, 2e10) == ([], [])
