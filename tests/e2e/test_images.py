@@ -160,7 +160,7 @@ def test_fields_of_openai_without_a_meaning_here_are_taken(server: Server) -> No
         ({"output_compression": 101}, "output_compression", "less than or equal to 100"),
         ({"response_format": "url"}, "response_format", "b64_json"),
         ({"background": "transparent"}, "background", "opaque"),
-        ({"partial_images": 2}, "partial_images", "of a stream alone"),
+        ({"partial_images": 2}, "partial_images", "only in a stream"),
         ({"negative_promt": "x"}, "negative_promt", "did you mean 'negative_prompt'"),
         ({"extra_params": {"foo": 1}}, None, "takes no extra argument 'foo'"),
         ({"extra_params": {"generator": 1}}, "extra_params", "seed"),
@@ -317,7 +317,7 @@ def test_a_bad_field_of_a_chat_is_refused_by_its_name(server: Server, change: di
 def test_what_the_pipeline_does_not_make_is_refused_with_what_it_does(server: Server, path: str) -> None:
     response = post(server, path, prompt="a cat", input="a cat")
     assert response.status_code == 400
-    assert "answers in image" in response.json()["error"]["message"]
+    assert "output of this model is image" in response.json()["error"]["message"]
     assert "/v1/images/generations" in response.json()["error"]["message"]
 
 

@@ -140,8 +140,8 @@ async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClie
     ("files", "more", "param", "said"),
     [
         ({}, {}, "image", "at least one image is needed"),
-        ({"image": b"no image"}, {}, "image", "no image that can be read"),
-        ({"image": PICTURE, "mask": PICTURE}, {}, "mask", "not read"),
+        ({"image": b"no image"}, {}, "image", "the image cannot be read"),
+        ({"image": PICTURE, "mask": PICTURE}, {}, "mask", "not supported"),
         ({"image": PICTURE}, {"size": "64"}, "size", "must be 'auto' or WIDTHxHEIGHT"),
         ({"image": PICTURE}, {"n": "two"}, "n", "valid integer"),
         ({"image": PICTURE}, {"num_inference_steps": "0"}, "num_inference_steps", "must be at least 1"),
@@ -201,7 +201,7 @@ async def test_seconds_are_frames_by_the_rate(animator: httpx.AsyncClient) -> No
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
-        ({"seconds": 1}, "seconds", "num_frames says the same"),
+        ({"seconds": 1}, "seconds", "cannot be combined with num_frames"),
         ({"num_frames": 0}, "num_frames", "must be at least 1"),
         ({"fps": 0}, "fps", "must be at least 1"),
         ({"output_format": "mpeg"}, "output_format", "unknown video format"),

@@ -26,7 +26,7 @@ from tests.entrypoints.openai.conftest import (
     wait_for,
 )
 from tests.media.test_audio import LOSSLESS, decode, make_sound
-from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
+from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -75,7 +75,7 @@ async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
     sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
     encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
-    speech = Speech(encoder, 24000, AudioTimer(metrics))
+    speech = Speech(encoder, 24000, MediaTimer(metrics))
     sent = [await speech.encode(output) async for output in outputs_with(pieces)]
     joined = b"".join(sent) + await speech.finish()
     assert sum(map(bool, sent)) >= len(pieces) - 3

@@ -28,7 +28,7 @@ from vllm.renderers.chat_utils import ConversationMessage
 
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
+from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.errors import InvalidRequest
@@ -47,7 +47,7 @@ class OmniServingChat(OpenAIServingChat):
 
     engine_client: AsyncOmni
     audio_metrics: AudioMetrics | None
-    timer: AudioTimer  # of the request, in the view that serves it
+    timer: MediaTimer  # of the request, in the view that serves it
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class OmniServingChat(OpenAIServingChat):
         self.engine_client.check_available(modalities)
         # Upstream hands its engine the prompt and the text's parameters; the rest of the request goes with the engine.
         view = copy.copy(self)
-        view.timer = AudioTimer(self.audio_metrics)
+        view.timer = MediaTimer(self.audio_metrics)
         view.engine_client = self.engine_client.with_defaults(
             modalities=modalities,
             speaker=request.audio.voice if request.audio else None,

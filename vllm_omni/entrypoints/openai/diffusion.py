@@ -1,4 +1,4 @@
-"""What the routes of a diffusion pipeline have in common: the model's name, the input images, the request itself."""
+"""Shared by the routes of a diffusion pipeline: the body, the model's name, input images, the request to the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm.utils import random_uuid
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
-from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics, ImageTimer
+from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics, MediaTimer
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
 
@@ -32,11 +32,11 @@ ROUTES = {
     "video": "/v1/videos/sync",
     "audio": "/v1/audio/generate",
 }
-"""What a pipeline answers in -> where it is asked for."""
+"""Output modality of a pipeline -> its route."""
 
 
 class DiffusionModels(OpenAIModelRegistry):
-    """The names of a model without a length of context."""
+    """``/v1/models`` for a model without a context length."""
 
     async def show_available_models(self) -> ModelList:
         models: ModelList = await super().show_available_models()
@@ -46,11 +46,11 @@ class DiffusionModels(OpenAIModelRegistry):
 
 
 class DiffusionServing:
-    """Asks the engine for what the routes answer.
+    """Sends the requests of the routes to the engine.
 
     Args:
         models: the names under which the pipeline is served.
-        image_metrics: where pictures are timed; None: nowhere.
+        image_metrics: count the times of images; None: they are not measured.
     """
 
     def __init__(self, omni: AsyncOmni, models: OpenAIModelRegistry, image_metrics: ImageMetrics | None = None) -> None:
@@ -66,18 +66,18 @@ class DiffusionServing:
 
     @property
     def modality(self) -> str:
-        """What the pipeline answers in."""
+        """Output modality of the pipeline."""
         return next(iter(self.pipeline.modalities))
 
     def model_name(self, fields: DiffusionFields) -> str:
         return fields.model or self._models.model_name()
 
     def check(self, modality: str) -> None:
-        """Raises ``InvalidRequest`` if the pipeline answers in something else, with where that is asked for."""
+        """Raise ``InvalidRequest`` if the pipeline has another output modality; the message names its route."""
         if modality != self.modality:
             where = ROUTES[self.modality]
             raise InvalidRequest(
-                f"this model answers in {self.modality}, not in {modality}: POST {where}", param="model"
+                f"the output of this model is {self.modality}, not {modality}: POST {where}", param="model"
             )
 
     async def outputs(
@@ -87,20 +87,18 @@ class DiffusionServing:
         images: Sequence[Image.Image],
         raw_request: Request,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
-        """What the engine answers.
-
-        Closing it aborts the request.
+        """Stream the engine's outputs; closing the generator aborts the request.
 
         Raises:
-            InvalidRequest: naming the field at fault as the body calls it.
-            VLLMNotFoundError: another model's name.
-            StageFailed: the stage failed it.
+            InvalidRequest: names the invalid field as in the body.
+            VLLMNotFoundError: the request names another model.
+            StageFailed: the stage failed on the request.
         """
         unknown = await self._models.check_model(fields.model)
         if isinstance(unknown, ErrorResponse):
             raise VLLMNotFoundError(unknown.error.message)
         self._omni.check_admission()
-        timer = ImageTimer(self._image_metrics)
+        timer = MediaTimer(self._image_metrics)
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
         media = {"multi_modal_data": {"image": list(images)}} if images else {}
         try:
@@ -108,7 +106,9 @@ class DiffusionServing:
             async with aclosing(outputs):
                 async for output in outputs:
                     if "images" in output.multimodal_output or output.preview is not None:
-                        timer.picture(is_finished=output.finished)
+                        timer.piece()
+                        if output.finished:
+                            timer.end()
                     yield output
         except InvalidRequest as exc:
             raise name_field(exc, type(fields)) from exc
@@ -116,7 +116,7 @@ class DiffusionServing:
     async def answer(
         self, prompt: str, fields: DiffusionFields, images: Sequence[Image.Image], raw_request: Request
     ) -> OmniRequestOutput:
-        """The whole answer; see ``outputs``."""
+        """Collect the whole answer; see ``outputs``."""
         answer: OmniRequestOutput | None = None
         async with aclosing(self.outputs(prompt, fields, images, raw_request)) as outputs:
             async for output in outputs:
@@ -130,10 +130,10 @@ class DiffusionServing:
     # -- input images -------------------------------------------------------------------------------------------------
 
     async def read_image(self, given: Any, field: str) -> Image.Image:
-        """An image of a request: an uploaded file, a URL (http, https, data) or base 64.
+        """Read an input image: an uploaded file, a URL (http, https, data) or base64.
 
         Raises:
-            InvalidRequest: it cannot be had, or is no image.
+            InvalidRequest: the image cannot be fetched or decoded.
         """
         try:
             if isinstance(given, UploadFile):
@@ -143,20 +143,20 @@ class DiffusionServing:
             elif isinstance(given, str):
                 image = await asyncio.to_thread(ImageMediaIO().load_base64, "image", given)
             else:
-                raise ValueError(f"it must be a file or a URL, not {type(given).__name__}")
+                raise ValueError(f"must be a file or a URL, not {type(given).__name__}")
         except Exception as exc:
-            raise InvalidRequest(f"{field}: no image that can be read: {rejection(exc)}", param=field) from exc
+            raise InvalidRequest(f"{field}: the image cannot be read: {rejection(exc)}", param=field) from exc
         return image.media if isinstance(image, MediaWithBytes) else image
 
 
 async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], None]:
-    """The body's fields, from JSON or from a form; of a form's field that is there several times, a list.
+    """Read the fields of the body, JSON or a form; a form field given several times becomes a list.
 
-    A dependency of the routes, so that the body has been read when they begin to listen for the client's leaving; what
-    was uploaded stays open until they have answered.
+    A dependency of the routes, so that the body has been read before they start to wait for a disconnect. Uploaded
+    files stay open until the answer is complete.
 
     Raises:
-        InvalidRequest: it is neither, or no mapping.
+        InvalidRequest: the body is neither, or is not an object.
     """
     kind = raw_request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0].strip()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
@@ -169,7 +169,7 @@ async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], No
         try:
             values = json.loads(await raw_request.body())
         except ValueError as exc:
-            raise InvalidRequest(f"the body is no JSON: {exc}") from exc
+            raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
         if not isinstance(values, dict):
             raise InvalidRequest("the body must be an object")
         yield values
@@ -180,17 +180,17 @@ async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], No
 def _fields(form: FormData) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in form:
-        name = key.removesuffix("[]")  # OpenAI's clients write lists so
+        name = key.removesuffix("[]")  # OpenAI's clients mark lists with brackets
         several = [*as_list(values.get(name)), *form.getlist(key)]
         values[name] = several if len(several) > 1 else several[0]
     return values
 
 
 def read_mapping(values: dict[str, Any], name: str) -> None:
-    """Make a field of a form that is JSON a mapping, in place.
+    """Decode, in place, a form field that has JSON in it.
 
     Raises:
-        InvalidRequest: it is no JSON.
+        InvalidRequest: the field is not valid JSON.
     """
     if isinstance(given := values.get(name), str):
         try:
@@ -200,12 +200,12 @@ def read_mapping(values: dict[str, Any], name: str) -> None:
 
 
 def event(name: str, values: Mapping[str, Any]) -> str:
-    """One event of a stream."""
+    """Format one server-sent event."""
     return f"event: {name}\ndata: {json.dumps(values, separators=(',', ':'))}\n\n"
 
 
 def describe(body: type[BaseModel], kinds: Sequence[str] = ("application/json",)) -> dict[str, Any]:
-    """Of a route that reads its body itself, for its documentation."""
+    """OpenAPI entry of a route that reads its body itself."""
     schema = body.model_json_schema()
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}
 

@@ -1,4 +1,4 @@
-"""The server of a diffusion pipeline: vLLM's application without its handlers of text, which all want a tokenizer."""
+"""The server of a diffusion pipeline: vLLM's application with these routes, without those that need a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_omni.entrypoints.openai.diffusion_protocol import (
     VideoRequest,
 )
 from vllm_omni.entrypoints.openai.image_chat import OmniServingImageChat
-from vllm_omni.entrypoints.openai.image_metrics import ImageMetrics
 from vllm_omni.entrypoints.openai.images import OmniServingImages
 from vllm_omni.entrypoints.openai.media_files import OmniServingFiles
+from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics
 
 FORMS = ("application/json", "multipart/form-data")
-OF_TEXT = (
+TEXT_ROUTES = (
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",
@@ -35,7 +35,7 @@ OF_TEXT = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )
-"""Routes that vLLM has for every task, and that a pipeline without a tokenizer cannot answer."""
+"""Routes that vLLM has for every task and that a pipeline without a tokenizer cannot answer."""
 
 router = APIRouter()
 Values = Annotated[dict[str, Any], Depends(read_values)]  # the body
@@ -45,7 +45,7 @@ Values = Annotated[dict[str, Any], Depends(read_values)]  # the body
 @with_cancellation
 @load_aware_call
 async def generate_images(raw_request: Request, values: Values) -> Response:
-    """Images from a text."""
+    """Generate images from a text."""
     images: OmniServingImages = raw_request.app.state.serving_images
     return await images.generate(values, raw_request)
 
@@ -54,7 +54,7 @@ async def generate_images(raw_request: Request, values: Values) -> Response:
 @with_cancellation
 @load_aware_call
 async def edit_images(raw_request: Request, values: Values) -> Response:
-    """Images from a text and images."""
+    """Generate images from a text and images."""
     images: OmniServingImages = raw_request.app.state.serving_images
     return await images.edit(values, raw_request)
 
@@ -63,7 +63,7 @@ async def edit_images(raw_request: Request, values: Values) -> Response:
 @with_cancellation
 @load_aware_call
 async def generate_video(raw_request: Request, values: Values) -> Response:
-    """A video, as a file."""
+    """Generate a video, as a file."""
     files: OmniServingFiles = raw_request.app.state.serving_files
     return await files.video(values, raw_request)
 
@@ -72,7 +72,7 @@ async def generate_video(raw_request: Request, values: Values) -> Response:
 @with_cancellation
 @load_aware_call
 async def generate_sound(raw_request: Request, values: Values) -> Response:
-    """A sound, as a file."""
+    """Generate a sound, as a file."""
     files: OmniServingFiles = raw_request.app.state.serving_files
     return await files.sound(values, raw_request)
 
@@ -81,16 +81,16 @@ async def generate_sound(raw_request: Request, values: Values) -> Response:
 @with_cancellation
 @load_aware_call
 async def complete_chat(raw_request: Request, values: Values) -> Response:
-    """The last message, drawn."""
+    """Generate an image or a sound from the last message."""
     chat: OmniServingImageChat = raw_request.app.state.serving_chat
     return await chat.complete(values, raw_request)
 
 
 def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """vLLM's application with these routes; what its own keep in its state is what they use."""
+    """Build vLLM's application with these routes, and the state that its own routes read."""
     app = build_app(args, (), omni.model_config)
     app.router.routes[:] = [
-        route for route in app.router.routes if not (isinstance(route, Route) and route.path in OF_TEXT)
+        route for route in app.router.routes if not (isinstance(route, Route) and route.path in TEXT_ROUTES)
     ]
     app.include_router(router)
     names = args.served_model_name or [args.model]

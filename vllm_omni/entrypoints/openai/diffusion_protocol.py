@@ -1,4 +1,4 @@
-"""The bodies of requests to a diffusion pipeline, as JSON or as a form, and how they are read."""
+"""Bodies of requests to a diffusion pipeline, and their conversion into ``DiffusionParams``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
 
-MAX_PARTIAL_IMAGES = 3  # OpenAI's
+MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
 
 
 class DiffusionFields(BaseModel):
-    """What every route takes; what is not said is the pipeline's own default."""
+    """Fields of every route; a missing one is the pipeline's own default."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,14 +32,14 @@ class DiffusionFields(BaseModel):
     )
 
     def params(self) -> dict[str, Any]:
-        """Fields of ``DiffusionParams``."""
-        same = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "seed", "cache_threshold")
+        """Fields of ``DiffusionParams``, by name."""
+        same = [name for name in DiffusionParams.__struct_fields__ if name in type(self).model_fields]
         values = {name: value for name in same if (value := getattr(self, name)) is not None}
         return values | ({"extra_args": self.extra_params} if self.extra_params else {})
 
 
 class ImageRequest(DiffusionFields):
-    """OpenAI's request for images, and what diffusion pipelines know besides."""
+    """OpenAI's request for images, with further parameters of diffusion pipelines."""
 
     prompt: str
     n: int = 1
@@ -49,7 +50,7 @@ class ImageRequest(DiffusionFields):
     stream: bool = False
     partial_images: int = Field(default=0, ge=0, le=MAX_PARTIAL_IMAGES, description="Previews in a stream.")
     progress: bool = Field(default=False, description="In a stream, an event after each denoise step.")
-    # OpenAI's, without a meaning here.
+    # OpenAI's fields that have no effect here.
     background: Literal["auto", "opaque"] | None = None
     quality: str | None = None
     style: str | None = None
@@ -60,15 +61,13 @@ class ImageRequest(DiffusionFields):
 
     def params(self) -> dict[str, Any]:
         values = super().params() | read_size(self.size) | {"num_outputs_per_prompt": self.n}
-        if self.stream:
-            values["progress"] = self.progress
-            if self.partial_images:
-                values["preview_every"] = preview_every(self.num_inference_steps, self.partial_images)
+        if self.partial_images:
+            values["preview_every"] = preview_every(self.num_inference_steps, self.partial_images)
         return values
 
 
 class VideoRequest(DiffusionFields):
-    """The neighbouring servers' request for a video."""
+    """Request for a video, in the form of vLLM-Omni's server."""
 
     prompt: str
     size: str = "auto"
@@ -80,19 +79,15 @@ class VideoRequest(DiffusionFields):
     user: str | None = None
 
     def params(self) -> dict[str, Any]:
-        values = super().params() | read_size(self.size)
-        for name in ("guidance_scale_2", "num_frames", "fps"):
-            if (value := getattr(self, name)) is not None:
-                values[name] = value
-        return values
+        return super().params() | read_size(self.size)
 
 
 class SoundRequest(DiffusionFields):
-    """The neighbouring servers' request for a sound."""
+    """Request for a sound, in the form of vLLM-Omni's server."""
 
-    input: str = Field(description="What it is to sound like.")
+    input: str = Field(description="Description of the sound.")
     audio_length: float | None = Field(default=None, gt=0, description="Seconds.")
-    audio_start: float = Field(default=0.0, ge=0, description="Seconds into what it is cut from.")
+    audio_start: float = Field(default=0.0, ge=0, description="Start within the generated sound, seconds.")
     response_format: str = "wav"
     user: str | None = None
 
@@ -107,7 +102,7 @@ class SoundRequest(DiffusionFields):
 
 
 class ImageChatRequest(DiffusionFields):
-    """What a chat client may say to a model that draws; what steers the sampling of text is left unread."""
+    """A chat request to an image or sound model; fields for sampling text are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -123,24 +118,21 @@ class ImageChatRequest(DiffusionFields):
     stream: bool = False
 
     def params(self) -> dict[str, Any]:
-        values = super().params() | read_size(self.size)
-        for name in ("height", "width", "num_frames", "fps"):
-            if (value := getattr(self, name)) is not None:
-                values[name] = value
-        return values | {"num_outputs_per_prompt": self.num_outputs_per_prompt or self.n or 1}
+        num_outputs = {"num_outputs_per_prompt": self.num_outputs_per_prompt or self.n or 1}
+        return read_size(self.size) | super().params() | num_outputs
 
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _FIELD_OF = {"height": "size", "width": "size", "num_outputs_per_prompt": "n", "extra_args": "extra_params"}
-"""Field of ``DiffusionParams`` -> what the routes call it, where that differs."""
+"""Field of ``DiffusionParams`` -> its name in the bodies, where that differs."""
 
 
 def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
-    """A body as its class. Texts are numbers where these are wanted, as a form has no others.
+    """Parse a body. A form has only texts, which are converted to numbers where a field is one.
 
     Raises:
-        InvalidRequest: naming the field, and for an unknown one the nearest.
+        InvalidRequest: names the field, and for an unknown one the nearest.
     """
     try:
         return body.model_validate(values)
@@ -158,7 +150,7 @@ def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
 
 
 def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
-    """The same error with the field as the body calls it."""
+    """The same error with the field's name in the body."""
     name = exc.param
     if name is None or name in body.model_fields:
         return exc
@@ -167,10 +159,10 @@ def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
 
 
 def read_size(size: str) -> dict[str, int]:
-    """``{"height": ..., "width": ...}``; nothing for "auto".
+    """Parse a size into ``{"height": ..., "width": ...}``, empty for "auto".
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidRequest: the size has another form.
     """
     if size == "auto":
         return {}
@@ -182,13 +174,13 @@ def read_size(size: str) -> dict[str, int]:
 
 
 def preview_every(num_steps: int | None, num_previews: int) -> int:
-    """Steps between previews, so that so many come, evenly, before the last step."""
+    """Steps between previews, so that ``num_previews`` are evenly spread before the last step."""
     steps = num_steps if num_steps is not None and num_steps > 0 else DEFAULT_NUM_STEPS
     return max(steps // (num_previews + 1), 1)
 
 
 DEFAULT_NUM_STEPS = 50
-"""Of most pipelines. Where one makes fewer, fewer previews come than were asked for."""
+"""Default of most pipelines; one that makes fewer steps sends fewer previews than requested."""
 
 
 def _short(value: object) -> str:

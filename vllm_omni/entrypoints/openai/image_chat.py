@@ -1,7 +1,7 @@
-"""``POST /v1/chat/completions`` of a diffusion pipeline: the last message is the prompt, the answer is an image.
+"""``POST /v1/chat/completions`` of a diffusion pipeline: the last message is the prompt, the answer an image or sound.
 
-The neighbouring servers' form: a content part ``image_url`` with a data URL. It needs no chat template and no
-tokenizer.
+An image is a content part ``image_url`` with a data URL, as from vLLM-Omni's server. No chat template and
+no tokenizer are needed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from vllm_omni.names import suggest
 
 
 class OmniServingImageChat:
-    """Answers the chat route with images or sounds."""
+    """Answers the chat route with images or a sound."""
 
     def __init__(self, serving: DiffusionServing) -> None:
         self._serving = serving
 
     async def complete(self, values: Mapping[str, Any], raw_request: Request) -> Response:
         """Raises:
-        InvalidRequest: naming the field.
-        StageFailed: the stage failed it.
+        InvalidRequest: names the field.
+        StageFailed: the stage failed on the request.
         """
         modality = self._serving.modality
         if modality == "video":
-            raise InvalidRequest(
-                f"this model answers in video, which no chat has: POST {ROUTES['video']}", param="model"
-            )
+            raise InvalidRequest(f"video output is not available in chat: POST {ROUTES['video']}", param="model")
         fields = read_body(ImageChatRequest, values)
         for name in fields.model_extra or ():
             if name not in ChatCompletionRequest.model_fields:
@@ -53,9 +51,11 @@ class OmniServingImageChat:
                 )
         for wanted in fields.modalities or ():
             if wanted not in (modality, "text"):
-                raise InvalidRequest(f"modalities: {wanted!r}: this model answers in {modality}", param="modalities")
+                raise InvalidRequest(
+                    f"modalities: {wanted!r}: the output of this model is {modality}", param="modalities"
+                )
         if fields.modalities == ["text"]:
-            raise InvalidRequest(f"modalities: this model answers in {modality}, and in no text", param="modalities")
+            raise InvalidRequest(f"modalities: the output of this model is {modality}, not text", param="modalities")
         prompt, images = await self._read_messages(fields.messages)
         output = await self._serving.answer(prompt, fields, images, raw_request)
         message = await asyncio.to_thread(_message, output, modality)
@@ -71,10 +71,10 @@ class OmniServingImageChat:
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     async def _read_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Image.Image]]:
-        """Text and images of the last message of the user's; what was said before was answered before."""
+        """Read text and images of the user's last message; earlier messages are ignored."""
         said = [message for message in messages if message.get("role") == "user"]
         if not said:
-            raise InvalidRequest("messages: none of them is the user's", param="messages")
+            raise InvalidRequest("messages: there is no message of the user", param="messages")
         content = said[-1].get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list):
@@ -89,7 +89,7 @@ class OmniServingImageChat:
                 url = url.get("url") if isinstance(url, Mapping) else url
                 images.append(await self._serving.read_image(url, "messages"))
             else:
-                raise InvalidRequest(f"messages: a part of type {kind!r}: valid: text, image_url", param="messages")
+                raise InvalidRequest(f"messages: a part of type {kind!r}: must be text or image_url", param="messages")
         return "\n".join(texts), images
 
 
@@ -105,7 +105,7 @@ def _message(output: OmniRequestOutput, modality: str) -> dict[str, Any]:
 
 
 async def _stream(head: Mapping[str, Any], message: Mapping[str, Any], modality: str) -> AsyncGenerator[str, None]:
-    """One piece, and the end: there is nothing to be shown before."""
+    """Stream the message as one chunk, then the end."""
     for delta, reason in ((message, None), ({}, "stop")):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], "modality": modality}

@@ -25,14 +25,14 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 logger = logging.getLogger(__name__)
 
 IMAGE_FIELDS = ("image", "images", "url")
-"""Where a request to edit may have its images."""
+"""Fields in which a request to edit may have its images."""
 
 
 class OmniServingImages:
-    """Answers the routes of images.
+    """Answers the image routes.
 
     Args:
-        sse_keep_alive_s: send a comment after so many seconds without an event; 0: never.
+        sse_keep_alive_s: send a comment after this many seconds without an event; 0: never.
     """
 
     def __init__(self, serving: DiffusionServing, sse_keep_alive_s: float = 0.0) -> None:
@@ -40,11 +40,11 @@ class OmniServingImages:
         self._sse_keep_alive_s = sse_keep_alive_s
 
     async def generate(self, values: Mapping[str, Any], raw_request: Request) -> Response:
-        """Images from a text. What is wrong is found before an answer begins, streamed or not.
+        """Generate images from a text. Invalid requests are rejected before the answer starts, streamed or not.
 
         Raises:
-            InvalidRequest: naming the field.
-            StageFailed: the stage failed it before it began.
+            InvalidRequest: names the field.
+            StageFailed: the stage failed before the answer started.
         """
         for name in IMAGE_FIELDS:
             if name in values:
@@ -52,14 +52,14 @@ class OmniServingImages:
         return await self._respond(read_body(ImageRequest, values), [], raw_request, "image_generation")
 
     async def edit(self, values: Mapping[str, Any], raw_request: Request) -> Response:
-        """Images from a text and images; otherwise as ``generate``."""
+        """Generate images from a text and images; otherwise as ``generate``."""
         values = dict(values)
         self._serving.check("image")
         if values.pop("mask", None) is not None:
-            raise InvalidRequest("mask: not read; say in the prompt what to change", param="mask")
+            raise InvalidRequest("mask: not supported; say in the prompt what to change", param="mask")
         given = [(name, one) for name in IMAGE_FIELDS for one in as_list(values.pop(name, None))]
         if not given:
-            raise InvalidRequest("image: is missing: at least one image is needed", param="image")
+            raise InvalidRequest("image: missing: at least one image is needed", param="image")
         read_mapping(values, "extra_params")
         fields = read_body(ImageRequest, values)
         images = [await self._serving.read_image(_source(one, name), name) for name, one in given]
@@ -72,10 +72,10 @@ class OmniServingImages:
         image_format = find_image_format(fields.output_format, "output_format")
         if not fields.stream and (fields.partial_images or fields.progress):
             name = "partial_images" if fields.partial_images else "progress"
-            raise InvalidRequest(f"{name}: of a stream alone; set stream, too", param=name)
+            raise InvalidRequest(f"{name}: only in a stream; set stream, too", param=name)
         if fields.stream:
             outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
-            # The answer begins when there is something to send: what is wrong before has a status of its own.
+            # The answer starts with the first output, so that an earlier error has an HTTP status.
             first = await anext(outputs)
             events = self._events(first, outputs, fields, image_format, kind)
             events = with_sse_keep_alive(events, self._sse_keep_alive_s)
@@ -119,7 +119,7 @@ class OmniServingImages:
                         num_partial += 1
                     for image in output.images:
                         yield await write("completed", image, usage=NO_TOKENS)
-            except Exception as exc:  # the answer has begun: it ends with the error
+            except Exception as exc:  # the answer has started, so it ends with the error
                 logger.exception("an image failed while its progress was streamed")
                 yield event("error", {"type": "error", **create_error_response(exc).model_dump()})
 
@@ -130,17 +130,17 @@ NO_TOKENS = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""Clients of OpenAI's expect it; a diffusion pipeline counts none."""
+"""Usage that OpenAI's clients expect; a diffusion pipeline counts no tokens."""
 
 
 def data_url(image: Image.Image, image_format: ImageFormat) -> str:
-    """An image as a URL of itself."""
+    """Encode an image as a data URL."""
     data = base64.b64encode(encode_image(image, image_format)).decode()
     return f"data:{image_format.media_type};base64,{data}"
 
 
 def _source(given: Any, field: str) -> Any:
-    """The file or URL in one entry of ``IMAGE_FIELDS``; as an object it is OpenAI's ``{"image_url": URL}``."""
+    """The file or URL in an entry of ``IMAGE_FIELDS``, which may be OpenAI's object ``{"image_url": URL}``."""
     if not isinstance(given, Mapping):
         return given
     url = given.get("image_url")

@@ -1,4 +1,4 @@
-"""``POST /v1/videos/sync`` and ``/v1/audio/generate``: one video, one sound, as the bytes of a file."""
+"""``POST /v1/videos/sync`` and ``/v1/audio/generate``: one video or sound, as the bytes of a file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class OmniServingFiles:
         self._serving = serving
 
     async def video(self, values: Mapping[str, Any], raw_request: Request) -> Response:
-        """A video from a text, and from an image where the pipeline takes one.
+        """Generate a video from a text and, where the pipeline accepts one, an image.
 
         Raises:
-            InvalidRequest: naming the field.
-            StageFailed: the stage failed it.
+            InvalidRequest: names the field.
+            StageFailed: the stage failed on the request.
         """
         self._serving.check("video")
         values = dict(values)
         for name in ("extra_params", "image_reference"):
             read_mapping(values, name)
-        # OpenAI's form has a file, the neighbouring servers' JSON a URL.
+        # OpenAI's form has a file, vLLM-Omni's JSON a URL.
         given = [("input_reference", one) for one in as_list(values.pop("input_reference", None))]
         for reference in as_list(values.pop("image_reference", None)):
             if not isinstance(reference, Mapping) or not isinstance(reference.get("image_url"), str):
@@ -42,7 +42,7 @@ class OmniServingFiles:
         fields = read_body(VideoRequest, values)
         if fields.seconds is not None:
             if fields.num_frames is not None:
-                raise InvalidRequest("seconds: num_frames says the same; give one of them", param="seconds")
+                raise InvalidRequest("seconds: cannot be combined with num_frames; give one of them", param="seconds")
             fields = fields.model_copy(
                 update={"num_frames": max(round(fields.seconds * (fields.fps or DEFAULT_FPS)), 1)}
             )
@@ -57,7 +57,7 @@ class OmniServingFiles:
         return Response(data, media_type=video_format.media_type)
 
     async def sound(self, values: Mapping[str, Any], raw_request: Request) -> Response:
-        """A sound from a text; as ``video``."""
+        """Generate a sound from a text; raises as ``video``."""
         self._serving.check("audio")
         fields = read_body(SoundRequest, values)
         audio_format = find_audio_format(fields.response_format, "response_format")

@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.audio_metrics import AudioMetrics, AudioTimer
+from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import SPEEDS, AudioEncoder, find_audio_format
@@ -32,7 +32,7 @@ STREAM_FORMATS = ("audio", "sse")
 class Speech:
     """The sound of one answer on its way from the engine to a client: pieces of samples in, pieces of a file out."""
 
-    def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: AudioTimer) -> None:
+    def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: MediaTimer) -> None:
         self._encoder = encoder
         self._sample_rate = sample_rate
         self._timer = timer
@@ -86,7 +86,7 @@ class OmniServingSpeech:
             InvalidRequest: an unknown field, voice, format or parameter; a text that cannot be said.
             StageFailed: a stage failed it before it began.
         """
-        timer = AudioTimer(self._metrics)
+        timer = MediaTimer(self._metrics)
         unknown_model = await self._upstream._check_model(request)
         if isinstance(unknown_model, ErrorResponse):
             return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
