@@ -1,4 +1,4 @@
-"""Embeddings that a request may find."""
+"""Embeddings kept between requests."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def keep(store: ImageStore, name: str, source: str = "E0") -> Payload:
     return payload
 
 
-def test_an_image_is_found_until_it_makes_room(store: ImageStore, released: list[Payload]) -> None:
+def test_the_least_recently_used_image_is_dropped(store: ImageStore, released: list[Payload]) -> None:
     first, _ = keep(store, "a"), keep(store, "b")
     found = store.take("a")
     assert found is not None and found.payload == first
@@ -52,7 +52,7 @@ def test_an_image_is_found_until_it_makes_room(store: ImageStore, released: list
     assert store.statistics() == (2, 2 * NUM_BYTES, 3, 2)
 
 
-def test_room_is_each_sources_own(store: ImageStore, released: list[Payload]) -> None:
+def test_each_source_has_its_own_limit(store: ImageStore, released: list[Payload]) -> None:
     for name in ("a", "b"):
         keep(store, name, "E0")
         keep(store, name.upper(), "E1")
@@ -60,7 +60,7 @@ def test_room_is_each_sources_own(store: ImageStore, released: list[Payload]) ->
     assert store.statistics().num_images == 4
 
 
-def test_a_lease_lasts_as_long_as_somebody_reads(store: ImageStore, released: list[Payload]) -> None:
+def test_a_lease_lasts_while_a_request_reads(store: ImageStore, released: list[Payload]) -> None:
     image = store.put("a", "E0", b"", make_payload())
     store.clear()
     assert released == [] and store.take("a") is None
@@ -68,7 +68,7 @@ def test_a_lease_lasts_as_long_as_somebody_reads(store: ImageStore, released: li
     assert released == [image.payload]
 
 
-def test_what_is_too_large_is_not_kept(store: ImageStore, released: list[Payload]) -> None:
+def test_an_image_above_the_limit_is_not_kept(store: ImageStore, released: list[Payload]) -> None:
     small = ImageStore(NUM_BYTES - 1, released.append)
     image = small.put("a", "E0", b"", make_payload())
     assert small.take("a") is None
@@ -76,7 +76,7 @@ def test_what_is_too_large_is_not_kept(store: ImageStore, released: list[Payload
     assert released == [image.payload]
 
 
-def test_what_is_encoded_twice_at_once_is_kept_once(store: ImageStore, released: list[Payload]) -> None:
+def test_an_image_that_is_encoded_twice_at_once_is_kept_once(store: ImageStore, released: list[Payload]) -> None:
     first, second = store.put("a", "E0", b"", make_payload(1)), store.put("a", "E1", b"", make_payload(2))
     store.give_back(first)
     store.give_back(second)
@@ -84,16 +84,14 @@ def test_what_is_encoded_twice_at_once_is_kept_once(store: ImageStore, released:
     assert store.take("a") is first
 
 
-def test_an_image_is_forgotten_before_its_lease_runs_out(
-    store: ImageStore, released: list[Payload], clock: Clock
-) -> None:
+def test_an_image_is_dropped_before_its_lease_expires(store: ImageStore, released: list[Payload], clock: Clock) -> None:
     payload = keep(store, "a")
     clock.now = TTL_S + 1
     assert store.take("a") is None
     assert released == [payload]
 
 
-def test_a_source_that_is_gone_takes_its_images_with_it(store: ImageStore) -> None:
+def test_images_of_a_terminated_source_are_dropped(store: ImageStore) -> None:
     keep(store, "a", "E0")
     keep(store, "b", "E1")
     store.forget_source("E0")

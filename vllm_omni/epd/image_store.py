@@ -1,6 +1,6 @@
-"""``ImageStore``: embeddings of images that a request may find instead of having them encoded.
+"""``ImageStore``: embeddings of images, kept for later requests with the same image.
 
-From: HydraInfer, section 4.3 (image cache), kept here from one request to the next.
+From: HydraInfer, section 4.3 (image cache), here kept between requests.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple
 from vllm_omni.messages.payload import DTYPES, Payload
 from vllm_omni.relay.base import LEASE_S, Clock
 
-TTL_S = 0.8 * LEASE_S  # the relay frees what nobody came for; whoever finds an image here still has time to pull it
+TTL_S = 0.8 * LEASE_S  # shorter than the relay's lease: a request that takes an image has time left to pull it
 
 
 @dataclass
 class StoredImage:
-    """One image's embeddings, which lie in the relay of the instance that computed them."""
+    """Embeddings of one image, in the relay of the instance that computed them."""
 
-    identifier: str  # names the image by its content
-    source: str  # that instance
-    packed: bytes  # of ``payload``, as the one who reads it is given it
+    identifier: str  # name of the image, made from its content
+    source: str  # the instance that computed the embeddings
+    packed: bytes  # ``payload`` as it is sent to a reader
     payload: Payload
     num_bytes: int
     stored_at: float
-    num_users: int = 0  # requests that may still read it
+    num_users: int = 0  # requests that may still read the embeddings
     is_kept: bool = False
 
 
 class ImageStoreStatistics(NamedTuple):
-    """Images and bytes that are kept now; requests for one since the start, and those that found it."""
+    """Images and bytes kept now; look-ups since the start, and hits."""
 
     num_images: int
     num_bytes: int
@@ -42,14 +42,14 @@ class ImageStoreStatistics(NamedTuple):
 
 
 class ImageStore:
-    """Least recently used images of each source, in order of use; a lease ends when nobody may need it any more.
+    """Keeps the most recently used images of each source. A lease ends when the image is dropped and has no user.
 
-    An ``OrderedDict`` of all sources with a sum for each: sources are few, and whoever looks an image up does not know
-    which one has it. Making room walks from the oldest to the first of that source.
+    One ``OrderedDict`` for all sources, with a sum of bytes for each: a look-up does not know the source. Making room
+    walks from the least recently used image to one of that source, which is cheap because sources are few.
 
     Args:
-        max_bytes: of each source: its relay must have room for what is not kept.
-        release: ends a lease for all.
+        max_bytes: limit for each source; its relay must have room for results that are not kept as well.
+        release: ends a lease for all readers.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ImageStore:
         self._num_lookups = self._num_hits = 0
 
     def take(self, identifier: str) -> StoredImage | None:
-        """Find an image, for a request that gives it back; None: it is to be encoded."""
+        """Find an image for a request, which must call ``give_back``. None: the image must be encoded."""
         self._num_lookups += 1
         image = self._images.get(identifier)
         if image is None:
@@ -78,7 +78,7 @@ class ImageStore:
         return image
 
     def put(self, identifier: str, source: str, packed: bytes, payload: Payload) -> StoredImage:
-        """Take over an image's lease, for a request that gives it back; it is kept if there is room."""
+        """Take over the lease of an image for a request, which must call ``give_back``; keep the image if there is room."""
         num_bytes = sum(math.prod(ref.shape) * DTYPES[ref.dtype].itemsize for ref in payload.tensors.values())
         image = StoredImage(identifier, source, packed, payload, num_bytes, self._clock(), num_users=1)
         if num_bytes <= self._max_bytes and identifier not in self._images:
@@ -89,17 +89,17 @@ class ImageStore:
         return image
 
     def give_back(self, image: StoredImage) -> None:
-        """The request does not need it any more."""
+        """End a request's use of an image."""
         image.num_users -= 1
         self._release_unused(image)
 
     def forget_source(self, source: str) -> None:
-        """Its relay is gone, and with it what lay there."""
+        """Drop the images of an instance that has terminated, and its relay with it."""
         for image in [image for image in self._images.values() if image.source == source]:
             self._drop(image)
 
     def clear(self) -> None:
-        """Forget all of them: the weights have changed, or memory is wanted."""
+        """Drop all images: the weights have changed, or memory is needed."""
         for image in list(self._images.values()):
             self._drop(image)
 

@@ -1,4 +1,4 @@
-"""``vllm-omni config show MODEL``: the deployment as it is resolved, each value with where it comes from."""
+"""``vllm-omni config show MODEL``: print the resolved deployment, each value with its origin."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.pipeline import StageSpec
 from vllm_omni.names import suggest
 
-DESCRIPTION = """Show the deployment that these arguments make of a model, as a file for --deploy-config, with a comment
-at each value that says where it comes from. No stage is started."""
+DESCRIPTION = """Show how these arguments deploy a model, as a file for --deploy-config with the origin of each value in
+a comment. No stage is started."""
 
 USAGE = "vllm-omni config show MODEL [options]"
 
-# What an engine resolves by itself, where the deployment does not say; the first are of every stage.
+# Engine arguments that are shown as resolved where the deployment does not set them; the first concern every stage.
 RESOLVED = ("dtype", "load_format", "max_num_seqs", "distributed_executor_backend", "worker_cls", "scheduler_cls")
 RESOLVED_OF_AR = (
     "max_model_len max_num_batched_tokens tensor_parallel_size enable_prefix_caching block_size cache_dtype "
@@ -39,9 +39,9 @@ class Value(NamedTuple):
 
     path: tuple[str, ...]  # its keys in a deployment file
     value: Any
-    kind: str  # that of an ``Origin``; or "model" (pinned by its code), "generation_config" or "default"
-    origin: str  # for people: "--stage talker.max_num_seqs=2"
-    is_set: bool = True  # False: shown alone; whoever says nothing gets it, or nobody can set it
+    kind: str  # as ``Origin.kind``; or "model" (pinned by its code), "generation_config" or "default"
+    origin: str  # as printed: "--stage talker.max_num_seqs=2"
+    is_set: bool = True  # False: a default, or a value that cannot be set; printed as a comment
 
 
 def config(args: Sequence[str]) -> None:
@@ -70,8 +70,8 @@ def config(args: Sequence[str]) -> None:
 
 def _add_arguments(parser: DeploymentParser) -> None:
     add_engine_flags(parser)
-    group = parser.add_argument_group("Output", "How it is shown.")
-    group.add_argument("--json", action="store_true", help="Print one JSON object, where each value has its origin.")
+    group = parser.add_argument_group("Output", "Format of the output.")
+    group.add_argument("--json", action="store_true", help="Print one JSON object, each value with its origin.")
     parser.own_groups = ["Omni", "Output"]
 
 
@@ -79,10 +79,10 @@ def _add_arguments(parser: DeploymentParser) -> None:
 
 
 def resolve(deployment: OmniConfig) -> list[Value]:
-    """Every value of the deployment, with what the model pins and what the engines resolve by themselves.
+    """List every value of the deployment, including those that the model pins and those that the engines resolve.
 
     Raises:
-        ConfigError: the deployment is wrong, the model refuses it, or vLLM does.
+        ConfigError: the deployment is wrong, or the model or vLLM rejects it.
     """
     orchestrator = Orchestrator(deployment)
     pipeline = orchestrator.pipeline
@@ -105,14 +105,14 @@ def resolve(deployment: OmniConfig) -> list[Value]:
 def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) -> Value:
     origin = deployment.origins.get(path)
     if origin is None and path[-1] == "model":
-        return Value(path, value, "argument", "the model that was asked for", is_set=False)
+        return Value(path, value, "argument", "the model of the command line", is_set=False)
     if origin is None:
         return Value(path, _plain(value), "default", "default", is_set=False)
     if origin.kind == "checkpoint" and value == DIFFUSERS:
         return Value(path, value, origin.kind, f"{origin.source}/{MODEL_INDEX}")
     if path[-1] == "hf_token" and isinstance(value, str):  # a secret
-        return Value(path, "(hidden)", origin.kind, _told(origin), is_set=False)
-    return Value(path, _plain(value), origin.kind, _told(origin))
+        return Value(path, "(hidden)", origin.kind, _describe(origin), is_set=False)
+    return Value(path, _plain(value), origin.kind, _describe(origin))
 
 
 def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig) -> Iterator[Value]:
@@ -122,8 +122,8 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
 
     def pinned(path: tuple[str, ...], value: Any) -> Value:
         over = deployment.origins.get(path)
-        told = "set by the model" + (f", whatever {_told(over)} says" if over else "")
-        return Value(path, _plain(value), "model", told)
+        origin = "set by the model" + (f", overriding {_describe(over)}" if over else "")
+        return Value(path, _plain(value), "model", origin)
 
     architecture = spec.architecture or vllm_config.model_config.architecture
     yield Value((*at, "engine_args", "architecture"), architecture, "model", "set by the model", is_set=False)
@@ -161,14 +161,14 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
 
 
 def _resolved(vllm_config: VllmConfig, key: str) -> Any:
-    """An engine argument as vLLM has resolved it: one of its configurations has a field of the same name."""
+    """Find an engine argument as vLLM has resolved it: one of its configurations has a field of the same name."""
     for part in ("model_config", "load_config", "scheduler_config", "parallel_config", "cache_config"):
         if hasattr(getattr(vllm_config, part), key):
             return getattr(getattr(vllm_config, part), key)
-    raise AttributeError(f"no configuration of vLLM's has a field {key!r}")
+    raise AttributeError(f"no configuration of vLLM has a field {key!r}")
 
 
-def _told(origin: Origin) -> str:
+def _describe(origin: Origin) -> str:
     match origin.kind:
         case "bundled":
             return f"bundled {Path(origin.source).name}:{origin.line}"
@@ -185,7 +185,7 @@ def _told(origin: Origin) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML and JSON have it: of an object, what differs from its defaults."""
+    """Convert to the types of YAML and JSON; an object becomes the fields that differ from their defaults."""
     if isinstance(value, str | int | float | bool | None):
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, torch.dtype):
@@ -221,8 +221,8 @@ def _print_json(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO)
 
 
 def _print_yaml(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO) -> None:
-    print(f"# What vllm-omni {__version__} runs for {deployment.model}; a file for --deploy-config.", file=stdout)
-    print("# What stands behind a # cannot be set, or is what is taken where nothing is said.", file=stdout)
+    print(f"# Deployment of {deployment.model} by vllm-omni {__version__}; a file for --deploy-config.", file=stdout)
+    print("# Values behind a # are defaults, or cannot be set.", file=stdout)
     above: tuple[str, ...] = ()
     for one in values:
         parents = one.path[:-1]

@@ -1,4 +1,4 @@
-"""The flags that say how a model is deployed: those of every command that starts its stages, or shows them."""
+"""The flags of a deployment, common to all commands that start stages or show them."""
 
 import argparse
 import dataclasses
@@ -19,36 +19,36 @@ EPILOG = """All flags: {prog} --help=all; those of a section: --help=ModelConfig
 
 
 class _HelpFormatter(SortedHelpFormatter):
-    """Tells no default that says nothing."""
+    """Leaves out defaults that carry no information."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
 class DeploymentParser(RejectingParser, FlexibleArgumentParser):
-    """vLLM's parser (dashes or underscores, --config FILE, dotted JSON) with our manner of refusing and helping."""
+    """vLLM's parser (dashes or underscores, --config FILE, dotted JSON) with our errors and help."""
 
-    own_groups: Sequence[str] = ()  # titles of the groups that the plain help tells in full
+    own_groups: Sequence[str] = ()  # titles of the groups that --help prints in full
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         logger = logging.getLogger(FlexibleArgumentParser.__module__)
-        logger.addFilter(_is_news)
+        logger.addFilter(_is_relevant)
         try:
             return super().parse_args(*args, **kwargs)
         finally:
-            logger.removeFilter(_is_news)
+            logger.removeFilter(_is_relevant)
 
     def load_config_file(self, file_path: str) -> list[str]:
-        """As upstream, which takes the file to be a mapping in YAML."""
+        """Read flags from a file, as upstream, which assumes that the file is a mapping in YAML."""
         try:
             flags: list[str] = super().load_config_file(file_path)
         except (YAMLError, AttributeError) as exc:
-            said = " ".join(str(exc).split()) if isinstance(exc, YAMLError) else "must be a mapping of flags to values"
-            raise ValueError(f"--config {file_path}: {said}") from exc
+            why = " ".join(str(exc).split()) if isinstance(exc, YAMLError) else "must be a mapping of flags to values"
+            raise ValueError(f"--config {file_path}: {why}") from exc
         return flags
 
     def format_help(self) -> str:
-        """As upstream, which tells the names of the groups alone, but ours in full."""
+        """List the names of the groups, as upstream, and print our own groups in full."""
         if self._subparsers is not None or self._search_keyword is not None or not self.own_groups:
             return super().format_help()
         formatter = self._get_formatter()
@@ -70,19 +70,19 @@ class DeploymentParser(RejectingParser, FlexibleArgumentParser):
         return formatter.format_help()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not that a flag is given twice, as some may be; nor that the file of flags is wrong, which the error tells."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Drop warnings of a flag that is given twice, as some may be, and of a wrong --config, which is an error."""
     return not record.getMessage().startswith(("Found duplicate keys", "Unable to read the config file"))
 
 
 class Deployment(NamedTuple):
-    """What a command line said."""
+    """A parsed command line."""
 
-    args: argparse.Namespace  # all of it, defaults filled in
-    engine_args: dict[str, Any]  # the fields of EngineArgs that were given, and no default
+    args: argparse.Namespace  # all arguments, with defaults
+    engine_args: dict[str, Any]  # the given fields of EngineArgs, without defaults
 
     def load_config(self, **engine_args: Any) -> OmniConfig:
-        """The deployment; ``engine_args`` stand where the command line says nothing. Raises ``ConfigError``."""
+        """Load the deployment; the command line wins over these ``engine_args``. Raises ``ConfigError``."""
         return load_config(
             self.args.model,
             deploy_config=self.args.deploy_config,
@@ -100,18 +100,18 @@ def parse_deployment(
     check: Callable[[DeploymentParser, argparse.Namespace], None] | None = None,
     **parser_options: Any,
 ) -> Deployment:
-    """Parse the arguments behind a command; exits with code 2 if they are wrong.
+    """Parse the arguments of a command; exit with code 2 if they are wrong.
 
     Args:
-        add_arguments: adds the command's own, one of which must be ``model_tag``, and vLLM's.
-        check: refuses what one argument says of another, by ``parser.error`` or ``ValueError``.
-        parser_options: of the command's ``ArgumentParser``.
+        add_arguments: adds the command's arguments, one of which must be ``model_tag``, and vLLM's.
+        check: rejects combinations of arguments, by ``parser.error`` or ``ValueError``.
+        parser_options: keywords of the command's ``ArgumentParser``.
     """
-    # vLLM's parser wants to be a subcommand: it looks at the first word.
+    # vLLM's parser must be a subcommand: it inspects the first word.
     root = DeploymentParser(prog="vllm-omni")
     parser = root.add_subparsers(dest="subparser").add_parser(
         command,
-        allow_abbrev=False,  # a flag that is nearly right is refused, rather than taken for another
+        allow_abbrev=False,  # a misspelled flag is rejected rather than taken for another
         formatter_class=_HelpFormatter,
         epilog=EPILOG.format(prog=f"vllm-omni {command}"),
         **parser_options,
@@ -143,11 +143,11 @@ def parse_deployment(
 
 
 def _add_deployment_group(parser: DeploymentParser) -> None:
-    group = parser.add_argument_group("Omni", "How the stages of an any-to-any model are deployed.")
+    group = parser.add_argument_group("Omni", "Deployment of the stages of an any-to-any model.")
     group.add_argument(
         "--deploy-config",
         metavar="FILE",
-        help="A YAML file over the one that is bundled for the model's type: stages, edges, engine_args.",
+        help="A YAML file that overrides the one bundled for the model's type: stages, edges, engine_args.",
     )
     group.add_argument(
         "--stage-overrides",
@@ -171,7 +171,7 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
 
 
 def add_engine_flags(parser: DeploymentParser) -> None:
-    """MODEL, and the flags of vLLM's engines; a command's own of the same name, added later, wins."""
+    """Add MODEL and the flags of vLLM's engines; a command's own flag of the same name, added later, wins."""
     parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="Directory or hub name of a checkpoint.")
     parser.add_argument("--config", metavar="FILE", help="Read flags from a YAML file.")
     EngineArgs.add_cli_args(parser)

@@ -1,4 +1,4 @@
-"""``vllm-omni graph MODEL_OR_FILE``: what the graph of a model looks like, and whether it is right."""
+"""``vllm-omni graph MODEL_OR_FILE``: print the graph of a model, and check it."""
 
 import runpy
 import sys
@@ -12,22 +12,22 @@ from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
 
 FORMATS = {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
 
-DESCRIPTION = """Print the graph of a model, or each graph that a Python file defines, as text, Mermaid or SVG, with
-its joins, loops and critical edges, after every check that a start makes. What the checks found, but is not wrong, is
-listed behind the graph; what is wrong is told with node and field, and exits with 1. No stage is started."""
+DESCRIPTION = """Print the graph of a model, or each graph that a Python file defines, as text, Mermaid or SVG, with its
+joins, loops and critical edges, after the checks of a start. Remarks of the checks follow the graph; an error names
+node and field, and exits with 1. No stage is started."""
 
 
 def graph(args: Sequence[str]) -> None:
     """Print graphs.
 
     Raises:
-        ConfigError: no such model or file, or it has no graph.
-        GraphError: a graph is wrong; what the others look like has been printed.
+        ConfigError: there is no such model or file, or it has no graph.
+        GraphError: a graph is wrong; the others have been printed.
     """
     parser = RejectingParser(prog="vllm-omni graph", description=DESCRIPTION)
-    parser.add_argument("source", metavar="MODEL_OR_FILE", help="a checkpoint, or a Python file: it is run")
+    parser.add_argument("source", metavar="MODEL_OR_FILE", help="a checkpoint, or a Python file, which is run")
     parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: stdout)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="output file (default: stdout)")
     options = parser.parse_args(args)
     graphs = _of_file(Path(options.source)) if options.source.endswith(".py") else [_of_model(options.source)]
     plans: list[StaticPlan] = []

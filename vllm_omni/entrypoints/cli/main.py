@@ -1,6 +1,6 @@
-"""``vllm-omni COMMAND ...``; vLLM's own ``vllm serve MODEL --omni ...`` calls ``main`` with the same arguments.
+"""``vllm-omni COMMAND ...``; ``vllm serve MODEL --omni ...`` calls ``main`` with the same arguments.
 
-Each command imports what it needs when it is called: help, mistakes and ``tiny`` need no vLLM.
+Each command imports its modules when it is called: help, wrong commands and ``tiny`` need no vLLM.
 """
 
 import sys
@@ -14,9 +14,9 @@ from vllm_omni.names import suggest
 COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
     "generate": "answer one prompt, media included, without a server",
-    "config": "show a model's deployment, and where each value comes from",
+    "config": "show a model's deployment, and the origin of each value",
     "graph": "print the graph of a model, or of a Python file, and check it",
-    "doctor": "say whether this machine can serve, and what is missing",
+    "doctor": "check whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments without the program's name; those of the process by default.
 
     Raises:
-        SystemExit: 2 for wrong arguments or configuration, 1 for what failed later; one line on stderr says why.
+        SystemExit: 2 for wrong arguments or configuration, 1 for a later failure; one line on stderr gives the reason.
     """
     args = [arg for arg in (sys.argv[1:] if argv is None else argv) if arg != "--omni"]
     command, rest = (args[0], args[1:]) if args else ("--help", [])

@@ -1,8 +1,7 @@
-"""``vllm-omni serve MODEL``: vLLM's flags, and ours."""
+"""``vllm-omni serve MODEL``: serve over HTTP, with vLLM's flags and ours."""
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.logger import configure_logging_from_args
@@ -10,7 +9,7 @@ from vllm.logger import configure_logging_from_args
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, parse_deployment
 
 DESCRIPTION = """Serve an any-to-any model over HTTP, with OpenAI's API. Every flag of `vllm serve` is a flag of this
-command; engine flags go to the stages that they concern, --stage and its like set one stage alone."""
+command; engine flags go to the stages that they concern, --stage and --stage-overrides to one stage."""
 
 
 def serve(args: Sequence[str]) -> None:
@@ -29,7 +28,7 @@ def serve(args: Sequence[str]) -> None:
 
 
 def parse_serve_args(args: Sequence[str]) -> Deployment:
-    """Parse the arguments behind ``serve``; exits with code 2 if they are wrong."""
+    """Parse the arguments of ``serve``; exit with code 2 if they are wrong."""
     return parse_deployment(
         "serve",
         args,
@@ -46,15 +45,12 @@ def _add_arguments(parser: DeploymentParser) -> None:
 
 
 def _check(parser: DeploymentParser, args: argparse.Namespace) -> None:
-    """Refuse what vLLM's server has and this one has not, and what vLLM's refuses."""
-
-    def refuse(message: str) -> NoReturn:
-        parser.error(message)
-
+    """Reject features of vLLM's server that are unsupported here, and what vLLM's server rejects."""
     if args.headless:
-        refuse("--headless: not with --omni; the stages run beside the server")
+        parser.error("--headless: not with --omni; the stages run beside the server")
     if args.grpc or args.grpc_port is not None:
-        refuse("--grpc, --grpc-port: not with --omni; it serves HTTP")
+        parser.error("--grpc, --grpc-port: not with --omni; it serves HTTP")
     if args.api_server_count not in (None, 1):
-        refuse(f"--api-server-count {args.api_server_count}: not with --omni; one process serves and routes, give 1")
+        count = f"--api-server-count {args.api_server_count}"
+        parser.error(f"{count}: not with --omni; one process serves and routes, give 1")
     validate_parsed_serve_args(args)

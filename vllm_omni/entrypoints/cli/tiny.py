@@ -1,4 +1,4 @@
-"""``vllm-omni tiny NAME DIR``."""
+"""``vllm-omni tiny NAME DIR``: write a tiny random checkpoint."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +13,7 @@ LLAVA = "llava-1.5"  # a language model that reads images
 
 
 def tiny(args: Sequence[str]) -> None:
-    """Write a tiny checkpoint with random weights, in the layout of a real one; no network is used."""
+    """Write a tiny checkpoint with random weights, in the layout of a real one, without the network."""
     parser = RejectingParser(
         prog="vllm-omni tiny",
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
@@ -24,13 +24,13 @@ def tiny(args: Sequence[str]) -> None:
     parser.add_argument(
         "name", metavar="NAME", choices=names, help="a model type, a language model or a pipeline: %(choices)s"
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if need be")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
-    parser.add_argument("--variant", default="base", help="one of a model type's shapes (default: %(default)s)")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="output directory; created if needed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
+    parser.add_argument("--variant", default="base", help="a shape of the model type (default: %(default)s)")
     options = parser.parse_args(args)
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already, and is not an empty directory: name another")
+        raise ConfigError(f"{directory} exists, and is not an empty directory: choose another")
     try:
         if options.name in model_types:
             module = import_module(f"vllm_omni.testing.{options.name}")
@@ -38,7 +38,7 @@ def tiny(args: Sequence[str]) -> None:
         elif options.variant != "base":
             raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
         elif options.name == LLAVA:
-            # It takes seconds to import, and the names are listed without it.
+            # Imported here because it takes seconds, and --help does not need it.
             from vllm_omni.testing import llava as tiny_llava
 
             tiny_llava.build(directory, seed=options.seed)
