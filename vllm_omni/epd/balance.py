@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_omni.config.epd import Tasks
+from vllm_omni.config.epd import Balance, Tasks
 
 NUM_PREFIX_TOKENS = 64  # tokens in a chunk of a prompt; cached prefixes are recognised by whole chunks
 MAX_CHUNKS = 64  # per prompt: longer prefixes rarely distinguish instances
@@ -25,7 +25,7 @@ class InstanceBalance:
             to the instance that had it last, unless that instance has far more work than another.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: Balance) -> None:
         self._policy = policy
         # One counter for each task. With a common one, requests that alternate between two encoders and two other
         # instances would leave one of each idle.

@@ -78,7 +78,7 @@ class ImageStore:
         return image
 
     def put(self, identifier: str, source: str, packed: bytes, payload: Payload) -> StoredImage:
-        """Take over the lease of an image for a request, which must call ``give_back``; keep the image if there is room."""
+        """Take over an image's lease for a request, which must call ``give_back``; keep the image if there is room."""
         num_bytes = sum(math.prod(ref.shape) * DTYPES[ref.dtype].itemsize for ref in payload.tensors.values())
         image = StoredImage(identifier, source, packed, payload, num_bytes, self._clock(), num_users=1)
         if num_bytes <= self._max_bytes and identifier not in self._images:
