@@ -34,9 +34,9 @@ class ThinkerNode:
     async def forward(self, activation):
         (name,) = activation.inputs
         texts = [chunk.payload async for chunk in activation.inputs[name]]
-        words = texts[0].split() if activation.turn == 0 else texts
-        yield Emission("answer", f"turn {activation.turn}: {' '.join(words)}")
-        if activation.turn < 2:
+        words = texts[0].split() if activation.iteration == 0 else texts
+        yield Emission("answer", f"turn {activation.iteration}: {' '.join(words)}")
+        if activation.iteration < 2:
             for word in words:
                 yield Emission("calls", word)
 

@@ -11,7 +11,7 @@ from tests.flow.builders import FunctionNode, read, read_payloads, spin
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest
 from vllm_omni.flow import Emission, EndReason, Field, GlobalParameters, Graph, Role, Scheduling, interface
 from vllm_omni.flow.run.credit import WINDOW
-from vllm_omni.flow.run.frame import TURN
+from vllm_omni.flow.run.frame import ITERATION
 
 TEXT = Field("text")
 STREAM = Field("text", streamed=True)
@@ -373,8 +373,8 @@ def make_agent(interface="think"):
 def think(num_turns, calls=1, delay=0):
     async def forward(activation):
         what = await gather(activation)
-        yield Emission("y", f"{activation.turn} {what}")
-        if activation.turn < num_turns:
+        yield Emission("y", f"{activation.iteration} {what}")
+        if activation.iteration < num_turns:
             for number in range(calls):
                 yield Emission("call", number)
         for _ in range(delay):
@@ -406,8 +406,8 @@ async def test_turns_are_bounded_by_what_the_interface_declares(make_runtime):
     nodes = {"thinker": think(1000), "tool": tell()}
     runtime = make_runtime(make_agent("twice"), nodes)
     await read_payloads(runtime.open("c", {"x": "q"}, {"y"}))
-    assert [one.turn for one in nodes["thinker"].activations] == [0, 1, 2]
-    assert [one.path for one in nodes["thinker"].activations] == [(), (TURN,), (TURN, TURN)]
+    assert [one.iteration for one in nodes["thinker"].activations] == [0, 1, 2]
+    assert [one.path for one in nodes["thinker"].activations] == [(), (ITERATION,), (ITERATION, ITERATION)]
 
 
 async def test_turn_streams_into_the_next_one_far_beyond_a_window(make_runtime):
@@ -417,8 +417,8 @@ async def test_turn_streams_into_the_next_one_far_beyond_a_window(make_runtime):
     async def stream(activation):
         (chunks,) = activation.inputs.values()
         async for _ in chunks:
-            for number in range(num if activation.turn == 0 else 1):
-                yield [Emission("y", number), *([Emission("call", number)] if activation.turn == 0 else ())]
+            for number in range(num if activation.iteration == 0 else 1):
+                yield [Emission("y", number), *([Emission("call", number)] if activation.iteration == 0 else ())]
 
     graph = Graph("g")
     thinker = graph.role(Thinker, "thinker")
@@ -441,8 +441,8 @@ async def test_turns_are_counted_for_the_loop_that_a_node_is_part_of(make_runtim
     nodes = {"one": think(2), "two": think(1)}
     runtime = make_runtime(graph, nodes)
     await read_payloads(runtime.open("c", {"x": "q"}, {"y"}))
-    assert sorted(one.turn for one in nodes["one"].activations) == [0, 1, 2]
-    assert sorted(one.turn for one in nodes["two"].activations) == [0, 0, 0, 1, 1, 1]
+    assert sorted(one.iteration for one in nodes["one"].activations) == [0, 1, 2]
+    assert sorted(one.iteration for one in nodes["two"].activations) == [0, 0, 0, 1, 1, 1]
 
 
 async def test_unreachable_is_not_told_around_a_loop_forever(make_runtime):
@@ -717,7 +717,7 @@ async def test_unknown_entry_is_told(make_runtime):
     runtime = make_runtime(graph, {name: tell() for name in ("source", "left", "right", "join")})
     with pytest.raises(InvalidRequest, match="no graph call 'pear'; did you mean 'pair'"):
         runtime.open("c", {"x": 0}, entry="pear")
-    with pytest.raises(InvalidRequest, match="graph call 'pair' says what is asked for"):
+    with pytest.raises(InvalidRequest, match="graph call 'pair' names its outputs"):
         runtime.open("c", {"x": 0}, {"y"}, entry="pair")
 
 
@@ -731,7 +731,7 @@ async def test_one_node_serves_two_graphs(make_runtime):
     assert await read_payloads(runtime.open("c1", {"x": 0}, {"y"}, graph="one")) == {"y": ["x:0"]}
     assert await read_payloads(runtime.open("c2", {"x": 0}, {"y"}, graph="two")) == {"y": ["x:x:0"]}
     assert len(nodes["shared"].activations) == 2
-    with pytest.raises(InvalidRequest, match="there are several graphs, say which; valid: one, two"):
+    with pytest.raises(InvalidRequest, match="there are several graphs, name one; valid: one, two"):
         runtime.open("c3", {"x": 0}, {"y"})
     with pytest.raises(InvalidRequest, match="no graph 'tow'; did you mean 'two'"):
         runtime.open("c3", {"x": 0}, {"y"}, graph="tow")

@@ -8,12 +8,13 @@ from vllm_omni.flow.graph.dsl import Graph, Placeholder, Role, interface
 from vllm_omni.flow.graph.parser import GraphParser, parse_graphs
 from vllm_omni.flow.graph.plan import StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk, TransferFunction
-from vllm_omni.flow.run.call import FlowStatistics, GraphCall, GraphRuntime
+from vllm_omni.flow.run.call import GraphCall
 from vllm_omni.flow.run.clock import Clock, LoopClock, TimerHandle
 from vllm_omni.flow.run.controller import NodeController
 from vllm_omni.flow.run.frame import Emission, EndReason, Frame, OutputFrame
 from vllm_omni.flow.run.link import InProcessLink, Link
 from vllm_omni.flow.run.node import Activation, Node, Yield
+from vllm_omni.flow.run.runtime import FlowStatistics, GraphRuntime
 
 __all__ = [
     "ENTRY",

@@ -5,7 +5,7 @@ import pytest
 from tests.flow.builders import FunctionNode, make_speech_nodes, make_speech_plan, read_payloads, spin
 from vllm_omni.errors import NoInstance
 from vllm_omni.flow import Activation, Chunk, Emission, GraphRuntime, Scheduling
-from vllm_omni.flow.remote.registry import Instance, MemoryRegistry
+from vllm_omni.flow.remote.registry import MemoryRegistry, Replica
 from vllm_omni.flow.remote.replicas import (
     Broadcast,
     LeastOutstanding,
@@ -16,11 +16,11 @@ from vllm_omni.flow.remote.replicas import (
 )
 from vllm_omni.flow.run.sequence import Stream
 
-A, B, C = (Instance("thinker", name) for name in "abc")
+A, B, C = (Replica("thinker", name) for name in "abc")
 
 
 async def choose(policy, instances, number, outstanding=None, session=None):
-    return [(await policy.choose(instances, outstanding or {}, session)).instance_id for _ in range(number)]
+    return [(await policy.choose(instances, outstanding or {}, session)).replica_id for _ in range(number)]
 
 
 async def test_round_robin_takes_turns():
@@ -90,8 +90,8 @@ def make_instances(*names):
 async def make_runtime(nodes, policy=None):
     registry = MemoryRegistry()
     for name in nodes:
-        await registry.register(Instance("thinker", name))
-    thinker = ReplicatedNode("thinker", registry, policy or RoundRobin(), lambda one: nodes[one.instance_id])
+        await registry.register(Replica("thinker", name))
+    thinker = ReplicatedNode("thinker", registry, policy or RoundRobin(), lambda one: nodes[one.replica_id])
     return GraphRuntime(make_speech_plan(), make_speech_nodes(thinker=thinker)), registry, thinker
 
 
@@ -113,7 +113,7 @@ async def test_instances_join_and_leave_while_calls_run():
     runtime, registry, _ = await make_runtime({"a": nodes["a"]})
     await ask(runtime, "alone")
     await registry.register(B)
-    runtime._controllers["thinker.generate"]._node._resolve = lambda one: nodes[one.instance_id]
+    runtime._controllers["thinker.generate"]._node._resolve = lambda one: nodes[one.replica_id]
     running = runtime.open("running", {"prompt": "w"}, {"text"})
     await spin(1)
     await registry.deregister(A)
@@ -163,8 +163,8 @@ async def make_broadcast(**instances):
     """thinker, served by all of them"""
     registry = MemoryRegistry()
     for name in instances:
-        await registry.register(Instance("thinker", name))
-    resolve = lambda instance: instances[instance.instance_id]  # noqa: E731
+        await registry.register(Replica("thinker", name))
+    resolve = lambda instance: instances[instance.replica_id]  # noqa: E731
     node = ReplicatedNode("thinker", registry, Broadcast(), resolve)
     return node, GraphRuntime(make_speech_plan(), make_speech_nodes(thinker=node))
 

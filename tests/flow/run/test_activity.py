@@ -10,8 +10,8 @@ def make_tracker():
 
 def test_idle_comes_with_the_end_of_the_last_activity():
     tracker, idle = make_tracker()
-    tracker.begin(Activity("a.run", 1))
-    tracker.begin(Activity("b.run", 2))
+    tracker.start(Activity("a.run", 1))
+    tracker.start(Activity("b.run", 2))
     tracker.end(Activity("a.run", 1))
     assert not idle
     tracker.end(Activity("b.run", 2))
@@ -25,7 +25,7 @@ def test_tracker_that_never_began_is_not_idle():
 
 def test_ending_twice_is_harmless():
     tracker, idle = make_tracker()
-    tracker.begin(Activity("a.run", 1))
+    tracker.start(Activity("a.run", 1))
     tracker.end(Activity("a.run", 1))
     tracker.end(Activity("a.run", 1))
     assert idle == [True]
@@ -33,15 +33,15 @@ def test_ending_twice_is_harmless():
 
 def test_beginning_twice_is_a_bug():
     tracker, _ = make_tracker()
-    tracker.begin(Activity("a.run", 1))
-    with pytest.raises(AssertionError, match="began twice"):
-        tracker.begin(Activity("a.run", 1))
+    tracker.start(Activity("a.run", 1))
+    with pytest.raises(AssertionError, match="started twice"):
+        tracker.start(Activity("a.run", 1))
 
 
 def test_activations_of_one_node_are_told_apart():
     tracker, idle = make_tracker()
-    tracker.begin(Activity("a.run", 1))
-    tracker.begin(Activity("a.run", 2))
+    tracker.start(Activity("a.run", 1))
+    tracker.start(Activity("a.run", 2))
     tracker.end(Activity("a.run", 1))
     assert tracker.inflight == {Activity("a.run", 2)}
     assert not idle

@@ -4,8 +4,8 @@ from tests.flow.builders import spin
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import EndReason, Frame
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
-from vllm_omni.flow.run.bucket import Bucket, State
-from vllm_omni.flow.run.frame import Death, Lineage, SlotEos
+from vllm_omni.flow.run.bucket import Bucket, BucketState
+from vllm_omni.flow.run.frame import SlotEos, Termination, Trace
 from vllm_omni.flow.run.reading import chain
 
 
@@ -23,17 +23,17 @@ def make_bucket(fields, counts=None, depth=0, turns=()):
     return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, turns)
 
 
-def frame(slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, turns=(), death=Death.ALIVE):
-    lineage = Lineage(path, (), turns, death)
-    return Frame("c", f"s{slot}.run", "j.run", slot, "", 1, seq, last, payload, reason, slot + 10, lineage)
+def frame(slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, turns=(), death=Termination.NONE):
+    trace = Trace(path, (), turns, death)
+    return Frame("c", f"s{slot}.run", "j.run", slot, "", 1, seq, last, payload, reason, slot + 10, trace)
 
 
-def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, death=Death.ALIVE):
+def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, death=Termination.NONE):
     return frame(slot, payload, path=path, reason=reason, death=death)
 
 
 def count(slot, count, path=()):
-    return SlotEos("c", f"s{slot}.run", "j.run", slot, "", 1, Lineage(path), count)
+    return SlotEos("c", f"s{slot}.run", "j.run", slot, "", 1, Trace(path), count)
 
 
 async def payloads(bucket):
@@ -45,15 +45,15 @@ async def payloads(bucket):
 
 async def test_fires_when_every_slot_has_a_frame():
     bucket = make_bucket({"a": 1, "b": 1})
-    assert bucket.push(frame(0, "a")) is State.WAITING
-    assert bucket.push(frame(1, "b")) is State.FIRED
+    assert bucket.push(frame(0, "a")) is BucketState.WAITING
+    assert bucket.push(frame(1, "b")) is BucketState.FIRED
     assert await payloads(bucket) == {"a": ["a"], "b": ["b"]}
 
 
 async def test_fires_with_the_first_frames_of_streams():
     bucket = make_bucket({"a": 1, "b": 1})
     bucket.push(frame(0, "a0", last=False))
-    assert bucket.push(frame(1, "b0", last=False)) is State.FIRED
+    assert bucket.push(frame(1, "b0", last=False)) is BucketState.FIRED
     bucket.push(frame(0, "a1", seq=1))
     bucket.push(frame(1, "b1", seq=1))
     assert await payloads(bucket) == {"a": ["a0", "a1"], "b": ["b0", "b1"]}
@@ -62,32 +62,32 @@ async def test_fires_with_the_first_frames_of_streams():
 async def test_critical_slot_that_ends_empty_is_the_death_of_the_bucket():
     bucket = make_bucket({"a": 1, "b": 1})
     bucket.push(frame(0))
-    assert bucket.push(empty(1)) is State.DEAD
+    assert bucket.push(empty(1)) is BucketState.UNREACHABLE
 
 
 async def test_death_does_not_wait_for_the_other_slots():
     bucket = make_bucket({"a": 1, "b": 1, "c": 2})
-    assert bucket.push(empty(0)) is State.DEAD
+    assert bucket.push(empty(0)) is BucketState.UNREACHABLE
 
 
 async def test_other_slot_of_a_field_stands_in_for_one_that_ends_empty():
     bucket = make_bucket({"a": 2, "b": 1})
     bucket.push(frame(2, "b"))
-    assert bucket.push(empty(0)) is State.WAITING
-    assert bucket.push(frame(1, "a")) is State.FIRED
+    assert bucket.push(empty(0)) is BucketState.WAITING
+    assert bucket.push(frame(1, "a")) is BucketState.FIRED
     assert await payloads(bucket) == {"a": ["a"], "b": ["b"]}
 
 
 async def test_field_all_slots_of_which_end_empty_is_the_death_of_the_bucket():
     bucket = make_bucket({"a": 2, "b": 1})
-    assert bucket.push(empty(0)) is State.WAITING
-    assert bucket.push(empty(1)) is State.DEAD
+    assert bucket.push(empty(0)) is BucketState.WAITING
+    assert bucket.push(empty(1)) is BucketState.UNREACHABLE
 
 
 async def test_empty_slot_counts_once_however_often_it_is_told():
     bucket = make_bucket({"a": 2, "b": 1})
     for _ in range(3):
-        assert bucket.push(empty(0)) is State.WAITING
+        assert bucket.push(empty(0)) is BucketState.WAITING
 
 
 async def test_slots_of_a_field_are_read_one_after_the_other():
@@ -101,14 +101,14 @@ async def test_frames_of_several_activations_gather_in_the_order_of_their_paths(
     bucket = make_bucket({"a": 1}, depth=1)
     bucket.push(frame(0, "second", path=(4, 1)))
     bucket.set_count(count(0, 2, path=(4,)))
-    assert bucket.push(frame(0, "first", path=(4, 0))) is State.FIRED
+    assert bucket.push(frame(0, "first", path=(4, 0))) is BucketState.FIRED
     assert await payloads(bucket) == {"a": ["first", "second"]}
 
 
 async def test_count_of_zero_ends_a_slot():
     bucket = make_bucket({"a": 1, "b": 1})
-    assert bucket.push(frame(0)) is State.WAITING
-    assert bucket.set_count(count(1, 0)) is State.DEAD
+    assert bucket.push(frame(0)) is BucketState.WAITING
+    assert bucket.set_count(count(1, 0)) is BucketState.UNREACHABLE
 
 
 async def test_turns_at_the_base_come_in_another_bucket():
@@ -144,23 +144,23 @@ async def test_worst_reason_is_told(first, second, told):
     bucket = make_bucket({"a": 2})
     bucket.push(empty(0, first, payload="why" if first is EndReason.ERROR else None))
     bucket.push(empty(1, second, payload="why" if second is EndReason.ERROR else None))
-    reason, error, death = bucket.why_dead()
-    assert (reason, death) == (told, Death.NEVER_LIVED)
+    reason, error, death = bucket.unreachable_reason()
+    assert (reason, death) == (told, Termination.NOT_ACTIVATED)
     assert error == ("why" if told is EndReason.ERROR else None)
 
 
 async def test_turn_that_was_not_taken_is_told_as_such():
     bucket = make_bucket({"a": 1})
-    bucket.push(empty(0, EndReason.UNREACHABLE, death=Death.NO_TURN))
-    assert bucket.why_dead() == (EndReason.UNREACHABLE, None, Death.NO_TURN)
+    bucket.push(empty(0, EndReason.UNREACHABLE, death=Termination.NO_ITERATION))
+    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NO_ITERATION)
 
 
 async def test_turn_not_taken_further_down_does_not_stand_for_the_whole():
     bucket = make_bucket({"a": 1})
     bucket.set_count(count(0, 2))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), death=Death.NO_TURN))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), death=Death.NEVER_LIVED))
-    assert bucket.why_dead() == (EndReason.UNREACHABLE, None, Death.NEVER_LIVED)
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), death=Termination.NO_ITERATION))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), death=Termination.NOT_ACTIVATED))
+    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NOT_ACTIVATED)
 
 
 async def test_reader_of_a_stream_that_broke_off_meets_the_error():
@@ -175,36 +175,36 @@ async def test_counted_bucket_fires_at_its_thresholds():
     bucket = make_bucket({"a": 1, "b": 1}, counts={"a": 2})
     bucket.push(frame(0, "a0", last=False))
     bucket.push(frame(1, "b"))
-    assert bucket.state is State.WAITING
-    assert bucket.push(frame(0, "a1", seq=1, last=False)) is State.FIRED
+    assert bucket.state is BucketState.WAITING
+    assert bucket.push(frame(0, "a1", seq=1, last=False)) is BucketState.FIRED
     bucket.push(frame(0, "a2", seq=2))
     assert await payloads(bucket) == {"a": ["a0", "a1"], "b": ["b"]}
 
 
 async def test_counted_bucket_is_dead_below_its_threshold():
     bucket = make_bucket({"a": 1}, counts={"a": 2})
-    assert bucket.push(frame(0, "a0")) is State.DEAD
+    assert bucket.push(frame(0, "a0")) is BucketState.UNREACHABLE
 
 
 async def test_threshold_comes_with_a_field():
     bucket = make_bucket({"a": 1, "n": 1}, counts={"a": "n"})
     bucket.push(frame(0, "a0", path=(0,)))
-    assert bucket.state is State.WAITING
+    assert bucket.state is BucketState.WAITING
     bucket.push(frame(1, 2))
-    assert bucket.push(frame(0, "a1", path=(1,))) is State.FIRED
+    assert bucket.push(frame(0, "a1", path=(1,))) is BucketState.FIRED
     assert await payloads(bucket) == {"a": ["a0", "a1"], "n": [2]}
 
 
 async def test_threshold_may_be_zero():
     bucket = make_bucket({"a": 1, "n": 1}, counts={"a": "n"})
-    assert bucket.push(frame(1, 0)) is State.FIRED
+    assert bucket.push(frame(1, 0)) is BucketState.FIRED
     assert await payloads(bucket) == {"a": [], "n": [0]}
 
 
 @pytest.mark.parametrize("number", [-1, "2", None, 1.5])
 async def test_threshold_that_is_no_number_is_refused(number):
     bucket = make_bucket({"a": 1, "n": 1}, counts={"a": "n"})
-    with pytest.raises(GraphError, match=r"input 'n' says how many frames to wait for, and carries"):
+    with pytest.raises(GraphError, match=r"input 'n' must carry a number of frames to wait for, got"):
         bucket.push(frame(1, number))
 
 

@@ -361,7 +361,7 @@ async def test_failure_while_the_reader_closes_is_logged(caplog):
     call = open_call(make_runtime(thinker=FunctionNode(fail_to_stop)))
     await spin()
     await call.aclose()
-    assert "call 'call': node 'thinker.generate' raised while it was closed" in caplog.text
+    assert "call 'call': node 'thinker.generate' raised while the call was closed" in caplog.text
 
 
 async def test_undeclared_field_fails_the_call():

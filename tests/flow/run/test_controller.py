@@ -8,7 +8,7 @@ import pytest
 from tests.flow.builders import FunctionNode, hang, spin
 from vllm_omni.flow import ENTRY, Emission, EndReason, Field, Frame, Graph, GraphParser, NodeController, Role, interface
 from vllm_omni.flow.run.activity import ActivityTracker
-from vllm_omni.flow.run.controller import CallScope
+from vllm_omni.flow.run.scope import CallScope
 
 
 class Worker(Role):
@@ -89,7 +89,7 @@ async def test_activation_says_what_it_is():
     assert (activation.activation_id, activation.context) == (7, "context")
     assert activation.wanted == {"stream", "whole"}
     assert set(activation.inputs) == {"a"}
-    assert (activation.path, activation.turn) == ((), 0)
+    assert (activation.path, activation.iteration) == ((), 0)
 
 
 async def test_field_left_open_is_closed_as_empty():

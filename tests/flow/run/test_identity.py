@@ -2,7 +2,7 @@ import pytest
 
 from vllm_omni.flow import ENTRY
 from vllm_omni.flow.graph.plan import Edge
-from vllm_omni.flow.run.frame import NO_BUCKET, Lineage, Root
+from vllm_omni.flow.run.frame import NO_BUCKET, Root, Trace
 from vllm_omni.flow.run.identity import activation_id, bucket_for, derive_activation_id
 
 DIRECT = Edge("a.run", "y", "b.run", "x")
@@ -12,7 +12,7 @@ JOIN_PER_FRAME = Edge("a.run", "y", "j.run", "x", root="fork.run", root_per_fram
 
 
 def below_fork(index, path=()):
-    return Lineage((index, *path), (Root(ENTRY, 0, 0, 0, ()), Root("fork.run", 5, index, 0, ())))
+    return Trace((index, *path), (Root(ENTRY, 0, 0, 0, ()), Root("fork.run", 5, index, 0, ())))
 
 
 def test_activation_id_depends_on_every_part_of_the_key():
@@ -27,11 +27,11 @@ def test_activation_id_is_the_same_in_every_process_and_version():
 
 
 def test_rule_a_all_frames_of_a_stream_feed_one_activation():
-    assert activation_id(DIRECT, Lineage(), 7, 0) == activation_id(DIRECT, Lineage(), 7, 3)
+    assert activation_id(DIRECT, Trace(), 7, 0) == activation_id(DIRECT, Trace(), 7, 3)
 
 
 def test_rule_a_each_frame_feeds_an_activation_of_its_own():
-    assert activation_id(PER_FRAME, Lineage((0,)), 7, 0) != activation_id(PER_FRAME, Lineage((1,)), 7, 1)
+    assert activation_id(PER_FRAME, Trace((0,)), 7, 0) != activation_id(PER_FRAME, Trace((1,)), 7, 1)
 
 
 def test_rule_c_takes_the_common_source_rather_than_the_sender():
@@ -50,7 +50,7 @@ def test_rule_c_all_yields_meet_where_the_bucket_is_of_the_activation():
 
 @pytest.mark.parametrize("edge, known", [(DIRECT, False), (JOIN, True), (JOIN_PER_FRAME, False)])
 def test_count_at_the_fork_itself_is_for_a_bucket_of_its_activation_only(edge, known):
-    at_fork = Lineage((), below_fork(0).roots)
+    at_fork = Trace((), below_fork(0).roots)
     assert (bucket_for(edge, at_fork) != NO_BUCKET) == known
 
 

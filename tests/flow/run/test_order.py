@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm_omni.flow.run.frame import TURN
+from vllm_omni.flow.run.frame import ITERATION
 from vllm_omni.flow.run.order import PathOrder
 
 
@@ -58,15 +58,15 @@ def test_nothing_below_a_path_is_known_by_its_count():
 
 def test_turn_comes_behind_the_activation_before_it_and_is_waited_for():
     order = PathOrder()
-    assert order.push((TURN,), Item("second"), ()) == []
+    assert order.push((ITERATION,), Item("second"), ()) == []
     assert names(order.push((), Item("first"), (0,))) == ["first", "second"]
     assert order.done
 
 
 def test_turn_comes_behind_all_yields_of_the_turn_before():
     order = PathOrder()
-    assert order.push((TURN, 0), Item("c"), ()) == []
-    order.set_count((TURN,), 1, ())
+    assert order.push((ITERATION, 0), Item("c"), ()) == []
+    order.set_count((ITERATION,), 1, ())
     assert names(order.push((0,), Item("a"), ())) == ["a"]
     assert names(order.push((1,), Item("b"), ())) == ["b"]
     assert not order.done
@@ -76,8 +76,8 @@ def test_turn_comes_behind_all_yields_of_the_turn_before():
 
 def test_turns_of_two_loops_come_one_after_the_other():
     order = PathOrder()
-    order.push((TURN + 1,), Item("b"), ())
-    order.push((TURN,), Item("a"), ())
+    order.push((ITERATION + 1,), Item("b"), ())
+    order.push((ITERATION,), Item("a"), ())
     assert names(order.push((), Item("first"), (0, 1))) == ["first", "a", "b"]
 
 
@@ -96,9 +96,9 @@ def test_duplicates_are_dropped(path):
 def test_duplicates_of_a_turn_that_is_over_are_dropped():
     order = PathOrder()
     order.push((), Item("a"), (0, 1))
-    order.push((TURN,), Item("b"), ())
-    assert order.push((TURN,), Item("b"), ()) == []
-    assert names(order.push((TURN + 1,), Item("c"), ())) == ["c"]
+    order.push((ITERATION,), Item("b"), ())
+    assert order.push((ITERATION,), Item("b"), ()) == []
+    assert names(order.push((ITERATION + 1,), Item("c"), ())) == ["c"]
 
 
 def test_items_ahead_of_their_turn_are_counted():

@@ -1,4 +1,4 @@
-"""Beyond one process: roles in other processes, several instances of a role, and the registry of instances.
+"""Beyond one process: roles in other processes, replicas of a role, and registries of replicas.
 
-Not yet served: a server uses ``registry.memory`` and the policies of ``replicas`` among instances of its first stage.
+Not yet served: a server runs all nodes in its front end; tests and ``benchmarks/relay.py`` use this package.
 """

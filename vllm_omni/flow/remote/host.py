@@ -1,8 +1,10 @@
-"""A graph over several processes: the entry's runtime has a ``RemoteController`` where another process, a ``RoleHost``,
-has the node.
+"""A graph over several processes: a ``RoleHost`` serves a node there, and the entry's runtime has a
+``RemoteController`` for it.
 
-The entry owns calls, deadlines and aborts; hosts own activations, and tell the entry when they begin and end. A host
-that dies fails the calls that need it (``GraphRuntime.lose``), and no other.
+Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` use this module.
+
+The entry owns calls, deadlines and aborts; hosts own activations, and report their start and end to the entry. A host
+that dies fails only the calls that need it (``GraphRuntime.lose``).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import Route, StaticPlan
@@ -29,7 +31,7 @@ from vllm_omni.flow.remote.messages import (
 )
 from vllm_omni.flow.run.activity import Activity, Tracker
 from vllm_omni.flow.run.controller import NodeController
-from vllm_omni.flow.run.frame import Credit, Frame, SlotEos
+from vllm_omni.flow.run.frame import EdgeCredit, Frame, SlotEos
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.node import Node
 from vllm_omni.flow.run.scope import CallScope, RemoteNode
@@ -37,23 +39,25 @@ from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
+FlowMessage: TypeAlias = Frame | SlotEos | EdgeCredit
+
 MAX_CALLS_REMEMBERED = 4096
 MAX_EARLY_MESSAGES = 4096
-"""Frames of calls that the entry has not opened here yet: they come from other hosts, whose way may be shorter."""
+"""Messages of calls that the entry has not opened here yet: those of other hosts may arrive earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote(RemoteNode):
-    """Stands for the node of a role that another process serves."""
+    """Stands for the node of a role that a ``RoleHost`` serves."""
 
     def make_controller(self, name: str, link: Link) -> RemoteController:
         return RemoteController(name, link)
 
 
 class RemoteController:
-    """The entry's side of a node elsewhere: what is done to it is sent to it."""
+    """The entry's side of a node in another process: forwards every operation as a message."""
 
-    num_running = 0  # unknown here
+    num_running = 0  # unknown in this process
     num_buffered = 0
 
     def __init__(self, name: str, link: Link) -> None:
@@ -68,8 +72,8 @@ class RemoteController:
 
     def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
         if not unfinished_only:
-            # Its activations may have begun without being heard of yet: the answer is what the call waits for.
-            self._trackers[call_id].begin(cancellation(self.name))
+            # Reports of started activations may be in flight, so the call waits for the answer.
+            self._trackers[call_id].start(cancellation(self.name))
         self._link.send(CancelCall(call_id, self.name, unfinished_only))
 
     def close(self, call_id: str) -> None:
@@ -81,7 +85,7 @@ class RemoteController:
 
 
 class _RemoteTracker:
-    """Tells the entry what is in flight in this process."""
+    """Reports activations of one call at one node to the entry."""
 
     def __init__(self, host: RoleHost, call_id: str, node: str) -> None:
         self._host = host
@@ -90,7 +94,7 @@ class _RemoteTracker:
         self.num_inflight = 0
         self.is_cancelled = False
 
-    def begin(self, activity: Activity) -> None:
+    def start(self, activity: Activity) -> None:
         self.num_inflight += 1
         self._host.link.send(ActivationStarted(self._call_id, ENTRY, self._node, activity.activation_id))
 
@@ -105,24 +109,22 @@ class _RemoteTracker:
 
 
 @dataclass(slots=True)
-class _Node:
+class _HostedNode:
     controller: NodeController
     trackers: dict[str, _RemoteTracker] = field(default_factory=dict)  # by open call
-    early: OrderedDict[str, deque[Frame | SlotEos | Credit]] = field(
-        default_factory=OrderedDict
-    )  # by call not opened yet
-    over: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed lately
+    early: OrderedDict[str, deque[FlowMessage]] = field(default_factory=OrderedDict)  # by call that is not open yet
+    closed: OrderedDict[str, None] = field(default_factory=OrderedDict)  # calls closed recently
 
 
 class RoleHost:
-    """Serves roles of a plan, or of several, for an entry elsewhere.
+    """Serves roles of a plan, or of several, for an entry in another process.
 
     Args:
-        plans: the same as the entry's.
-        nodes: role -> the node that serves it, for the roles that live in this process.
+        plans: the same plans as the entry's.
+        nodes: role -> the node that serves it, for the roles of this process.
 
     Raises:
-        GraphError: a role is not in the plans, or shares parameters, which are the entry's.
+        GraphError: a role is not in the plans, or shares parameters, which stay with the entry.
     """
 
     def __init__(self, plans: StaticPlan | Sequence[StaticPlan], nodes: Mapping[str, Node], link: Link) -> None:
@@ -136,7 +138,7 @@ class RoleHost:
         self.link = link
         self._routes: dict[tuple[str, frozenset[str]], Route] = {}
         self._stopped = asyncio.Event()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _HostedNode] = {}
         for plan in all_plans:
             for name, node_plan in plan.nodes.items():
                 if node_plan.role in nodes and name not in self._nodes:
@@ -145,7 +147,7 @@ class RoleHost:
                             f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the "
                             "entry's process; serve the role there"
                         )
-                    self._nodes[name] = _Node(NodeController(name, nodes[node_plan.role], link))
+                    self._nodes[name] = _HostedNode(NodeController(name, nodes[node_plan.role], link))
                     link.bind(name, self._receive)
 
     @property
@@ -153,7 +155,7 @@ class RoleHost:
         return len({call_id for node in self._nodes.values() for call_id in node.trackers})
 
     async def wait_stopped(self) -> None:
-        """Until the entry has no more work for this process (``GraphRuntime.shutdown_hosts``)."""
+        """Wait until the entry has no more work for this process (``GraphRuntime.shutdown_hosts``)."""
         await self._stopped.wait()
 
     def _receive(self, message: Any) -> None:
@@ -169,19 +171,19 @@ class RoleHost:
                 self._close(node, message)
             case _ if message.call_id in node.trackers:
                 node.controller.receive(message)
-            case _ if message.call_id not in node.over:
+            case _ if message.call_id not in node.closed:
                 self._keep(node, message)
 
-    def _open(self, node: _Node, message: OpenCall) -> None:
+    def _open(self, node: _HostedNode, message: OpenCall) -> None:
         key = (message.graph, frozenset(message.outputs))
         route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
-        node.over.pop(message.call_id, None)  # an id may be used again
+        node.closed.pop(message.call_id, None)  # a call id may be reused
         tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
         for early in node.early.pop(message.call_id, ()):
             node.controller.receive(early)
 
-    def _cancel(self, node: _Node, message: CancelCall) -> None:
+    def _cancel(self, node: _HostedNode, message: CancelCall) -> None:
         tracker = node.trackers.get(message.call_id)
         if tracker is not None:
             node.controller.cancel(message.call_id, unfinished_only=message.unfinished_only)
@@ -189,16 +191,16 @@ class RoleHost:
                 tracker.is_cancelled = True
                 tracker.acknowledge()
 
-    def _close(self, node: _Node, message: CloseCall) -> None:
+    def _close(self, node: _HostedNode, message: CloseCall) -> None:
         if node.trackers.pop(message.call_id, None) is not None:
-            node.controller.cancel(message.call_id)  # nothing runs any more, if the entry is right
+            node.controller.cancel(message.call_id)  # normally nothing runs
             node.controller.close(message.call_id)
-        node.over[message.call_id] = None
-        if len(node.over) > MAX_CALLS_REMEMBERED:
-            node.over.popitem(last=False)
+        node.closed[message.call_id] = None
+        if len(node.closed) > MAX_CALLS_REMEMBERED:
+            node.closed.popitem(last=False)
 
-    def _keep(self, node: _Node, message: Frame | SlotEos | Credit) -> None:
+    def _keep(self, node: _HostedNode, message: FlowMessage) -> None:
         node.early.setdefault(message.call_id, deque()).append(message)
         while sum(map(len, node.early.values())) > MAX_EARLY_MESSAGES:
             call_id, lost = node.early.popitem(last=False)
-            logger.warning("dropped %d messages of call %r, which nobody opened here", len(lost), call_id)
+            logger.warning("dropped %d messages of call %r, which the entry has not opened here", len(lost), call_id)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TOGETHER = 64  # messages in one of ZMQ's
+MAX_TOGETHER = 64  # our messages in one message of ZMQ
 
 
 class _Peer:
-    """A process that messages go to, over one socket, which keeps them in order.
+    """Another process, reached over one socket, which keeps messages in order.
 
-    The first message of a turn of the event loop leaves at once; those behind it leave together at the turn's end, or
-    when there are ``MAX_TOGETHER``: handing something to ZMQ costs as much as making and encoding several messages.
+    The first message of an iteration of the event loop is sent at once; further ones are sent together at its end, or
+    when there are ``MAX_TOGETHER``: a call of ZMQ costs as much as making and encoding several messages.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, not_now: int, full: type[Exception]):
@@ -39,45 +39,45 @@ class _Peer:
         self._loop = loop
         self._not_now = not_now  # ZMQ's flag
         self._full = full
-        self._waiting: list[bytes] | None = None  # encoded; None before a turn's first message
+        self._waiting: list[bytes] | None = None  # encoded; None before the first message of an iteration
 
     def send(self, data: bytes) -> None:
         if self._waiting is None:
             self._waiting = []
-            self._loop.call_soon(self._end_turn)
-            self._hand_over([data])
+            self._loop.call_soon(self._flush)
+            self._send_now([data])
             return
         self._waiting.append(data)
         if len(self._waiting) == MAX_TOGETHER:
-            self._hand_over(self._waiting)
+            self._send_now(self._waiting)
             self._waiting = []
 
-    def _end_turn(self) -> None:
+    def _flush(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting and not self._socket.closed:
-            self._hand_over(waiting)
+            self._send_now(waiting)
 
-    def _hand_over(self, messages: list[bytes]) -> None:
+    def _send_now(self, messages: list[bytes]) -> None:
         count = len(messages)
-        header = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")  # msgpack's, of an array
-        with contextlib.suppress(self._full):  # without a high-water mark it is never full
+        header = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")  # of a msgpack array
+        with contextlib.suppress(self._full):  # never full without a high-water mark
             self._socket.send(header + b"".join(messages), self._not_now)
 
 
 class ZmqLink(InProcessLink):
-    """Targets of several processes: those bound here are called directly, the others are sent to over ZMQ.
+    """A link between processes: calls receivers that are bound here, and sends to the others over ZMQ.
 
     Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
-    order. Sending never waits: credit bounds what is under way. The socket's file descriptor is drained rather than
-    awaited by ``zmq.asyncio``, which is twelve times slower. Messages are msgpack, sent as an array of them; a payload
-    must be, too.
+    order. Sending never waits: credit bounds the number of messages in flight. The socket's file descriptor is drained
+    rather than awaited by ``zmq.asyncio``, which is twelve times slower. Messages are sent as an array of msgpack; a
+    payload must be a msgpack type, too.
 
     Args:
-        address: where this process listens: ``ipc://...`` or ``tcp://host:port``.
-        addresses: target -> the address of the process in which it lives; those bound here may be left out.
+        address: the address that this process listens on: ``ipc://...`` or ``tcp://host:port``.
+        addresses: target -> the address of its process; targets bound here may be left out.
 
     Raises:
-        LinkError: the address cannot be listened on.
+        LinkError: this process cannot listen on the address.
     """
 
     def __init__(self, address: str, addresses: Mapping[str, str]) -> None:
@@ -102,10 +102,10 @@ class ZmqLink(InProcessLink):
         self._drain()
 
     def send(self, message: Message) -> None:
-        """Hand a message over.
+        """Send a message.
 
         Raises:
-            LinkError: nobody knows where the target lives, or its payload cannot travel.
+            LinkError: the target has no known address, or the payload cannot be encoded.
         """
         if message.target in self._receivers:
             super().send(message)
@@ -122,7 +122,7 @@ class ZmqLink(InProcessLink):
         peer.send(data)
 
     def close(self) -> None:
-        """Stop listening; what was sent and not delivered is dropped."""
+        """Stop listening; messages in flight are dropped."""
         if not self._context.closed:
             self._loop.remove_reader(self._inbound)
             self._context.destroy(linger=0)
@@ -130,7 +130,7 @@ class ZmqLink(InProcessLink):
     def _peer(self, target: str) -> _Peer:
         address = self._addresses.get(target)
         if address is None:
-            raise LinkError(f"nobody knows where {target!r} lives; known: {', '.join(sorted(self._addresses))}")
+            raise LinkError(f"no address of target {target!r}; known: {', '.join(sorted(self._addresses))}")
         peer = self._peers.get(address)
         if peer is None:
             socket = self._make_socket(self._zmq.PUSH)
@@ -145,7 +145,7 @@ class ZmqLink(InProcessLink):
         return socket
 
     def _drain(self) -> None:
-        # The descriptor tells of a change only: whatever is there must be taken, or nobody tells again.
+        # The descriptor is edge-triggered: everything must be read, or no further event comes.
         while True:
             try:
                 data = self._inbound.recv(self._zmq.NOBLOCK)
@@ -154,7 +154,7 @@ class ZmqLink(InProcessLink):
             try:
                 messages = [_with_error(message) for message in self._decoder.decode(data)]
             except msgspec.MsgspecError as exc:
-                logger.warning("dropped %d bytes that are no messages of ours: %s", len(data), exc)
+                logger.warning("dropped %d bytes that are not valid messages: %s", len(data), exc)
                 continue
             for message in messages:
                 self._dispatch(message)
@@ -162,12 +162,12 @@ class ZmqLink(InProcessLink):
     def _dispatch(self, message: Message) -> None:
         receive = self._receivers.get(message.target)
         if receive is None:
-            logger.warning("dropped a message for %r, which does not live here", message.target)
+            logger.warning("dropped a message for %r, which is not bound in this process", message.target)
             return
         try:
             receive(message)
-        except Exception as exc:  # the others must be taken all the same
-            logger.exception("call %r: a message for %r could not be taken", message.call_id, message.target)
+        except Exception as exc:  # the remaining messages must be delivered
+            logger.exception("call %r: delivering a message to %r failed", message.call_id, message.target)
             self._fail(message, exc)
 
     def _fail(self, message: Message, error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""The messages between the entry's runtime and hosts of roles, besides frames.
+"""Messages between the entry's runtime and hosts of roles, besides frames.
 
-Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` use these.
+Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` send these.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 from vllm_omni import errors
 from vllm_omni.errors import RemoteError
 from vllm_omni.flow.run.activity import Activity, Tracker
-from vllm_omni.flow.run.frame import Credit, Frame, SlotEos
+from vllm_omni.flow.run.frame import EdgeCredit, Frame, SlotEos
 
 
 class OpenCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a node elsewhere: accept frames of a call from now on."""
+    """To a host: accept frames of a call for a node from now on."""
 
     call_id: str
     target: str
@@ -28,7 +28,7 @@ class OpenCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a node elsewhere, see ``NodeController.cancel``; answered by ``CancelDone`` unless ``unfinished_only``."""
+    """To a host, see ``NodeController.cancel``; answered by ``CancelDone`` unless ``unfinished_only``."""
 
     call_id: str
     target: str
@@ -47,14 +47,14 @@ class CancelDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a node elsewhere: the call is over."""
+    """To a host: the call is over."""
 
     call_id: str
     target: str
 
 
 class ShutdownHost(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a node elsewhere: the entry has no more work for its process. Belongs to no call."""
+    """To a host: no more work follows. Belongs to no call."""
 
     call_id: str
     target: str
@@ -69,7 +69,7 @@ class ActivationStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     activation_id: int
 
     def report_to(self, tracker: Tracker) -> None:
-        tracker.begin(Activity(self.node, self.activation_id))
+        tracker.start(Activity(self.node, self.activation_id))
 
 
 class ActivationEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -85,12 +85,12 @@ class ActivationEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def cancellation(node: str) -> Activity:
-    """The activity that keeps a call open until a node elsewhere has answered ``CancelCall``."""
+    """The activity that keeps a call open until a host has answered ``CancelCall``."""
     return Activity(node, activation_id=-1)
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An exception, as far as it can be told to another process: the payload of a frame with reason ERROR."""
+    """An exception, reduced to text for another process: the payload of a frame with reason ERROR."""
 
     error_type: str
     message: str
@@ -101,11 +101,11 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
         return cls(type(error).__name__, str(error), list(getattr(error, "__notes__", ())))
 
     def to_error(self) -> Exception:
-        """Ours as they were, others as ``RemoteError``."""
+        """An ``OmniError`` of the same class, or ``RemoteError`` for other exceptions."""
         cls = getattr(errors, self.error_type, None)
         error: Exception = RemoteError(self.error_type, self.message)
         if isinstance(cls, type) and issubclass(cls, errors.OmniError):
-            with contextlib.suppress(TypeError):  # one that is made of more than its message
+            with contextlib.suppress(TypeError):  # a class that needs more than a message
                 error = cls(self.message)
         for note in self.notes:
             error.add_note(note)
@@ -115,7 +115,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 WireMessage: TypeAlias = (
     Frame
     | SlotEos
-    | Credit
+    | EdgeCredit
     | OpenCall
     | CancelCall
     | CancelDone

@@ -1,4 +1,6 @@
-"""One role, several instances: who serves an activation.
+"""One role with several replicas: choose the one that serves an activation.
+
+Not yet served: only tests use it; the instances of a server's first stage have their own router (``epd/router.py``).
 
 From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
 """
@@ -17,56 +19,50 @@ import msgspec
 from vllm_omni.errors import NoInstance
 from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.transfer import Chunk
-from vllm_omni.flow.remote.registry import Instance, ServiceRegistry
+from vllm_omni.flow.remote.registry import Replica, ServiceRegistry
 from vllm_omni.flow.run.node import Activation, Node, Yield
 
 
 class LoadBalance(Protocol):
-    """Chooses among instances; one object serves one role."""
+    """A policy that chooses among replicas; one object serves one role."""
 
-    async def choose(
-        self, instances: Sequence[Instance], outstanding: Mapping[str, int], session: str | None
-    ) -> Instance:
-        """Who serves the next activation.
+    async def choose(self, replicas: Sequence[Replica], outstanding: Mapping[str, int], session: str | None) -> Replica:
+        """Choose the replica for the next activation.
 
         Args:
-            instances: who is alive; never empty, by id.
-            outstanding: instance id -> activations that this process has given it and that have not ended.
-            session: of the activation's call.
+            replicas: the live ones, by id; never empty.
+            outstanding: replica id -> activations from this process that have not ended.
+            session: the session of the activation's call.
         """
 
 
 class RoundRobin:
-    """One after the other. Who joins takes its turn, who leaves loses it."""
+    """One after the other, among the replicas that are live at the time."""
 
     def __init__(self) -> None:
-        self._turn = itertools.count()
+        self._next = itertools.count()
 
-    async def choose(
-        self, instances: Sequence[Instance], outstanding: Mapping[str, int], session: str | None
-    ) -> Instance:
-        return instances[next(self._turn) % len(instances)]
+    async def choose(self, replicas: Sequence[Replica], outstanding: Mapping[str, int], session: str | None) -> Replica:
+        return replicas[next(self._next) % len(replicas)]
 
 
 class LeastOutstanding:
-    """Whoever has least to do; among equals, one after the other."""
+    """The replica with the fewest outstanding activations; among equals, one after the other."""
 
     def __init__(self) -> None:
-        self._turn = itertools.count()
+        self._next = itertools.count()
 
-    async def choose(
-        self, instances: Sequence[Instance], outstanding: Mapping[str, int], session: str | None
-    ) -> Instance:
-        least = min(outstanding.get(one.instance_id, 0) for one in instances)
-        idle = [one for one in instances if outstanding.get(one.instance_id, 0) == least]
-        return idle[next(self._turn) % len(idle)]
+    async def choose(self, replicas: Sequence[Replica], outstanding: Mapping[str, int], session: str | None) -> Replica:
+        least = min(outstanding.get(one.replica_id, 0) for one in replicas)
+        idle = [one for one in replicas if outstanding.get(one.replica_id, 0) == least]
+        return idle[next(self._next) % len(idle)]
 
 
 class SessionLoadBalance:
-    """A session stays where it is, for what it has there (a cache, a history), as long as that instance lives.
+    """A session stays at its replica, which holds its state (a cache, a history), as long as the replica is live.
 
-    Who belongs where is kept in the registry, so that every process agrees. A session's first instance, and an
-    activation without a session, is the choice of another policy.
+    The registry records the replica of each session, so every process agrees. Another policy chooses the first
+    replica of a session, and the one of an activation without a session.
     """
 
     def __init__(self, role: str, registry: ServiceRegistry, first: LoadBalance | None = None) -> None:
@@ -74,30 +70,28 @@ class SessionLoadBalance:
         self._registry = registry
         self._first = first or LeastOutstanding()
 
-    async def choose(
-        self, instances: Sequence[Instance], outstanding: Mapping[str, int], session: str | None
-    ) -> Instance:
+    async def choose(self, replicas: Sequence[Replica], outstanding: Mapping[str, int], session: str | None) -> Replica:
         if session is None:
-            return await self._first.choose(instances, outstanding, session)
+            return await self._first.choose(replicas, outstanding, session)
         bound = await self._registry.affinity(self._role, session)
         while True:
-            for one in instances:
-                if one.instance_id == bound:
+            for one in replicas:
+                if one.replica_id == bound:
                     return one
-            if not instances:
-                raise NoInstance(f"role {self._role!r}: no instance is registered")
-            chosen = await self._first.choose(instances, outstanding, session)
-            bound = await self._registry.bind(self._role, session, chosen.instance_id, instead_of=bound)
-            if bound != chosen.instance_id:  # another process was faster, and may know somebody who is new
-                instances = await self._registry.instances(self._role)
+            if not replicas:
+                raise NoInstance(f"role {self._role!r}: no replica is registered")
+            chosen = await self._first.choose(replicas, outstanding, session)
+            bound = await self._registry.bind(self._role, session, chosen.replica_id, instead_of=bound)
+            if bound != chosen.replica_id:  # another process was faster, and may know a new replica
+                replicas = await self._registry.replicas(self._role)
 
 
 class Broadcast:
-    """All of them: each instance serves every activation, and what they yield comes as it is made."""
+    """Every replica serves every activation; their yields are merged as they arrive."""
 
 
 def policy_for(scheduling: Scheduling, role: str, registry: ServiceRegistry) -> LoadBalance | Broadcast:
-    """What an interface declares, as a policy."""
+    """The policy that an interface declares."""
     match scheduling:
         case Scheduling.ROUND_ROBIN:
             return RoundRobin()
@@ -110,14 +104,14 @@ def policy_for(scheduling: Scheduling, role: str, registry: ServiceRegistry) -> 
 
 
 class ReplicatedNode:
-    """A node of the graph that is several: each activation goes to the instance that the policy chooses.
+    """A node with several replicas: each activation goes to the replica that the policy chooses.
 
-    Instances may join and leave while requests run. Who leaves ends what it has; what its link does when an instance
-    dies is the link's.
+    Replicas may join and leave while requests run; a replica that leaves finishes its activations. The death of a
+    replica is handled by the node that ``resolve`` returns.
 
     Args:
-        role: as the instances register it.
-        resolve: the node behind an instance, as this process reaches it.
+        role: the name under which replicas register.
+        resolve: returns the node through which this process reaches a replica.
     """
 
     def __init__(
@@ -125,36 +119,36 @@ class ReplicatedNode:
         role: str,
         registry: ServiceRegistry,
         policy: LoadBalance | Broadcast,
-        resolve: Callable[[Instance], Node],
+        resolve: Callable[[Replica], Node],
     ) -> None:
         self._role = role
         self._registry = registry
         self._policy = policy
         self._resolve = resolve
-        self.outstanding: Counter[str] = Counter()  # instance id -> activations that run
+        self.outstanding: Counter[str] = Counter()  # replica id -> running activations
 
     async def forward(self, activation: Activation) -> AsyncIterator[Yield]:
         """Raises:
-        NoInstance: nobody serves the role.
+        NoInstance: the role has no live replica.
         RegistryUnavailable: the registry does not answer.
         """
-        instances = await self._registry.instances(self._role)
-        if not instances:
-            raise NoInstance(f"role {self._role!r}: no instance is registered")
+        replicas = await self._registry.replicas(self._role)
+        if not replicas:
+            raise NoInstance(f"role {self._role!r}: no replica is registered")
         served: AsyncGenerator[Yield, None]
         if isinstance(self._policy, Broadcast):
-            served = self._serve_by_all(instances, activation)
+            served = self._serve_by_all(replicas, activation)
         else:
-            chosen = await self._policy.choose(instances, self.outstanding, activation.session)
+            chosen = await self._policy.choose(replicas, self.outstanding, activation.session)
             served = self._serve(chosen, activation)
         async with aclosing(served):
             async for emission in served:
                 yield emission
 
-    async def _serve(self, instance: Instance, activation: Activation) -> AsyncGenerator[Yield, None]:
-        self.outstanding[instance.instance_id] += 1
+    async def _serve(self, replica: Replica, activation: Activation) -> AsyncGenerator[Yield, None]:
+        self.outstanding[replica.replica_id] += 1
         try:
-            emissions = self._resolve(instance).forward(activation)
+            emissions = self._resolve(replica).forward(activation)
             if isinstance(emissions, AsyncGenerator):
                 async with aclosing(emissions):
                     async for emission in emissions:
@@ -163,26 +157,26 @@ class ReplicatedNode:
                 async for emission in emissions:
                     yield emission
         finally:
-            self.outstanding[instance.instance_id] -= 1
-            if not self.outstanding[instance.instance_id]:
-                del self.outstanding[instance.instance_id]
+            self.outstanding[replica.replica_id] -= 1
+            if not self.outstanding[replica.replica_id]:
+                del self.outstanding[replica.replica_id]
 
-    async def _serve_by_all(self, instances: Sequence[Instance], activation: Activation) -> AsyncGenerator[Yield, None]:
-        tees = {name: _Tee(chunks, len(instances)) for name, chunks in activation.inputs.items()}
-        made: asyncio.Queue[Yield | None] = asyncio.Queue(maxsize=len(instances))
+    async def _serve_by_all(self, replicas: Sequence[Replica], activation: Activation) -> AsyncGenerator[Yield, None]:
+        tees = {name: _Tee(chunks, len(replicas)) for name, chunks in activation.inputs.items()}
+        made: asyncio.Queue[Yield | None] = asyncio.Queue(maxsize=len(replicas))
 
-        async def serve(number: int, instance: Instance) -> None:
+        async def serve(number: int, replica: Replica) -> None:
             inputs = {name: tee.read(number) for name, tee in tees.items()}
-            async with aclosing(self._serve(instance, msgspec.structs.replace(activation, inputs=inputs))) as served:
+            async with aclosing(self._serve(replica, msgspec.structs.replace(activation, inputs=inputs))) as served:
                 async for emission in served:
                     await made.put(emission)
             await made.put(None)
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, instance in enumerate(instances):
-                    tasks.create_task(serve(number, instance))
-                num_running = len(instances)
+                for number, replica in enumerate(replicas):
+                    tasks.create_task(serve(number, replica))
+                num_running = len(replicas)
                 while num_running:
                     emission = await made.get()
                     if emission is None:
@@ -190,12 +184,12 @@ class ReplicatedNode:
                     else:
                         yield emission
         except BaseExceptionGroup as errors:
-            if errors.subgroup(GeneratorExit) is None:  # it was not closed at its yield
-                raise errors.exceptions[0] from None  # the cause; the others were cancelled
+            if errors.subgroup(GeneratorExit) is None:  # unless the generator was closed at its yield
+                raise errors.exceptions[0] from None  # the cause; the other tasks were cancelled
 
 
 class _Tee:
-    """One input, read by several: a chunk stays until each has it."""
+    """One input with several readers: a chunk is kept until each has read it."""
 
     def __init__(self, chunks: AsyncIterator[Chunk], num_readers: int) -> None:
         self._chunks = chunks
@@ -206,7 +200,7 @@ class _Tee:
     async def read(self, number: int) -> AsyncIterator[Chunk]:
         mine = self._waiting[number]
         while True:
-            async with self._lock:  # whoever is ahead reads on, for all
+            async with self._lock:  # the reader that is ahead reads for all
                 if not mine and not self._is_over:
                     try:
                         chunk = await anext(self._chunks)

@@ -1,4 +1,4 @@
-"""When is a call over? When nothing of it is in flight any more."""
+"""Detect the end of a call: nothing of it is in flight."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -13,9 +13,9 @@ class Activity(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Where a controller reports its activations: the call's own, or what tells that of another process."""
+    """Receives the reports of a controller: the call's own tracker, or the one of a host, which sends them on."""
 
-    def begin(self, activity: Activity) -> None: ...
+    def start(self, activity: Activity) -> None: ...
 
     def end(self, activity: Activity) -> None: ...
 
@@ -23,8 +23,8 @@ class Tracker(Protocol):
 class ActivityTracker:
     """The in-flight set of one call; ``on_idle`` runs once, when the last activity ends.
 
-    Outputs count as activities too: between the end of a producer and the firing of its consumer a frame may be under
-    way on a link, and the call must not seem over then.
+    Outputs count as activities too: between the end of a producer and the firing of its consumer a frame may be in
+    flight on a link, and the call must not seem over then.
 
     From: Omni-Flow section 3.5, ActivityTracker.
     """
@@ -37,12 +37,12 @@ class ActivityTracker:
     def inflight(self) -> frozenset[Activity]:
         return frozenset(self._inflight)
 
-    def begin(self, activity: Activity) -> None:
-        assert activity not in self._inflight, f"{activity} began twice"
+    def start(self, activity: Activity) -> None:
+        assert activity not in self._inflight, f"{activity} started twice"
         self._inflight.add(activity)
 
     def end(self, activity: Activity) -> None:
-        """End an activity; ending it again does nothing, so that an abort may end what then ends by itself."""
+        """End an activity. Ending it again does nothing: an abort may end an activity that later ends by itself."""
         if activity in self._inflight:
             self._inflight.remove(activity)
             if not self._inflight:

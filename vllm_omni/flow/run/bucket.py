@@ -1,4 +1,4 @@
-"""What an activation waits for and reads: the inputs of one group, put together and in order.
+"""Collect the inputs of one activation: the frames of one group, in order.
 
 From: Omni-Flow section 3.2 (definition of a bucket), 3.2.3 (activate_by_count), 3.3 (critical slots).
 """
@@ -11,15 +11,15 @@ from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.credit import ReceiveWindow, open_all
-from vllm_omni.flow.run.frame import Death, EndReason, Frame, SlotEos
+from vllm_omni.flow.run.frame import EndReason, Frame, SlotEos, Termination
 from vllm_omni.flow.run.order import PathOrder
 from vllm_omni.flow.run.sequence import Stream
 
 
-class State(enum.Enum):
+class BucketState(enum.Enum):
     WAITING = enum.auto()
     FIRED = enum.auto()
-    DEAD = enum.auto()
+    UNREACHABLE = enum.auto()  # a field that it needs can get no frame
 
 
 NOTHING: deque[ReceiveWindow | None] = deque(maxlen=0)
@@ -27,11 +27,10 @@ SEVERITY = (EndReason.NONE, EndReason.EMPTY, EndReason.UNREACHABLE, EndReason.CA
 
 
 class Slot:
-    """One edge into an activation: what comes over it, in the order of paths."""
+    """One edge into an activation: its frames in the order of paths."""
 
     __slots__ = (
         "_credited",
-        "death",
         "edge",
         "error",
         "is_abandoned",
@@ -39,6 +38,7 @@ class Slot:
         "order",
         "reason",
         "stream",
+        "termination",
         "windows",
     )
 
@@ -46,22 +46,22 @@ class Slot:
         self.edge = edge
         self.order: PathOrder[Frame] = PathOrder()
         self.stream: Stream[Chunk] = Stream()
-        self.num_frames = 0  # with a payload, in order
-        self.reason = EndReason.NONE  # the worst for which a part of it ended
+        self.num_frames = 0  # with a payload, in order so far
+        self.reason = EndReason.NONE  # the most severe reason for which a part of it ended
         self.error: Exception | None = None
-        self.death: Death | None = None  # of the parts that ended without a frame, the least
+        self.termination: Termination | None = None  # the least of the parts that ended without a frame
         self.windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
-        self.is_abandoned = False  # nobody reads it any more, though the activation runs
-        self._credited: deque[ReceiveWindow | None] = NOTHING  # of the chunks that wait to be read
+        self.is_abandoned = False  # the activation runs, but has stopped reading it
+        self._credited: deque[ReceiveWindow | None] = NOTHING  # windows of the chunks that wait to be read
 
     @property
     def is_missing(self) -> bool:
-        """Nothing came, but something may."""
+        """No frame has arrived, but one may."""
         return not self.num_frames and not self.order.done
 
     @property
     def is_empty(self) -> bool:
-        """Nothing came, and nothing will."""
+        """No frame has arrived, and none will."""
         return self.order.done and not self.num_frames
 
     def add_window(self, origin: int, window: ReceiveWindow) -> None:
@@ -74,7 +74,7 @@ class Slot:
             window.lift()
 
     def abandon(self) -> None:
-        """Its reader has all that it wants: what is there and what comes is dropped, and holds nobody back."""
+        """Stop reading: drop the frames that are here or will arrive, and hold no producer back."""
         self.is_abandoned = True
         self.stream.clear()
         self._credited.clear()
@@ -82,8 +82,10 @@ class Slot:
             window.lift()
 
     def take(self, due: Sequence[Frame], *, is_final: bool) -> None:
-        """Args:
-        is_final: no other edge follows on this field.
+        """Append frames that are due.
+
+        Args:
+            is_final: no other edge is read behind this one.
         """
         done = self.order.done
         for frame in due:
@@ -95,11 +97,11 @@ class Slot:
                     self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last))
                 self.num_frames += 1
             else:
-                death = frame.lineage.death
-                self.death = death if self.death is None else min(self.death, death)
+                termination = frame.trace.termination
+                self.termination = termination if self.termination is None else min(self.termination, termination)
                 if SEVERITY.index(frame.reason) > SEVERITY.index(self.reason):
                     self.reason, self.error = frame.reason, frame.payload
-        if done:  # one that broke off is known to its reader; one that never began is as if it were not there
+        if done:  # the reader gets the error of an edge that broke off; an edge without frames is skipped
             self.stream.finish(self.error if self.num_frames else None)
 
     def open_windows(self) -> None:
@@ -113,69 +115,69 @@ class Slot:
 
 
 class Bucket:
-    """Collects what belongs together until its node can fire:
+    """Collects frames that belong together until their node can fire:
 
         required  <=  slots with a frame  |  slots that ended without one
 
-    and is dead as soon as a field can get nothing. A group with a single edge has no other to wait for; it uses the
-    same class with one slot. Lazily made with the first frame, left to the garbage when its activation is over.
+    It is unreachable as soon as a field can get no frame. A group with a single edge uses the same class with one slot.
+    Created with the first frame; garbage when its activation is over.
 
     Args:
-        depth: length of the path that everything in it begins with.
-        turns: loops at that path, which come again outside of it.
+        depth: length of the common prefix of all paths in it.
+        outer_loops: loops at that prefix, whose iterations are outside of the bucket.
     """
 
-    __slots__ = ("_counts", "_depth", "_num_missing", "_turns", "group", "slots", "state")
+    __slots__ = ("_counts", "_depth", "_num_missing", "_outer_loops", "group", "slots", "state")
 
-    def __init__(self, plan: NodePlan, group: GroupPlan, depth: int, turns: tuple[int, ...]):
+    def __init__(self, plan: NodePlan, group: GroupPlan, depth: int, outer_loops: tuple[int, ...]):
         self.group = group
         self.slots = {index: Slot(plan.slots[index]) for index in group.all_slots}
-        self.state = State.WAITING
+        self.state = BucketState.WAITING
         self._depth = depth
-        self._turns = turns
-        self._num_missing = len(self.slots)  # slots that have no frame and may get one
-        self._counts: dict[str, int] | None = None  # field -> chunks that are read of it, once it fired by count
+        self._outer_loops = outer_loops
+        self._num_missing = len(self.slots)  # slots that have no frame but may get one
+        self._counts: dict[str, int] | None = None  # field -> chunks to read, once it fired by count
 
-    def push(self, frame: Frame) -> State:
-        """Take a frame; returns the state behind it."""
-        slot, lineage = self.slots[frame.slot], frame.lineage
-        path = lineage.path[self._depth :]
-        turns = lineage.turns
-        if turns and not path:
-            turns = self._inside(turns)
+    def push(self, frame: Frame) -> BucketState:
+        """Add a frame; returns the new state."""
+        slot, trace = self.slots[frame.slot], frame.trace
+        path = trace.path[self._depth :]
+        loops = trace.loops
+        if loops and not path:
+            loops = self._inside(loops)
         was_missing = slot.is_missing
-        return self._take(slot, slot.order.push(path, frame, turns), was_missing)
+        return self._take(slot, slot.order.push(path, frame, loops), was_missing)
 
-    def set_count(self, eos: SlotEos) -> State:
-        """Learn how many yields there were below a path."""
-        slot, lineage = self.slots[eos.slot], eos.lineage
-        path = lineage.path[self._depth :]
-        turns = lineage.turns if path else self._inside(lineage.turns)
+    def set_count(self, eos: SlotEos) -> BucketState:
+        """Set the number of yields below a path; returns the new state."""
+        slot, trace = self.slots[eos.slot], eos.trace
+        path = trace.path[self._depth :]
+        loops = trace.loops if path else self._inside(trace.loops)
         was_missing = slot.is_missing
-        return self._take(slot, slot.order.set_count(path, eos.count, turns), was_missing)
+        return self._take(slot, slot.order.set_count(path, eos.count, loops), was_missing)
 
     def inputs(self) -> Iterator[tuple[str, list[Slot]]]:
         for field, indices in self.group.slots.items():
             yield field, [self.slots[index] for index in indices]
 
     def limit(self, field: str) -> int | None:
-        """How many chunks of a field are read; None: all."""
+        """The number of chunks to read of a field; None: all."""
         return None if self._counts is None else self._counts[field]
 
-    def why_dead(self) -> tuple[EndReason, Exception | None, Death]:
-        """What to tell those below: the worst reason for which a slot is empty."""
+    def unreachable_reason(self) -> tuple[EndReason, Exception | None, Termination]:
+        """The report to the nodes below: the most severe reason for which a slot is empty."""
         empty = [slot for slot in self.slots.values() if slot.is_empty] or list(
             self.slots.values()
-        )  # too few of a field
+        )  # too few frames of a field
         worst = max(empty, key=lambda slot: SEVERITY.index(slot.reason))
-        # Where nothing was, a loop that took no turn may have been: it is the least that tells of all that is below.
-        death = max(Death.NEVER_LIVED, min(slot.death or Death.ALIVE for slot in empty))
+        # An empty slot may combine parts from a loop that started no iteration with others: the least one covers both.
+        termination = max(Termination.NOT_ACTIVATED, min(slot.termination or Termination.NONE for slot in empty))
         if worst.reason in (EndReason.ERROR, EndReason.CANCEL):
-            return worst.reason, worst.error, death
-        return EndReason.UNREACHABLE, None, death
+            return worst.reason, worst.error, termination
+        return EndReason.UNREACHABLE, None, termination
 
     def add_window(self, index: int, origin: int, window: ReceiveWindow) -> None:
-        """A producer needs to be told how far a slot is read: from now on, who waits for one slot opens the others."""
+        """Grant credit for a slot to its producer. From now on, a reader that waits for one slot opens the others."""
         self.slots[index].add_window(origin, window)
         if self.group.root is not None:
             for slot in self.slots.values():
@@ -187,38 +189,38 @@ class Bucket:
 
     @property
     def is_waited_for(self) -> bool:
-        """Its activation waits for more."""
+        """Its activation waits for more frames."""
         return any(slot.stream.is_waited_for for slot in self.slots.values())
 
     @property
     def num_buffered(self) -> int:
         return sum(len(slot.order) + len(slot.stream) for slot in self.slots.values())
 
-    def _inside(self, turns: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(loop for loop in turns if loop not in self._turns)
+    def _inside(self, loops: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(loop for loop in loops if loop not in self._outer_loops)
 
-    def _take(self, slot: Slot, due: Sequence[Frame], was_missing: bool) -> State:
+    def _take(self, slot: Slot, due: Sequence[Frame], was_missing: bool) -> BucketState:
         group = self.group
         slot.take(due, is_final=slot.edge.is_last_of_field and group.counts is None)
-        if self.state is State.WAITING:
+        if self.state is BucketState.WAITING:
             if group.counts is not None:
                 self.state = self._judge_counts()
             elif was_missing and not slot.is_missing:
                 self._num_missing -= 1
                 if not slot.num_frames and self._has_nothing(slot):
-                    self.state = State.DEAD
+                    self.state = BucketState.UNREACHABLE
                 elif not self._num_missing:
-                    self.state = State.FIRED
+                    self.state = BucketState.FIRED
         return self.state
 
     def _has_nothing(self, slot: Slot) -> bool:
-        """The field of an empty slot has no other one that could stand in for it."""
+        """Whether the field of an empty slot has no other slot with frames."""
         if slot.edge.slot in self.group.critical:
             return True
         return all(self.slots[index].is_empty for index in self.group.slots[slot.edge.target_field])
 
-    def _judge_counts(self) -> State:
-        """A field counts in the order in which it will be read, so that what is read does not depend on who is fast."""
+    def _judge_counts(self) -> BucketState:
+        """Count the frames of each field in the order of reading, so the chunks read do not depend on timing."""
         counts = self.group.counts
         assert counts is not None
         wanted: dict[str, int] = {}
@@ -233,26 +235,26 @@ class Bucket:
                 if not slot.order.done:
                     is_open = True
                     break
-            if wanted[field] < 0:  # its number has not come
+            if wanted[field] < 0:  # its number has not arrived
                 fires = False
             elif arrived < wanted[field]:
                 if not is_open:
-                    return State.DEAD
+                    return BucketState.UNREACHABLE
                 fires = False
         if not fires:
-            return State.WAITING
+            return BucketState.WAITING
         self._counts = wanted
-        return State.FIRED
+        return BucketState.FIRED
 
     def _number(self, field: str) -> int:
-        """What a field that carries a number says; -1 while it has not come."""
+        """The payload of a field that carries a number; -1 while it has not arrived."""
         for index in self.group.slots[field]:
             slot = self.slots[index]
             if slot.num_frames:
                 number = slot.stream.peek().payload
                 if not isinstance(number, int) or number < 0:
                     raise GraphError(
-                        f"node {slot.edge.target!r}: input {field!r} says how many frames to wait for, and carries "
+                        f"node {slot.edge.target!r}: input {field!r} must carry a number of frames to wait for, got "
                         f"{number!r}; send an integer of at least 0"
                     )
                 return number

@@ -1,4 +1,4 @@
-"""Time as the flow sees it, so that tests and the simulator can bring their own."""
+"""The clock of deadlines; tests and the simulator bring their own."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class TimerHandle(Protocol):
     def cancel(self) -> None:
-        """Forget the timer; harmless after it has run."""
+        """Cancel the timer; harmless after it has run."""
 
 
 class Clock(Protocol):

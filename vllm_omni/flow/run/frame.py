@@ -1,20 +1,20 @@
-"""What moves through a graph: nodes emit, frames travel, nodes read chunks, users read output frames."""
+"""Messages of the runtime: nodes yield emissions, frames travel on edges, users read output frames."""
 
 import enum
 from typing import Any, TypeAlias
 
 import msgspec
 
-TURN = 1 << 30
-"""Added to the number of a loop: in a path, a turn comes behind all yields of the turn before."""
+ITERATION = 1 << 30
+"""Added to the number of a loop: in a path, an iteration sorts behind all yields of the iteration before."""
 
 Path: TypeAlias = tuple[int, ...]
-"""Where an activation stands in the order of its call: the yield index at every fork above it, the alternative at every
-node with several OR groups, TURN + loop for every turn of a loop. Activations are in the order of their paths."""
+"""The place of an activation in the order of its call: the yield index at every fork above it, the alternative at every
+node with several OR groups, ITERATION + loop for every iteration of a loop. Activations are in the order of paths."""
 
 
 class EndReason(enum.Enum):
-    """Why a frame ends its field, where the payload does not say it.
+    """The reason for which a frame without a payload ends its field.
 
     From: Omni-Flow section 3.5, the signal UNREACHABLE (distinguishing empty, error and cancel).
     """
@@ -26,12 +26,12 @@ class EndReason(enum.Enum):
     UNREACHABLE = "unreachable"  # the producer was never activated: an input that it needs ended without a payload
 
 
-class Death(enum.IntEnum):
-    """Whether the activation that speaks has ever lived; the larger one passes on."""
+class Termination(enum.IntEnum):
+    """The reason for which the sender of a frame never ran; of several the larger one passes on."""
 
-    ALIVE = 0
-    NEVER_LIVED = 1  # an input that it needs ended without a payload
-    NO_TURN = 2  # it belongs to a turn that a loop did not take: this is not told around the loop again
+    NONE = 0  # it ran
+    NOT_ACTIVATED = 1  # an input that it needs ended without a payload
+    NO_ITERATION = 2  # its loop did not start the iteration; not sent around the loop again
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True):
@@ -40,17 +40,17 @@ class Root(msgspec.Struct, frozen=True, array_like=True):
     node: str
     activation_id: int
     index: int  # of the yield
-    depth: int  # length of the path of the activation
-    turns: tuple[int, ...]  # of the activation, see Lineage
+    depth: int  # length of the activation's path
+    loops: tuple[int, ...]  # see Trace; of the activation
 
 
-class Lineage(msgspec.Struct, frozen=True, array_like=True):
-    """Where a frame comes from: what its receiver needs to bring together what belongs together, and to order it."""
+class Trace(msgspec.Struct, frozen=True, array_like=True):
+    """The origin of a frame: its receiver joins and orders frames by it."""
 
     path: Path = ()
     roots: tuple[Root, ...] = ()  # the nearest last
-    turns: tuple[int, ...] = ()  # loops of which a turn below this path follows, or is told not to
-    death: Death = Death.ALIVE
+    loops: tuple[int, ...] = ()  # loops of which an iteration below this path follows, or is reported as not started
+    termination: Termination = Termination.NONE
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,52 +59,53 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: str  # the graph call it belongs to
     source: str  # producing node, or ENTRY
     target: str  # consuming node, or ENTRY
-    slot: int  # which of the edges into `target`, see NodePlan.slots; for ENTRY 0
+    slot: int  # index of the edge in NodePlan.slots of `target`; for ENTRY 0
     field: str  # input field of `target`; for ENTRY the graph output, or "" where a node reports failure
     activation_id: int  # the activation of `target` that it feeds
     seq: int  # 0, 1, 2, ... per edge and path: the receiver restores this order
-    last: bool  # nothing follows on this edge at this path
-    payload: Any  # opaque to flow: in process by reference, otherwise what the link can encode
-    reason: EndReason = EndReason.NONE  # anything else: there is no payload to deliver and `last` is true
-    origin: int = 0  # the activation of `source` that made it: where credit for it goes
-    lineage: Lineage = Lineage()
+    last: bool  # the last frame on this edge at this path
+    payload: Any  # opaque to flow: in process by reference, otherwise any type that the link can encode
+    reason: EndReason = EndReason.NONE  # otherwise there is no payload to deliver, and `last` is true
+    origin: int = 0  # the activation of `source` that sent it, which receives credit for it
+    trace: Trace = Trace()
 
 
 class SlotEos(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How many yields there were below a path. From: Omni-Flow section 3.2, SLOT_EOS."""
+    """The number of yields below a path. From: Omni-Flow section 3.2, SLOT_EOS."""
 
     call_id: str
     source: str
     target: str
     slot: int  # as in Frame
     field: str
-    activation_id: int  # the bucket that it is for; NO_BUCKET: for what is below `target`
-    lineage: Lineage  # of whoever yielded
+    activation_id: int  # the bucket that it is for; NO_BUCKET: it concerns the nodes below `target`
+    trace: Trace  # of the activation that yielded
     count: int
 
 
 NO_BUCKET = -1
 
 
-class Credit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The way back of a streamed edge: how far its reader lets the producer go.
+class EdgeCredit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How far the reader of a streamed edge lets its producer advance; sent to the producer.
 
-    The limit is absolute and only grows, so that a link may repeat and reorder these, too.
+    The limit is absolute and only grows, so a link may repeat and reorder these messages, too.
     """
 
     call_id: str
-    target: str  # the node that produces
+    target: str  # the producing node
     activation_id: int  # its activation
     reader: str  # the consuming node, or ENTRY
     slot: int  # of the reader, see Frame
     field: str  # its input field, or the graph output
-    limit: int  # so many frames may be sent on this edge
+    limit: int  # the number of frames that may be sent on this edge in total
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """What ``Node.forward`` yields: a piece of a declared output field. What is not streamed is always last.
+    """One item that ``Node.forward`` yields: a piece of a declared output field. A piece of a field that is not
+    streamed is always the last.
 
-    Pieces that belong together are yielded together, as a list: those of one yield meet again at a join.
+    Emissions yielded together, as a list, belong together: they meet again at a join.
     """
 
     field: str

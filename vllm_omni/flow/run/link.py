@@ -1,4 +1,4 @@
-"""How messages reach another controller; within the process, by calling it."""
+"""Deliver messages to controllers; within the process, by calling them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 
 class Message(Protocol):
-    """A ``Frame``, ``SlotEos`` or ``Credit``, or a message of ``flow.remote``."""
+    """A ``Frame``, ``SlotEos`` or ``EdgeCredit``, or a message of ``flow.remote``."""
 
     @property
     def call_id(self) -> str: ...
@@ -18,50 +18,50 @@ class Message(Protocol):
 
 
 Receiver: TypeAlias = Callable[[Any], None]
-"""Takes every ``Message`` that is for its target."""
+"""Receives every message for its target."""
 
 
 class Link(Protocol):
-    """Carries messages to where their target lives.
+    """Carries messages to the process of their target.
 
-    A link may reorder and repeat frames and credit, never lose one; of other messages, those from one process to
-    another come once and in order. What is of a call that is over is dropped by its receiver.
+    A link may reorder and repeat frames and credit, but never lose them; it delivers other messages from one process to
+    another once and in order. Receivers drop messages of calls that are over.
     """
 
     def bind(self, target: str, receive: Receiver) -> None:
-        """What is for ``target`` (a node, or ENTRY) goes to ``receive``, on the event loop that bound it."""
+        """Deliver messages for ``target`` (a node, or ENTRY) to ``receive``, on the event loop of the caller."""
 
     def send(self, message: Message) -> None:
-        """Hand a message over; never waits for the target."""
+        """Send a message; never waits for the target."""
 
 
-MAX_NESTING = 40  # deliveries within deliveries; Python's stack holds about a hundred
+MAX_NESTING = 40  # deliveries within deliveries; Python's stack has room for about a hundred
 
 
 class InProcessLink:
     """Calls the receiver directly: a send returns once the next node has been fired, and no further.
 
-    What a node never fired for is told on by who hears of it, node by node. Where such a chain is long, the rest of it
-    is delivered by the first send rather than the last.
+    A node that cannot fire reports this to the next nodes within the delivery. In a long chain of such nodes, the
+    outermost send delivers the rest, so the stack stays small.
     """
 
     def __init__(self) -> None:
         self._receivers: dict[str, Receiver] = {}
         self._nesting = 0
-        self._postponed: deque[Message] = deque()
+        self._deferred: deque[Message] = deque()
 
     def bind(self, target: str, receive: Receiver) -> None:
         self._receivers[target] = receive
 
     def send(self, message: Message) -> None:
         if self._nesting == MAX_NESTING:
-            self._postponed.append(message)
+            self._deferred.append(message)
             return
         self._nesting += 1
         try:
             self._receivers[message.target](message)
-            while self._nesting == 1 and self._postponed:
-                message = self._postponed.popleft()
+            while self._nesting == 1 and self._deferred:
+                message = self._deferred.popleft()
                 self._receivers[message.target](message)
         finally:
             self._nesting -= 1

@@ -1,4 +1,4 @@
-"""What a role brings to the graph, and what it is given."""
+"""The interface between the runtime and a node."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -16,29 +16,27 @@ class Activation(msgspec.Struct, frozen=True):
     node: str
     interface: str
     activation_id: int
-    inputs: Mapping[
-        str, AsyncIterator[Chunk]
-    ]  # of the group that fired: field -> chunks, behind the transfer functions
-    wanted: frozenset[str]  # output fields that somebody needs in this call; others may be emitted and go nowhere
+    inputs: Mapping[str, AsyncIterator[Chunk]]  # of the group that fired: field -> chunks, after transfer functions
+    wanted: frozenset[str]  # output fields that are read in this call; other emissions are dropped
     context: Any  # as passed to GraphRuntime.open
-    session: str | None = None  # likewise
+    session: str | None = None  # as passed to GraphRuntime.open
     path: Path = ()  # its place in the order of the node's activations
-    parameters: Mapping[str, Any] = {}  # what the session shares, see GlobalParameters
-    turn: int = 0  # how often the loop that the node is part of has come round
+    parameters: Mapping[str, Any] = {}  # session state, see GlobalParameters
+    iteration: int = 0  # of the loop that the node is part of; the first one is 0
 
 
 Yield: TypeAlias = Emission | Sequence[Emission]
 
 
 class Node(Protocol):
-    """What a role brings to the graph."""
+    """The implementation of a role."""
 
     def forward(self, activation: Activation) -> AsyncIterator[Yield]:
-        """Serve one activation: an async generator of emissions, or of lists of those that belong together.
+        """Serve one activation: an async generator of emissions, or of lists of emissions that belong together.
 
-        It is cancelled, at most once, when its call is aborted or fails, or when nobody can see its output any more:
-        ``CancelledError`` at whichever await it stands, be it in its ``finally``, or ``GeneratorExit`` at a yield where
-        it is held back by a slow reader. The end of its clean-up is the acknowledgement that the call waits for. What
-        it raises fails that call, unless a node further down has another source for what it did not get (several edges
-        into one field, or groups of which the first one wins).
+        It is cancelled, at most once, when its call is aborted or fails, or when its outputs have no reader left:
+        ``CancelledError`` at its current await (possibly in its ``finally``), or ``GeneratorExit`` at a yield where a
+        slow reader holds it back. The call waits for the end of its clean-up. An exception fails the call, unless a
+        node further down has another source for the missing input (several edges into one field, or groups of which
+        the first one wins).
         """

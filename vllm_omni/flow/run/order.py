@@ -1,4 +1,4 @@
-"""Order across activations: what was made in parallel is read in the order of its paths.
+"""Order across activations: frames produced in parallel are read in the order of their paths.
 
 From: Omni-Flow section 3.2.2 (SeqId segments) and appendix A, cases 1 to 3.
 """
@@ -6,13 +6,13 @@ From: Omni-Flow section 3.2.2 (SeqId segments) and appendix A, cases 1 to 3.
 from collections import deque
 from typing import Generic
 
-from vllm_omni.flow.run.frame import TURN, Path
+from vllm_omni.flow.run.frame import ITERATION, Path
 from vllm_omni.flow.run.sequence import Numbered, SequenceQueue
 
 
 class PathOrder(Generic[Numbered]):
-    """A tree of paths. What one activation sends is a leaf; how many yields there were below a path is told by whoever
-    yielded (``set_count``), so that the order knows when everything has come.
+    """A tree of paths. The frames of one activation are a leaf; the activation that yielded below a path reports the
+    number of its yields (``set_count``), so the order knows when it is complete.
 
     A single activation, the usual case, is one leaf at the root: then there is no tree.
     """
@@ -24,17 +24,17 @@ class PathOrder(Generic[Numbered]):
         self._root: _Branch[Numbered] | None = None
         self.done = False
 
-    def push(self, path: Path, item: Numbered, turns: tuple[int, ...]) -> list[Numbered]:
-        """Take an item of the leaf at ``path``; returns what is due now.
+    def push(self, path: Path, item: Numbered, loops: tuple[int, ...]) -> list[Numbered]:
+        """Add an item of the leaf at ``path``; returns the items that are due now.
 
         Args:
-            turns: loops of which a turn is below the leaf, once the leaf has ended.
+            loops: loops with an iteration below the leaf; used once the leaf has ended.
         """
-        if not path and not turns and self._root is None:
+        if not path and not loops and self._root is None:
             if self._leaf is None:
                 if self.done:
                     return []
-                if item.last and not item.seq:  # all there is
+                if item.last and not item.seq:  # the only item
                     self.done = True
                     return [item]
                 self._leaf = SequenceQueue()
@@ -46,19 +46,19 @@ class PathOrder(Generic[Numbered]):
             return []
         branch.due.extend(branch.leaf.push(item))
         if branch.leaf.ended and branch.count is None:
-            branch.count, branch.turns = 0, turns
+            branch.count, branch.loops = 0, loops
         return self._advance()
 
-    def set_count(self, path: Path, count: int, turns: tuple[int, ...]) -> list[Numbered]:
-        """There were so many yields below ``path``."""
+    def set_count(self, path: Path, count: int, loops: tuple[int, ...]) -> list[Numbered]:
+        """Set the number of yields below ``path``; returns the items that are due now."""
         branch = self._find(path)
         if branch is None or branch.count is not None:
             return []
-        branch.count, branch.turns = count, turns
+        branch.count, branch.loops = count, loops
         return self._advance()
 
     def __len__(self) -> int:
-        """Items that came ahead of their turn."""
+        """The number of early items."""
         if self._root is None:
             return 0 if self._leaf is None else len(self._leaf)
         total, todo = 0, [self._root]
@@ -69,7 +69,7 @@ class PathOrder(Generic[Numbered]):
         return total
 
     def _find(self, path: Path) -> "_Branch[Numbered] | None":
-        """None if it is complete already: a duplicate."""
+        """The branch at ``path``; None if it is complete, so the message is a duplicate."""
         if self.done:
             return None
         if self._root is None:
@@ -108,27 +108,27 @@ class PathOrder(Generic[Numbered]):
 
 
 class _Branch(Generic[Numbered]):
-    __slots__ = ("children", "count", "due", "leaf", "num_over", "turns")
+    __slots__ = ("children", "count", "due", "leaf", "loops", "num_over")
 
     def __init__(self, leaf: SequenceQueue[Numbered]) -> None:
         self.leaf = leaf
         self.due: deque[Numbered] = deque()
-        self.children: dict[int, _Branch[Numbered]] = {}  # seen, and not complete
-        self.count: int | None = None  # of yields below; None while nobody has told, and the leaf has not ended
-        self.turns: tuple[int, ...] = ()  # come behind the yields
-        self.num_over = 0  # children that are complete: the first ones
+        self.children: dict[int, _Branch[Numbered]] = {}  # incomplete ones that a message was received for
+        self.count: int | None = None  # of yields below; None while unknown and the leaf has not ended
+        self.loops: tuple[int, ...] = ()  # their iterations come behind the yields
+        self.num_over = 0  # the first children, which are complete
 
     @property
     def is_complete(self) -> bool:
-        return self.count is not None and self.num_over == self.count + len(self.turns)
+        return self.count is not None and self.num_over == self.count + len(self.loops)
 
     @property
     def next_key(self) -> int:
         if self.count is None or self.num_over < self.count:
             return self.num_over
-        return TURN + self.turns[self.num_over - self.count]
+        return ITERATION + self.loops[self.num_over - self.count]
 
     def is_over(self, key: int) -> bool:
-        if key < TURN:
+        if key < ITERATION:
             return key < self.num_over
-        return self.count is not None and (key - TURN) in self.turns[: max(0, self.num_over - self.count)]
+        return self.count is not None and (key - ITERATION) in self.loops[: max(0, self.num_over - self.count)]

@@ -1,4 +1,4 @@
-"""What an activation sends: its yields go where the plan says, and what it did not yield is said, too.
+"""Send the yields of an activation along the edges of the plan, and report the fields that it did not yield.
 
 From: Omni-Flow section 3.4, outbound dispatch: ARRIVED, SLOT_EOS, UNREACHABLE.
 """
@@ -9,48 +9,48 @@ from typing import Any
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan, Outlets
 from vllm_omni.flow.run.credit import SendLimits
-from vllm_omni.flow.run.frame import NO_BUCKET, Death, Emission, EndReason, Frame, Lineage, Root, SlotEos
+from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Termination, Trace
 from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
 from vllm_omni.flow.run.link import Link
 from vllm_omni.names import suggest
 
 
 class Outbound:
-    """The sending side of one activation, or of one that never lived.
+    """The sending side of one activation, or of one that cannot run.
 
     Args:
-        lineage: of the activation.
+        trace: trace of the activation.
     """
 
     __slots__ = (
         "_call_id",
         "_id",
-        "_lineage",
         "_link",
         "_num_yields",
         "_outlets",
         "_plan",
+        "_trace",
         "_whole",
         "limits",
         "next_seq",
     )
 
-    def __init__(self, plan: NodePlan, outlets: Outlets, link: Link, call_id: str, own_id: int, lineage: Lineage):
+    def __init__(self, plan: NodePlan, outlets: Outlets, link: Link, call_id: str, own_id: int, trace: Trace):
         self._plan = plan
         self._outlets = outlets
         self._link = link
         self._call_id = call_id
         self._id = own_id
-        self._lineage = lineage = self._mark(lineage) if plan.is_root else lineage
-        self._whole = targets(outlets, lineage, own_id)
-        self._num_yields = 0  # over edges that are per frame
+        self._trace = trace = self._mark(trace) if plan.is_root else trace
+        self._whole = targets(outlets, trace, own_id)
+        self._num_yields = 0  # on per-frame edges
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
         self.limits = SendLimits(outlets.readers)
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Fields that somebody reads in this call."""
+        """Fields with a reader in this call."""
         return self._outlets.fields
 
     def emit(self, emissions: Emission | Sequence[Emission]) -> None:
@@ -90,7 +90,7 @@ class Outbound:
             if name in self._outlets.fields:
                 why = "after its last frame" if streamed else "twice; declare Field(streamed=True)"
                 raise GraphError(f"node {self._plan.name!r} emitted field {name!r} {why}")
-            return  # nobody wants it
+            return  # no reader in this call
         last = emission.last or not streamed
         if last:
             del self.next_seq[name]
@@ -101,53 +101,53 @@ class Outbound:
             if not last:
                 self.limits.on_sent(name)
             for edge, target_id in whole:
-                self._send(edge, target_id, self._lineage, seq, last, emission.payload, EndReason.NONE)
+                self._send(edge, target_id, self._trace, seq, last, emission.payload, EndReason.NONE)
 
     def end(self, reason: EndReason, error: BaseException | None = None) -> None:
-        """Nothing more comes; ``reason``: why fields that have not ended end."""
+        """End all fields that have not ended, for ``reason``."""
         open_fields = [name for name in self._whole if name in self.next_seq]
         for name in open_fields:
             seq = self.next_seq.pop(name)
             for edge, target_id in self._whole[name]:
-                self._send(edge, target_id, self._lineage, seq, True, error, reason)
+                self._send(edge, target_id, self._trace, seq, True, error, reason)
         self.next_seq.clear()
         if self._outlets.per_frame:
-            if reason is not EndReason.EMPTY:  # as if it were one yield more, so that the reason gets there
+            if reason is not EndReason.EMPTY:  # an additional yield carries the reason
                 self._send_yield({}, reason, error)
             edges = (edge for each in self._outlets.per_frame.values() for edge in each)
-            send_count(edges, self._link, self._call_id, self._lineage, self._num_yields)
+            send_count(edges, self._link, self._call_id, self._trace, self._num_yields)
 
     def _send_yield(
         self, frames: dict[str, Emission], reason: EndReason = EndReason.EMPTY, error: BaseException | None = None
     ) -> None:
         index = self._num_yields
         self._num_yields += 1
-        lineage = Lineage((*self._lineage.path, index), self._lineage.roots, (), self._lineage.death)
+        trace = Trace((*self._trace.path, index), self._trace.roots, (), self._trace.termination)
         if self._plan.is_root:
-            lineage = Lineage(lineage.path, self._renumber(index), (), lineage.death)
+            trace = Trace(trace.path, self._renumber(index), (), trace.termination)
         self.limits.on_sent(PER_FRAME)
         for name, edges in self._outlets.per_frame.items():
             emission = frames.get(name)
             for edge in edges:
-                target_id = activation_id(edge, lineage, self._id, index)
+                target_id = activation_id(edge, trace, self._id, index)
                 if emission is None:
-                    self._send(edge, target_id, lineage, 0, True, error, reason)
+                    self._send(edge, target_id, trace, 0, True, error, reason)
                 else:
-                    self._send(edge, target_id, lineage, 0, True, emission.payload, EndReason.NONE)
+                    self._send(edge, target_id, trace, 0, True, emission.payload, EndReason.NONE)
 
-    def _mark(self, lineage: Lineage) -> Lineage:
-        root = Root(self._plan.name, self._id, 0, len(lineage.path), lineage.turns)
-        return Lineage(lineage.path, (*lineage.roots, root), lineage.turns, lineage.death)
+    def _mark(self, trace: Trace) -> Trace:
+        root = Root(self._plan.name, self._id, 0, len(trace.path), trace.loops)
+        return Trace(trace.path, (*trace.roots, root), trace.loops, trace.termination)
 
     def _renumber(self, index: int) -> tuple[Root, ...]:
-        *above, own = self._lineage.roots
-        return (*above, Root(own.node, own.activation_id, index, own.depth, own.turns))
+        *above, own = self._trace.roots
+        return (*above, Root(own.node, own.activation_id, index, own.depth, own.loops))
 
     def _send(
-        self, edge: Edge, target_id: int, lineage: Lineage, seq: int, last: bool, payload: Any, reason: EndReason
+        self, edge: Edge, target_id: int, trace: Trace, seq: int, last: bool, payload: Any, reason: EndReason
     ) -> None:
-        if edge.is_back and lineage.death is Death.NO_TURN:
-            return  # the turn that was not taken has no next one
+        if edge.is_back and trace.termination is Termination.NO_ITERATION:
+            return  # an iteration that was not started has no next one
         self._link.send(
             Frame(
                 self._call_id,
@@ -161,15 +161,15 @@ class Outbound:
                 payload,
                 reason,
                 self._id,
-                lineage,
+                trace,
             )
         )
 
 
-def send_count(edges: Iterable[Edge], link: Link, call_id: str, lineage: Lineage, count: int) -> None:
-    """Say how many yields there were at a path: own ones, or what came from above."""
+def send_count(edges: Iterable[Edge], link: Link, call_id: str, trace: Trace, count: int) -> None:
+    """Report the number of yields at a path: own ones, or a count received from above."""
     for edge in edges:
-        bucket = bucket_for(edge, lineage)
+        bucket = bucket_for(edge, trace)
         if edge.is_back and bucket == NO_BUCKET:
-            continue  # what is above a loop is known to its header
-        link.send(SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, lineage, count))
+            continue  # the header knows the counts above its loop
+        link.send(SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, trace, count))

@@ -1,4 +1,4 @@
-"""How an activation reads its inputs: behind transfer functions, several edges of a field one after the other."""
+"""Read the inputs of an activation: through transfer functions, several edges of a field one after the other."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -8,7 +8,7 @@ from vllm_omni.flow.run.bucket import Slot
 
 
 async def chain(slots: Sequence[AsyncIterator[Chunk]], limit: int | None) -> AsyncGenerator[Chunk, None]:
-    """Several edges of one field, one after the other; no more than ``limit`` chunks."""
+    """Concatenate the edges of one field, up to ``limit`` chunks."""
     seq = 0
     for chunks in slots:
         if seq == limit:
@@ -21,7 +21,7 @@ async def chain(slots: Sequence[AsyncIterator[Chunk]], limit: int | None) -> Asy
 
 
 async def transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
-    """Run an edge's transfer function lazily, in the consumer's task; number its chunks, name it in its errors."""
+    """Run an edge's transfer function lazily, in the consumer's task; number its chunks and name it in its errors."""
     edge = slot.edge
     assert edge.transfer is not None
     try:
@@ -32,7 +32,7 @@ async def transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
             seq = 0
             async for chunk in converted:
                 if chunk.last:
-                    # Before it is worked on, which may take longer than what is left of the edge's frames.
+                    # Before the chunk is processed: the edge's remaining frames must not wait for that.
                     await cleanup.aclose()
                     slot.abandon()
                 yield chunk if chunk.seq == seq else Chunk(chunk.payload, seq, chunk.last)

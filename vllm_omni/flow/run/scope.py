@@ -1,4 +1,4 @@
-"""What a call tells the controllers of its nodes, and what it asks of them."""
+"""The interface between a call and the controllers of its nodes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from vllm_omni.flow.run.link import Link
 
 @dataclass(frozen=True, slots=True)
 class CallScope:
-    """What every controller knows about a call."""
+    """The data of a call that every controller gets."""
 
     call_id: str
     route: Route
@@ -23,7 +23,7 @@ class CallScope:
 
 
 class Controller(Protocol):
-    """The controller of a node, in this process or in another."""
+    """The controller of a node, in this process or another one; ``NodeController`` documents the methods."""
 
     @property
     def num_running(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Order: a link may deliver late, twice or shuffled; readers see each field in the order it was produced."""
+"""Restore the order of a field: a link may deliver frames late, twice or out of order."""
 
 import asyncio
 from collections import deque
@@ -23,8 +23,8 @@ Numbered = TypeVar("Numbered", bound=_Numbered)  # a frame
 class SequenceQueue(Generic[Numbered]):
     """Puts the frames of one field back in order.
 
-    Frames ahead of their turn wait in a dict keyed by seq: arrival in order, the usual case, touches neither dict nor
-    heap, and a gap costs one look-up per frame released.
+    Early frames wait in a dict keyed by seq: arrival in order, the usual case, touches neither dict nor heap, and a
+    gap costs one look-up per released frame.
 
     From: Omni-Flow section 3.2.2, Algorithm 1, invariant (i): only the expected sequence number passes.
     """
@@ -33,15 +33,15 @@ class SequenceQueue(Generic[Numbered]):
 
     def __init__(self) -> None:
         self._expected: SeqId = 0
-        self._early: dict[SeqId, Numbered] | None = None  # made with the first one
+        self._early: dict[SeqId, Numbered] | None = None  # created with the first early frame
         self.ended = False  # the frame with last=True has been released
 
     def __len__(self) -> int:
-        """Frames that arrived ahead of their turn."""
+        """The number of early frames."""
         return len(self._early) if self._early else 0
 
     def push(self, frame: Numbered) -> list[Numbered]:
-        """Take a frame in; returns those that are due now, in order. Duplicates and frames behind the last vanish."""
+        """Add a frame; returns the frames that are due now, in order. Drops duplicates and frames behind the last."""
         seq = frame.seq
         if self.ended or seq < self._expected:
             return []
@@ -65,14 +65,14 @@ class SequenceQueue(Generic[Numbered]):
 
 
 class Stream(Generic[T]):
-    """An unbounded queue with an end, for one reader: what a SequenceQueue releases waits here to be read.
+    """An unbounded queue with an end, for one reader.
 
     A deque and at most one future. asyncio.Queue would do, but it keeps a list of waiting readers and cannot end.
     Cancelling the reader loses nothing.
 
     Args:
-        on_read: told each item that the reader takes.
-        on_wait: called whenever the reader begins to wait, because nothing is there.
+        on_read: called with each item that the reader takes.
+        on_wait: called whenever the reader starts to wait because the queue is empty.
     """
 
     __slots__ = ("_error", "_finished", "_items", "_waiter", "on_read", "on_wait")
@@ -94,19 +94,19 @@ class Stream(Generic[T]):
             self._wake(self._waiter)
 
     def finish(self, error: Exception | None = None) -> None:
-        """Nothing follows; the reader then stops, or meets ``error`` each time it asks."""
+        """Mark the end; behind the last item the reader stops, or gets ``error`` at every further read."""
         self._finished = True
         self._error = error
-        self.on_read = self.on_wait = None  # whoever produced is done
+        self.on_read = self.on_wait = None  # the producer has ended and needs no more credit
         if self._waiter is not None:
             self._wake(self._waiter)
 
     def peek(self) -> T:
-        """The next item, which must be there; it stays."""
+        """The next item, without removing it; the queue must not be empty."""
         return self._items[0]
 
     def clear(self) -> None:
-        """Drop what nobody has read."""
+        """Drop all unread items."""
         self._items.clear()
 
     def __aiter__(self) -> "Stream[T]":
@@ -119,7 +119,7 @@ class Stream(Generic[T]):
             if self._finished:
                 raise StopAsyncIteration
             if self._waiter is not None:
-                raise RuntimeError("a stream has one reader, and it is waiting already")
+                raise RuntimeError("a stream has one reader, which is already waiting")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 if self.on_wait is not None:

@@ -1,4 +1,7 @@
-"""Calls of one session run one after the other, because they share what the session keeps (a cache, a history)."""
+"""Run the calls of a session one after the other, and keep the state that they share (a cache, a history).
+
+Not yet served: a server opens its calls without a session.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
@@ -7,26 +10,25 @@ from vllm_omni.flow.graph.declarations import GlobalParameters
 
 
 class GCScheduler:
-    """A queue per session: its head runs, and the next one starts when that has wholly left. Sessions do not wait for
-    one another.
+    """A queue per session: its head runs, and the next call starts when the head has left. Sessions are independent.
 
-    Serialising here, before a call enters the graph, leaves nothing for nodes to wait for within it.
+    Calls are serialized before they enter the graph, so no node has to wait for another call.
 
     From: Omni-Flow section 3.5, Cross-GraphCall Serialization.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, dict[Hashable, Callable[[], None]]] = {}  # in the order of arrival; the head runs
+        self._queues: dict[str, dict[Hashable, Callable[[], None]]] = {}  # in the order of arrival
 
     def enter(self, session: str, call: Hashable, start: Callable[[], None]) -> None:
-        """Run ``start`` now, or when all calls of the session that came before have left."""
+        """Run ``start`` now, or when all earlier calls of the session have left."""
         queue = self._queues.setdefault(session, {})
         queue[call] = start
         if len(queue) == 1:
             start()
 
     def leave(self, session: str, call: Hashable) -> None:
-        """The call is over, be it before it started."""
+        """Remove a call that is over, even if it has not started."""
         queue = self._queues[session]
         was_head = next(iter(queue)) == call
         del queue[call]
@@ -41,11 +43,11 @@ class GCScheduler:
 
 
 class ParameterStore:
-    """What the calls of a session share, made with the first of them. From: Omni-Flow section 3.1, GlobalParameters."""
+    """The state that the calls of a session share, created by the first call. From: Omni-Flow section 3.1."""
 
     def __init__(self, declared: Iterable[GlobalParameters]) -> None:
         self._declared = {one.name: one for one in declared}
-        self._of: dict[tuple[bool, str], Mapping[str, Any]] = {}  # (is a session, its name or the call's id)
+        self._of: dict[tuple[bool, str], Mapping[str, Any]] = {}  # (has a session, its name or the call's id)
 
     def of(self, session: str | None, call_id: str) -> Mapping[str, Any]:
         if not self._declared:
@@ -56,7 +58,7 @@ class ParameterStore:
         return self._of[key]
 
     def leave(self, session: str | None, call_id: str) -> None:
-        """A call is over: what it did not share is released."""
+        """End a call: release its parameters unless they belong to a session."""
         if session is None:
             self._release((False, call_id))
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.flow.builders import ManualClock
 from vllm_omni.errors import RegistryUnavailable
-from vllm_omni.flow.remote.registry import Instance, MemoryRegistry, ServiceRegistry
+from vllm_omni.flow.remote.registry import MemoryRegistry, Replica, ServiceRegistry
 from vllm_omni.flow.remote.registry.redis import RedisRegistry
 
-A, B = Instance("llm", "a", "ipc://a"), Instance("llm", "b")
-OTHER = Instance("vocoder", "a")
+A, B = Replica("llm", "a", "ipc://a"), Replica("llm", "b")
+OTHER = Replica("vocoder", "a")
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -39,12 +39,12 @@ async def test_who_registers_is_found_by_role_and_in_order(make_registry):
     registry = make_registry()
     for instance in (B, A, OTHER):
         await registry.register(instance)
-    assert await registry.instances("llm") == (A, B)
-    assert await registry.instances("vocoder") == (OTHER,)
+    assert await registry.replicas("llm") == (A, B)
+    assert await registry.replicas("vocoder") == (OTHER,)
 
 
 async def test_role_that_nobody_serves_has_no_instances(make_registry):
-    assert await make_registry().instances("llm") == ()
+    assert await make_registry().replicas("llm") == ()
 
 
 async def test_who_leaves_is_gone(make_registry):
@@ -52,15 +52,15 @@ async def test_who_leaves_is_gone(make_registry):
     await registry.register(A)
     await registry.register(B)
     await registry.deregister(A)
-    await registry.deregister(Instance("llm", "unknown"))
-    assert await registry.instances("llm") == (B,)
+    await registry.deregister(Replica("llm", "unknown"))
+    assert await registry.replicas("llm") == (B,)
 
 
 async def test_registering_again_changes_the_address(make_registry):
     registry = make_registry()
     await registry.register(A)
-    await registry.register(Instance("llm", "a", "ipc://elsewhere"))
-    assert await registry.instances("llm") == (Instance("llm", "a", "ipc://elsewhere"),)
+    await registry.register(Replica("llm", "a", "ipc://elsewhere"))
+    assert await registry.replicas("llm") == (Replica("llm", "a", "ipc://elsewhere"),)
 
 
 async def test_session_without_an_instance_belongs_to_nobody(make_registry):
@@ -91,7 +91,7 @@ async def test_closing_leaves_no_instance(make_registry):
     one, other = make_registry(), make_registry()
     await one.register(A)
     await one.aclose()
-    assert await other.instances("llm") == ()
+    assert await other.replicas("llm") == ()
 
 
 async def test_session_that_nobody_asks_for_is_forgotten():
@@ -122,7 +122,7 @@ async def test_instance_without_heartbeat_is_evicted(redis_url):
     await dead.register(A)
 
     async def is_gone():
-        return await watcher.instances("llm") == ()
+        return await watcher.replicas("llm") == ()
 
     await wait_until(is_gone)
     assert await watcher._redis.hlen(f"{prefix}instances:llm") == 0
@@ -137,7 +137,7 @@ async def test_heartbeats_keep_an_instance_and_bring_an_evicted_one_back(redis_u
     await registry._redis.delete(f"{prefix}alive:llm:a", f"{prefix}instances:llm")
 
     async def is_back():
-        return await registry.instances("llm") == (A,)
+        return await registry.replicas("llm") == (A,)
 
     await wait_until(is_back)
     await registry.aclose()
@@ -150,13 +150,13 @@ async def test_who_has_left_does_not_come_back_by_a_heartbeat(redis_url):
         await registry.register(A)
         await asyncio.sleep(0.002)
         await registry.deregister(A)
-        assert await registry.instances("llm") == ()
+        assert await registry.replicas("llm") == ()
     await registry.aclose()
 
 
 async def test_server_that_does_not_answer_is_named_without_its_password(tmp_path):
     registry = RedisRegistry("redis://user:secret@127.0.0.1:1/0")
     with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1/0") as raised:
-        await registry.instances("llm")
+        await registry.replicas("llm")
     assert "secret" not in str(raised.value)
     await registry.aclose()

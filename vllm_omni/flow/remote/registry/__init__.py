@@ -1,9 +1,11 @@
-"""Who serves a role: instances join, tell that they are alive, and leave.
+"""Registries of replicas: they join, send heartbeats, and leave.
+
+Not yet served: only tests use them.
 
 From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
 """
 
-from vllm_omni.flow.remote.registry.base import Instance, ServiceRegistry
+from vllm_omni.flow.remote.registry.base import Replica, ServiceRegistry
 from vllm_omni.flow.remote.registry.memory import MemoryRegistry
 
-__all__ = ["Instance", "MemoryRegistry", "ServiceRegistry"]
+__all__ = ["MemoryRegistry", "Replica", "ServiceRegistry"]

@@ -1,4 +1,4 @@
-"""The contract of a registry."""
+"""The interface of a registry."""
 
 from typing import Protocol
 
@@ -6,44 +6,44 @@ import msgspec
 
 HEARTBEAT_S = 1.0
 TIMEOUT_S = 5.0
-"""An instance that was not heard of for so long is evicted: five heartbeats."""
+"""A replica without a heartbeat for this long (five heartbeats) is evicted."""
 AFFINITY_TTL_S = 3600.0
-"""A session that nobody has asked for is forgotten after so long."""
+"""A session that is not asked for is forgotten after this time."""
 
 
-class Instance(msgspec.Struct, frozen=True, order=True):
+class Replica(msgspec.Struct, frozen=True, order=True):
     """One replica of a role."""
 
     role: str
-    instance_id: str  # unique within the role
-    address: str = ""  # where a link finds it; empty within the process
+    replica_id: str  # unique within the role
+    address: str = ""  # its address for a link; empty within the process
 
 
 class ServiceRegistry(Protocol):
-    """Instances of roles, and which of them a session belongs to.
+    """The replicas of roles, and the replica of each session.
 
-    All methods belong to one event loop. Those of a backend elsewhere raise ``RegistryUnavailable`` when it cannot be
-    reached in time.
+    All methods belong to one event loop. They raise ``RegistryUnavailable`` when a remote backend does not answer in
+    time.
     """
 
-    async def register(self, instance: Instance) -> None:
-        """Join, and stay until ``deregister``, ``aclose`` or the end of this process. Once more: another address."""
+    async def register(self, replica: Replica) -> None:
+        """Add a replica until ``deregister``, ``aclose`` or the end of this process; again: change its address."""
 
-    async def deregister(self, instance: Instance) -> None:
-        """Leave; its sessions go elsewhere with their next activation. Unknown ones are ignored."""
+    async def deregister(self, replica: Replica) -> None:
+        """Remove a replica; its sessions move at their next activation. Unknown replicas are ignored."""
 
-    async def instances(self, role: str) -> tuple[Instance, ...]:
-        """Who is alive, by id."""
+    async def replicas(self, role: str) -> tuple[Replica, ...]:
+        """The live replicas of a role, by id."""
 
     async def affinity(self, role: str, session: str) -> str | None:
-        """The id of the instance that the session belongs to, alive or not."""
+        """The id of the replica that the session is bound to, live or not."""
 
-    async def bind(self, role: str, session: str, instance_id: str, *, instead_of: str | None) -> str:
-        """Give a session to an instance, unless another process was faster; returns whom it belongs to now.
+    async def bind(self, role: str, session: str, replica_id: str, *, instead_of: str | None) -> str:
+        """Bind a session to a replica, unless another process was faster; returns the replica it is bound to now.
 
         Args:
-            instead_of: whom it belonged to when the choice was made; None for nobody.
+            instead_of: the replica it was bound to when the choice was made; None: unbound.
         """
 
     async def aclose(self) -> None:
-        """Everything that was registered here leaves."""
+        """Remove all replicas that were registered here."""

@@ -1,10 +1,12 @@
 """The registry of several processes and hosts, in Redis (extra ``redis``).
 
+Not yet served: only tests use it.
+
 Keys, behind a prefix:
 
-    instances:<role>            hash: instance id -> its JSON
-    alive:<role>:<id>           a lease that heartbeats renew; who has none any more is evicted by whoever notices
-    session:<role>:<session>    the id of the instance that it belongs to, with a time to live
+    instances:<role>            hash: replica id -> its JSON
+    alive:<role>:<id>           a key with a time to live that heartbeats renew; without it the replica is evicted
+    session:<role>:<session>    the id of the replica that the session is bound to, with a time to live
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from vllm_omni.errors import RegistryUnavailable
-from vllm_omni.flow.remote.registry.base import AFFINITY_TTL_S, HEARTBEAT_S, TIMEOUT_S, Instance
+from vllm_omni.flow.remote.registry.base import AFFINITY_TTL_S, HEARTBEAT_S, TIMEOUT_S, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 2.0
 
-# Every instance of the role that is alive; who is not is removed.
+# The live replicas of the role; the others are removed.
 INSTANCES = """
 local alive = {}
 local all = redis.call("HGETALL", KEYS[1])
@@ -43,7 +45,7 @@ end
 return alive
 """
 
-# The session's instance after the attempt: ARGV is the new one, the one that it was taken from (or ""), the TTL in ms.
+# The session's replica after the attempt; ARGV: the new one, the expected old one (or ""), the TTL in ms.
 BIND = """
 local bound = redis.call("GET", KEYS[1])
 if (bound or "") == ARGV[2] then
@@ -55,14 +57,14 @@ return bound
 
 
 class RedisRegistry:
-    """Instances and affinity in one Redis server.
+    """Replicas and sessions in one Redis server.
 
-    Heartbeats have a connection of their own, so that neither waits for the other. While the server cannot be reached,
-    whoever asks fails; instances go on beating, and are back with it.
+    Heartbeats use a separate connection, so they and requests do not wait for each other. While the server cannot be
+    reached, requests fail; heartbeats continue, and register the replicas again when the server is back.
 
     Args:
-        url: as redis-py reads it: ``redis://host:port/0``, ``unix:///path``.
-        timeout_s: how long after its last heartbeat an instance is evicted.
+        url: a URL of redis-py: ``redis://host:port/0``, ``unix:///path``.
+        timeout_s: the time after its last heartbeat at which a replica is evicted.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class RedisRegistry:
         self._timeout_ms = int(timeout_s * 1000)
         self._affinity_ttl_ms = int(affinity_ttl_s * 1000)
         self._redis = self._connect()
-        self._own: dict[Instance, None] = {}
-        self._lock = asyncio.Lock()  # a heartbeat under way must not bring back who has just left
+        self._own: dict[Replica, None] = {}
+        self._lock = asyncio.Lock()  # a heartbeat in flight must not bring back a replica that has just left
         self._heart: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -91,42 +93,42 @@ class RedisRegistry:
         )
         return redis
 
-    async def register(self, instance: Instance) -> None:
+    async def register(self, replica: Replica) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(self._lease(instance.role) + instance.instance_id, "", px=self._timeout_ms)
-            pipe.hset(self._key(instance.role), instance.instance_id, msgspec.json.encode(instance).decode())
+            pipe.set(self._lease(replica.role) + replica.replica_id, "", px=self._timeout_ms)
+            pipe.hset(self._key(replica.role), replica.replica_id, msgspec.json.encode(replica).decode())
             await self._ask(pipe.execute())
-        self._own[instance] = None
+        self._own[replica] = None
         if self._heart is None:
             self._heart = asyncio.get_running_loop().create_task(self._beat(), name="registry-heartbeat")
 
-    async def deregister(self, instance: Instance) -> None:
-        self._own.pop(instance, None)
+    async def deregister(self, replica: Replica) -> None:
+        self._own.pop(replica, None)
         async with self._lock, self._redis.pipeline(transaction=True) as pipe:
-            pipe.hdel(self._key(instance.role), instance.instance_id)
-            pipe.delete(self._lease(instance.role) + instance.instance_id)
+            pipe.hdel(self._key(replica.role), replica.replica_id)
+            pipe.delete(self._lease(replica.role) + replica.replica_id)
             await self._ask(pipe.execute())
 
-    async def instances(self, role: str) -> tuple[Instance, ...]:
+    async def replicas(self, role: str) -> tuple[Replica, ...]:
         found = await self._ask(self._redis.eval(INSTANCES, 1, self._key(role), self._lease(role)))
-        return tuple(sorted(msgspec.json.decode(one, type=Instance) for one in found))
+        return tuple(sorted(msgspec.json.decode(one, type=Replica) for one in found))
 
     async def affinity(self, role: str, session: str) -> str | None:
         found: str | None = await self._ask(self._redis.getex(self._session(role, session), px=self._affinity_ttl_ms))
         return found
 
-    async def bind(self, role: str, session: str, instance_id: str, *, instead_of: str | None) -> str:
+    async def bind(self, role: str, session: str, replica_id: str, *, instead_of: str | None) -> str:
         key, ttl_ms = self._session(role, session), self._affinity_ttl_ms
-        bound: str = await self._ask(self._redis.eval(BIND, 1, key, instance_id, instead_of or "", str(ttl_ms)))
+        bound: str = await self._ask(self._redis.eval(BIND, 1, key, replica_id, instead_of or "", str(ttl_ms)))
         return bound
 
     async def aclose(self) -> None:
         self._stopped.set()
         if self._heart is not None:
-            await self._heart  # not cancelled: the client may swallow that
-        with contextlib.suppress(RegistryUnavailable):  # then their leases run out
-            for instance in list(self._own):
-                await self.deregister(instance)
+            await self._heart  # not cancelled: the client may swallow the cancellation
+        with contextlib.suppress(RegistryUnavailable):  # their keys expire
+            for replica in list(self._own):
+                await self.deregister(replica)
         await self._redis.aclose()
 
     async def _beat(self) -> None:
@@ -134,12 +136,12 @@ class RedisRegistry:
             while not await self._has_stopped_within(self._heartbeat_s):
                 try:
                     async with self._lock, redis.pipeline(transaction=False) as pipe:
-                        for instance in self._own:  # the hash again, too: somebody may have evicted us meanwhile
-                            pipe.set(self._lease(instance.role) + instance.instance_id, "", px=self._timeout_ms)
-                            pipe.hset(self._key(instance.role), instance.instance_id, msgspec.json.encode(instance))
+                        for replica in self._own:  # the hash, too: the replica may have been evicted meanwhile
+                            pipe.set(self._lease(replica.role) + replica.replica_id, "", px=self._timeout_ms)
+                            pipe.hset(self._key(replica.role), replica.replica_id, msgspec.json.encode(replica))
                         await pipe.execute()
                 except (RedisError, OSError) as exc:
-                    logger.warning("registry: no heartbeat: %s", exc)
+                    logger.warning("registry: heartbeat failed: %s", exc)
 
     async def _has_stopped_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -1,0 +1,127 @@
+"""One activation of a node: its inputs, its outputs, and the iteration over ``Node.forward``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from vllm_omni.flow.graph.plan import NodePlan
+from vllm_omni.flow.graph.transfer import CallInfo, Chunk
+from vllm_omni.flow.run.activity import Activity
+from vllm_omni.flow.run.bucket import Bucket
+from vllm_omni.flow.run.frame import ITERATION, EdgeCredit, EndReason, Trace
+from vllm_omni.flow.run.node import Activation, Node
+from vllm_omni.flow.run.outbound import Outbound
+from vllm_omni.flow.run.reading import chain, transfer
+from vllm_omni.flow.run.scope import CallScope
+
+NO_PARAMETERS: Mapping[str, Any] = {}
+
+
+class ActivationRun:
+    """An activation from its first frame to the end of its clean-up.
+
+    Args:
+        fork_id: the activation that feeds its per-frame edges.
+    """
+
+    __slots__ = (
+        "_credited",
+        "activation_id",
+        "activity",
+        "bucket",
+        "cancelled",
+        "fork_id",
+        "has_started",
+        "out",
+        "task",
+        "trace",
+    )
+
+    def __init__(self, node: str, activation_id: int, trace: Trace, bucket: Bucket, fork_id: int):
+        self.activation_id = activation_id
+        self.activity = Activity(node, activation_id)
+        self.trace = trace
+        self.bucket = bucket
+        self.fork_id = fork_id
+        self.out: Outbound | None = None  # set when it fires
+        self.task: asyncio.Task[None] | None = None
+        self.has_started = False
+        self.cancelled = False  # by its call
+        self._credited: asyncio.Future[None] | None = None  # while it waits for credit
+
+    def on_credit(self, credit: EdgeCredit) -> None:
+        if self.out is None:
+            return
+        limits = self.out.limits
+        limits.on_credit((credit.reader, credit.slot, credit.field), credit.limit)
+        if self._credited is not None and not limits.full and not self._credited.done():
+            self._credited.set_result(None)
+
+    def num_iterations(self, plan: NodePlan) -> int:
+        """The iterations of the node's loops before this activation."""
+        return sum(key - ITERATION in plan.loops_around for key in self.trace.path)
+
+    async def serve(self, node: Node, plan: NodePlan, scope: CallScope) -> None:
+        """Run the node on the inputs, and send its yields."""
+        group, slots = self.bucket.group, self.bucket.slots
+        if group.is_plain:
+            inputs = {name: slots[index].stream for name, (index,) in group.slots.items()}
+            await self._forward(node, plan, scope, inputs)
+        else:
+            await self._transfer_and_forward(node, plan, scope)
+
+    async def _transfer_and_forward(self, node: Node, plan: NodePlan, scope: CallScope) -> None:
+        """Run transfer functions and concatenate the edges of a field, both in the activation's task."""
+        async with AsyncExitStack() as cleanup:
+            inputs: dict[str, AsyncIterator[Chunk]] = {}
+            for name, slots in self.bucket.inputs():
+                streams: list[AsyncIterator[Chunk]] = []
+                for slot in slots:
+                    streams.append(slot.stream)
+                    if slot.edge.transfer is not None:
+                        info = CallInfo(scope.call_id, scope.context, slot.edge.source, slot.edge.target)
+                        streams[-1] = await cleanup.enter_async_context(aclosing(transfer(slot, info)))
+                inputs[name] = streams[0]
+                if len(streams) > 1 or self.bucket.group.counts is not None:
+                    chunks = chain(streams, self.bucket.limit(name))
+                    inputs[name] = await cleanup.enter_async_context(aclosing(chunks))
+            await self._forward(node, plan, scope, inputs)
+
+    async def _forward(
+        self, node: Node, plan: NodePlan, scope: CallScope, inputs: Mapping[str, AsyncIterator[Chunk]]
+    ) -> None:
+        out = self.out
+        assert out is not None
+        emissions = node.forward(
+            Activation(
+                scope.call_id,
+                plan.name,
+                plan.interface,
+                self.activation_id,
+                inputs,
+                out.wanted,
+                scope.context,
+                scope.session,
+                self.trace.path,
+                {name: scope.parameters[name] for name in plan.parameters} if plan.parameters else NO_PARAMETERS,
+                self.num_iterations(plan) if plan.loops_around else 0,
+            )
+        )
+        is_over = False
+        try:
+            async for emission in emissions:
+                if self.cancelled:  # the node swallowed its cancellation; aclose() below is the second notice
+                    return
+                out.emit(emission)
+                while out.limits.full:
+                    self._credited = asyncio.get_running_loop().create_future()
+                    await self._credited
+            is_over = True
+        finally:
+            if not is_over and isinstance(emissions, AsyncGenerator):
+                await emissions.aclose()
+        if not self.cancelled:
+            out.end(EndReason.EMPTY)
