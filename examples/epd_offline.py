@@ -1,4 +1,4 @@
-"""Ask a model about pictures, with engines that encode, prefill and decode apart, and see who did what.
+"""Ask a model about images, with engines that encode, prefill and decode separately; print the tasks of each.
 
 python examples/epd_offline.py --model llava-hf/llava-1.5-7b-hf --epd E:1,PD:1 --image cat.png --image dog.png
 """
@@ -12,16 +12,18 @@ from vllm_omni import OmniLLM
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask about pictures, with instances of a mix.")
+    parser = argparse.ArgumentParser(description="Ask about images, with several instances.")
     parser.add_argument("--model", required=True, help="directory or hub name of a checkpoint that reads images")
-    parser.add_argument("--epd", default="E:1,PD:1", help="how many instances of which kind (default: %(default)s)")
-    parser.add_argument("--image", type=Path, action="append", required=True, help="a picture; may be repeated")
+    parser.add_argument("--epd", default="E:1,PD:1", help="kinds and numbers of instances (default: %(default)s)")
+    parser.add_argument("--image", type=Path, action="append", required=True, help="an image; may be repeated")
     parser.add_argument(
         "--prompt",
         default="USER: <image>\nWhat is in this picture? ASSISTANT:",
-        help="with the model's own word for a picture (default: %(default)r)",
+        help="with the model's placeholder for an image (default: %(default)r)",
     )
-    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=32, help="maximum length of each answer (default: %(default)s)"
+    )
     options = parser.parse_args()
 
     prompts = [
@@ -29,7 +31,7 @@ def main() -> None:
         for path in options.image
     ]
     print(f"starting {options.epd} of {options.model} ...", flush=True)
-    # Not compiled, so that it starts soon; leave it out for speed.
+    # Without compilation the start is fast; leave enforce_eager out for speed.
     with OmniLLM(options.model, epd=options.epd, enforce_eager=True) as omni:
         outputs = omni.generate(prompts, {"temperature": 0, "max_tokens": options.max_tokens}, use_tqdm=False)
         statistics = omni.engine.instance_statistics()
