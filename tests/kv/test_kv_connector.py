@@ -451,7 +451,7 @@ def test_pages_that_are_gone_are_computed(engines: Engines, caplog: pytest.LogCa
     target.add("1", prompt, **params)
     target.run()
     assert target.tokens["1"] == answer(prompt, NUM_TOKENS) and target.num_computed["1"] > 30
-    assert "request 1: its pages could not be pulled: the tensor is not there any more" in caplog.text
+    assert "request 1: its pages could not be pulled: the tensor is not there any longer" in caplog.text
     engines.assert_nothing_is_left()
 
 

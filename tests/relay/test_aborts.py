@@ -179,7 +179,7 @@ class World:
         self.leases = [lease for lease in self.leases if not lease.is_revoked or lease.views]
         rings = [stream for stream in self.streams if not stream.is_closed]
         assert found.num_leases == len(self.leases) + len(rings)
-        num_ring_bytes = sum(stream.writer._lease.num_bytes for stream in rings)
+        num_ring_bytes = sum(stream.writer.lease.num_bytes for stream in rings)
         assert found.num_bytes_leased - num_ring_bytes == sum(lease.num_bytes for lease in self.leases)
         assert found.num_puts == self.num_puts
         self.producer.check_integrity()
@@ -244,7 +244,7 @@ class World:
         """A consumer, with all that it reads; another one comes."""
         place = self.rng.randrange(len(self.consumers))
         dead, self.consumers[place] = self.consumers[place], ShmRelay(0, prefault=False)
-        connections = self.producer._consumers._sockets
+        connections = self.producer._consumers
         num_left = len(connections) - bool(dead._producers)
         dead.close()
         deadline = time.monotonic() + DEADLINE_S

@@ -151,10 +151,10 @@ def test_a_reader_that_comes_too_late_does_not_keep_a_lease(pair: Pair) -> None:
     pair.consumer.release(ref)
     flag = parse_location(ref).slot * SLOT_BYTES + FLAGS
     late, other = flag + 1, flag + 2
-    assert producer._mapping.bytes[late] == RELEASED
-    producer._mapping.bytes[other] = READING  # as who was in time, with a wrong reference
+    assert producer.mapping.bytes[late] == RELEASED
+    producer.mapping.bytes[other] = READING  # as who was in time, with a wrong reference
     assert producer.statistics().num_leases == 1
-    producer._mapping.bytes[late] = producer._mapping.bytes[other] = 0
+    producer.mapping.bytes[late] = producer.mapping.bytes[other] = 0
     assert producer.statistics().num_leases == 0
 
 
@@ -208,7 +208,7 @@ async def test_a_writer_that_begins_to_wait_does_not_touch_a_block_that_was_give
     producer = pair.producer
     writer = producer.open_stream("request", (1,), torch.int64, credits=1)
     reader = await pair.consumer.read_stream(writer.ref)
-    block = writer._lease.block
+    block = writer.lease.block
     writer.write_nowait(rows(1))
     write_nowait, refs = writer.write_nowait, []
 
@@ -223,14 +223,14 @@ async def test_a_writer_that_begins_to_wait_does_not_touch_a_block_that_was_give
 
     monkeypatch.setattr(writer, "write_nowait", write_then_close)
     await writer.write(rows(2), timeout_s=DEADLINE_S)
-    assert producer._leases[refs[0].lease].block == block
+    assert producer.lease_of(refs[0].lease).block == block
     assert not pair.consumer.get_blocking(refs[0]).any()
 
 
 async def test_a_closed_reader_does_not_touch_a_block_that_was_given_away(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (1,), torch.int64, credits=1)
     reader = await pair.consumer.read_stream(writer.ref)
-    block = writer._lease.block
+    block = writer.lease.block
     reader.close()
     pair.producer.statistics()  # collects
     ref = pair.producer.put_nowait("other", torch.zeros(block.num_bytes, dtype=torch.uint8))

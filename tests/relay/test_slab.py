@@ -79,7 +79,7 @@ def test_a_buffer_of_an_aborted_request_does_not_publish_the_one_now_in_its_plac
 def test_a_closed_relay_keeps_no_memory() -> None:
     relay = ShmRelay(PAGE)
     relay.put_nowait("request", page(0))  # starts the timer of its lease
-    slab = weakref.ref(relay._memory)
+    slab = weakref.ref(relay.memory)
     relay.close()
     _await_io_thread()
     del relay

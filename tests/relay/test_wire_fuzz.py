@@ -28,7 +28,8 @@ from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.relay.shm import ShmRelay
-from vllm_omni.relay.shm.memory import FLAGS, SLOT_WORDS, TABLE_BYTES, Hello
+from vllm_omni.relay.shm.connection import Hello
+from vllm_omni.relay.shm.memory import FLAGS, SLOT_WORDS, TABLE_BYTES
 from vllm_omni.relay.shm.memory import encode as encode_message
 from vllm_omni.relay.slab import CHUNK_BYTES
 from vllm_omni.relay.stream import Streams

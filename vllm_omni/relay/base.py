@@ -1,4 +1,4 @@
-"""The contract of every way in which a tensor gets from one stage to the next.
+"""The contract of every relay, and the thread on which relays wait.
 
 From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data plane (communication, Relay Interface).
 """
@@ -22,9 +22,10 @@ import torch
 from vllm_omni.errors import PoolExhausted, RelayClosed, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
 
-TIMEOUT_S = 30.0  # of a wait, unless its caller says otherwise
-LEASE_S = 300.0  # after that nobody comes for a tensor any more
-EXIT_S = 1.0  # the I/O thread's last work may take, when the process ends
+TIMEOUT_S = 30.0  # of a wait, unless its caller gives another
+LEASE_S = 300.0  # a tensor that was not released by then is freed
+EXIT_S = 1.0  # what the I/O thread may still take when the process ends
+T = TypeVar("T")
 
 Clock: TypeAlias = Callable[[], float]  # seconds, monotonic
 
@@ -37,15 +38,15 @@ class RelayStatistics(NamedTuple):
     num_bytes_put: int
     num_leases: int
     num_bytes_leased: int = 0
-    num_expired: int = 0  # leases that nobody came for
+    num_expired: int = 0  # leases whose readers did not come in time
 
 
 class Relay(ABC):
     """Moves tensors between two stages: write once, announce, pull, release.
 
-    A producer puts, and sends the reference by whatever control plane there is; the consumer, another relay of the same
-    backend in whatever process, gets and releases. A method that waits has a deadline. All methods may be called from
-    any thread; the forms without ``async`` are for the thread of an engine, and those with ``_nowait`` never wait.
+    A producer puts a tensor and sends the reference by whatever control plane there is; the consumer, another relay of
+    the same backend in any process, gets and releases it. A method that waits has a deadline. All methods may be called
+    from any thread; those without ``async`` are for the thread of an engine, and those with ``_nowait`` never wait.
 
     Cancelling a waiting method leaves nothing behind.
     """
@@ -54,9 +55,9 @@ class Relay(ABC):
 
     def __init__(self) -> None:
         self._num_puts = self._num_gets = self._num_bytes = 0
-        self._closed = False
-        self._lock = threading.RLock()
         self._waiting_for_room: list[Future[None]] = []
+        self.is_closed = False
+        self.lock = threading.RLock()  # guards the relay's state; see the inner interface below
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
@@ -77,54 +78,43 @@ class Relay(ABC):
     async def put(
         self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1, timeout_s: float = TIMEOUT_S
     ) -> TensorRef:
-        """``put_nowait``, once there is room.
+        """Publish a tensor as soon as there is room.
 
         Raises:
-            RelayTimeout: there was none in time.
+            RelayTimeout: there was no room in time.
             PoolExhausted: there never will be: the tensor is larger than the whole pool.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return self.put_nowait(request_id, tensor, num_readers=num_readers)
-            except PoolExhausted as exc:
-                if exc.is_final:
-                    raise
-                with self._room() as room:
-                    # Once more behind the announcement: what was released before it tells nobody.
-                    with contextlib.suppress(PoolExhausted):
-                        return self.put_nowait(request_id, tensor, num_readers=num_readers)
-                    await self._await_room(room, deadline - time.monotonic(), exc)
+        return await self.when_room(lambda: self.put_nowait(request_id, tensor, num_readers=num_readers), timeout_s)
 
     def empty(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A buffer to write into, which ``put`` then publishes without a copy, once; it belongs to the request.
+        """Allocate a buffer of a request, which ``put`` then publishes without a copy, once.
 
         Raises:
             PoolExhausted, RelayClosed: as ``put_nowait``.
         """
-        self._check_open()
+        self.check_open()
         return torch.empty(shape, dtype=dtype)
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Take back everything that was put for a request; what is being read goes when it has been."""
+        """Take back everything that was put for a request; a tensor that is being read is freed afterwards."""
 
     def renew(self, ref: TensorRef) -> bool:
-        """Let the time of a lease of this relay begin anew; False: it is over, and its memory may be another's."""
+        """Restart the expiry time of a lease of this relay; False: it has ended, and its memory may be in other use."""
         return True
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
-        """A published tensor if it is at hand; None if ``get`` has to wait for it. May be a view: see ``get``."""
+        """Return a published tensor, perhaps a view (see ``get``); None if ``get`` would have to wait for it."""
 
     async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        """Pull a published tensor: only to be read, and only until it is released.
+        """Pull a published tensor: read-only, and valid until it is released.
 
         Raises:
             RelayBroken: the producer is gone, has taken the tensor back, or the reference is wrong.
-            RelayTimeout: it did not come in time.
+            RelayTimeout: it did not arrive in time.
             RelayClosed: the relay was closed.
         """
         tensor = self.get_nowait(ref)
@@ -143,10 +133,11 @@ class Relay(ABC):
 
     @abstractmethod
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
-        """The tensor is not read here any more. Twice does nothing, nor does it if the producer is gone.
+        """Say that this process does not read the tensor any longer. Releasing twice, or after the producer is gone,
+        does nothing.
 
         Args:
-            for_all: nor will it be anywhere else, but by those who are reading it now.
+            for_all: nor will any other process start to read it.
         """
 
     # -- both ---------------------------------------------------------------------------------------------------------
@@ -155,50 +146,76 @@ class Relay(ABC):
     def statistics(self) -> RelayStatistics: ...
 
     def close(self) -> None:
-        """Nobody can put, get or pull from here any more. Twice does nothing."""
-        self._closed = True
-        self._tell_room()
+        """End puts, gets and pulls through this relay. Closing twice does nothing."""
+        self.is_closed = True
+        self.notify_room()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    # -- inner interface: for the files of a backend, not for users ---------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises ``RelayClosed`` after ``close``."""
+        if self.is_closed:
             raise RelayClosed(f"this {self.backend!r} relay was closed")
 
+    async def when_room(
+        self, attempt: Callable[[], T], timeout_s: float, announce: Callable[[], None] = lambda: None
+    ) -> T:
+        """Call ``attempt`` until it does not raise ``PoolExhausted``, each time after something was released.
+
+        Args:
+            announce: called before the wait: tells the other side that a wait begins.
+
+        Raises:
+            RelayTimeout: nothing was released in time.
+            PoolExhausted: with ``is_final``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return attempt()
+            except PoolExhausted as exc:
+                if exc.is_final:
+                    raise
+            with self.waiting_for_room() as room:
+                announce()
+                try:
+                    return attempt()  # again: a release before the announcement wakes nobody
+                except PoolExhausted as exc:
+                    cause = exc
+                try:
+                    await asyncio.wait_for(asyncio.wrap_future(room), max(deadline - time.monotonic(), 0))
+                except TimeoutError:
+                    raise RelayTimeout(f"nothing was released in time: {cause}") from cause
+
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Future[None]]:
-        """Hear of it when something is released."""
+    def waiting_for_room(self) -> Iterator[Future[None]]:
+        """Yields a future that is done when something is released."""
         room: Future[None] = Future()
-        with self._lock:
+        with self.lock:
             self._waiting_for_room.append(room)
         try:
             yield room
         finally:
-            with self._lock, contextlib.suppress(ValueError):
+            with self.lock, contextlib.suppress(ValueError):
                 self._waiting_for_room.remove(room)
 
-    def _tell_room(self) -> None:
-        with self._lock:
+    def notify_room(self) -> None:
+        """Wake everything that waits for room."""
+        with self.lock:
             waiting, self._waiting_for_room = self._waiting_for_room, []
         for room in waiting:
             if room.set_running_or_notify_cancel():
                 room.set_result(None)
 
-    @staticmethod
-    async def _await_room(room: Future[None], timeout_s: float, cause: Exception) -> None:
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(room), max(timeout_s, 0))
-        except TimeoutError:
-            raise RelayTimeout(f"nothing was released in time: {cause}") from cause
-
 
 # -- the thread on which relays wait ----------------------------------------------------------------------------------
 
-T = TypeVar("T")
-
 
 class IOThread:
-    """One event loop in a daemon thread for all relays of a process: connections, and whatever is waited for.
+    """One event loop in a daemon thread for all relays of a process: connections and timers.
 
-    A runner has no loop of its own, and a program's loop may be busy or gone while another process reads from this one.
+    An engine's thread has no loop of its own, and the program's loop may be busy or closed while another process reads
+    from this one.
     """
 
     def __init__(self) -> None:
@@ -213,7 +230,7 @@ class IOThread:
         self.loop.run_forever()
 
     def _stop(self) -> None:
-        """Let it end before the interpreter does: a thread that drops its last tensor meanwhile aborts the process."""
+        """End it before the interpreter ends: a thread that frees its last tensor meanwhile aborts the process."""
         if self.pid == os.getpid():
             self.call(self.loop.stop)
             self._thread.join(EXIT_S)
@@ -230,7 +247,7 @@ _io_lock = threading.Lock()
 
 
 def io_thread() -> IOThread:
-    """This process's; a forked child gets its own."""
+    """Return this process's thread; a forked child gets one of its own."""
     global _io_thread
     with _io_lock:
         if _io_thread is None or _io_thread.pid != os.getpid():
@@ -239,7 +256,7 @@ def io_thread() -> IOThread:
 
 
 async def wait_for(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-    """Run it on the I/O thread and await it here; ``RelayTimeout`` names ``what``."""
+    """Run a coroutine on the I/O thread and await it here; ``RelayTimeout`` names ``what``."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(io_thread().submit(coroutine)), timeout_s)
     except TimeoutError as exc:
@@ -257,4 +274,4 @@ def block_on(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> 
 
 
 new_lease = itertools.count(1).__next__
-"""Numbers of leases, never used twice in a process."""
+"""Returns a lease number, never used twice in a process."""

@@ -1,12 +1,14 @@
-"""CUDA IPC: the slab lies on the GPU, and consumers on the same GPU read it where it is. Not run on a GPU yet.
+"""CUDA IPC: the slab lies on the GPU, and consumers on the same GPU read it in place.
+
+Not yet served: a server never chooses it, and it has not been run on a GPU.
 
 The slab is one ``cudaMalloc``, which a consumer opens once; torch sees it through ``__cuda_array_interface__``. Both
 are public, unlike torch's own sharing (``_share_cuda_``), which counts references that a killed consumer never gives
-back. Leases live in a small ``ShmRelay``: each is a ticket there, which says where in the slab the tensor lies, and is
-read, released, revoked and freed by death as any tensor of it.
+back. Leases live in a small ``ShmRelay``: each is a ticket there, which says where the tensor lies in the slab. A
+ticket is read, released, revoked, and freed when its reader dies, as any tensor of that relay.
 
-Streams of work are ordered by the host: a producer waits for its stream before it announces, and a consumer for its
-own before it releases. It costs each side the rest of what it has queued; events between processes would save that.
+CUDA streams are ordered by the host: a producer synchronizes its stream before it announces, and a consumer its own
+before it releases. Each side waits for the work that it has queued; events between processes would save that.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
 
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
-LAZY_ENABLE_PEER_ACCESS = 1  # the one flag that there is
+LAZY_ENABLE_PEER_ACCESS = 1  # the only flag
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies."""
+    """Where a tensor lies in the slab."""
 
     handle: bytes  # of the slab
     slab_bytes: int
@@ -62,7 +64,7 @@ def _cuda(function: str, *args: Any) -> None:
 
 
 class DeviceMemory:
-    """A slab on a GPU, this process's or one that it opened, for as long as a tensor refers to it.
+    """A slab on a GPU, allocated or opened by this process, for as long as a tensor refers to it.
 
     Args:
         handle: of another process's; None: allocate one.
@@ -99,7 +101,7 @@ class DeviceMemory:
                 _cuda(self._free, self._pointer)
 
 
-# By handle: a process cannot open what it has made itself.
+# By handle: a process cannot open its own slab.
 _slabs: weakref.WeakValueDictionary[bytes, torch.Tensor] = weakref.WeakValueDictionary()
 
 
@@ -134,7 +136,7 @@ class CudaIpcRelay(SlabRelay):
         self._handle = owner.share()
         _slabs[self._handle] = memory
         self._gpu = _uuid(self._device)
-        # A page for each ticket; they outlive the leases, so that it is these which expire.
+        # A page for each ticket. Tickets expire later than the leases, so that leases decide.
         self._control = ShmRelay(
             NUM_SLOTS * CHUNK_BYTES if num_bytes else 0, prefault=False, lease_s=2 * lease_s, clock=clock
         )
@@ -143,70 +145,70 @@ class CudaIpcRelay(SlabRelay):
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
-    def _locate(self, lease: Lease) -> bytes:
+    def locate(self, lease: Lease) -> bytes:
         return encode(self._tickets[lease.number])
 
-    def _announce(self, lease: Lease) -> None:
-        torch.cuda.current_stream(self._device).synchronize()  # what is announced has been written
+    def announce(self, lease: Lease) -> None:
+        torch.cuda.current_stream(self._device).synchronize()  # the tensor has been written when it is announced
         ticket = Ticket(self._handle, self._slab_bytes, self._gpu, lease.number, lease.offset, lease.num_bytes)
         data = torch.frombuffer(bytearray(encode(ticket)), dtype=torch.uint8)
         try:
             ref = self._control.put_nowait(lease.request_id, data, num_readers=lease.num_readers)
         except PoolExhausted:
-            self._collect()
+            self.collect()
             ref = self._control.put_nowait(lease.request_id, data, num_readers=lease.num_readers)
         self._tickets[lease.number] = ref
 
     def renew(self, ref: TensorRef) -> bool:
-        with self._lock:
+        with self.lock:
             ticket = self._tickets.get(ref.lease)
             return super().renew(ref) and (ticket is None or self._control.renew(ticket))
 
     def _held(self, lease: Lease) -> Lease | None:
-        """The ticket's lease; None once it is over."""
-        return self._control._leases.get(self._tickets[lease.number].lease)
+        """Return the ticket's lease; None once it has ended."""
+        return self._control.lease_of(self._tickets[lease.number].lease)
 
-    def _is_released(self, lease: Lease) -> bool:
-        with self._control._lock:
+    def is_released(self, lease: Lease) -> bool:
+        with self._control.lock:
             held = self._held(lease)
-            return held is None or self._control._is_released(held)
+            return held is None or self._control.is_released(held)
 
-    def _is_being_read(self, lease: Lease) -> bool:
-        with self._control._lock:
+    def is_being_read(self, lease: Lease) -> bool:
+        with self._control.lock:
             held = self._held(lease)
-            return held is not None and self._control._is_being_read(held)
+            return held is not None and self._control.is_being_read(held)
 
-    def _revoke(self, lease: Lease) -> bool:
-        with self._control._lock:
+    def revoke(self, lease: Lease) -> bool:
+        with self._control.lock:
             held = self._held(lease)
             if held is None:
                 return False
             held.is_revoked = True
-            return self._control._revoke(held)
+            return self._control.revoke(held)
 
-    def _forget(self, lease: Lease) -> None:
-        with self._control._lock:
+    def forget(self, lease: Lease) -> None:
+        with self._control.lock:
             held = self._held(lease)
             if held is not None:
-                self._control._drop(held)
+                self._control.drop(held)
         del self._tickets[lease.number]
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Future[None]]:
-        with self._control._room() as room:  # where the consumers tell
+    def waiting_for_room(self) -> Iterator[Future[None]]:
+        with self._control.waiting_for_room() as room:  # the relay that the consumers notify
             yield room
 
-    def _tell_room(self) -> None:
-        self._control._tell_room()
+    def notify_room(self) -> None:
+        self._control.notify_room()
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
         layout = check_ref(ref, self.backend)
-        self._check_open()
+        self.check_open()
         if not layout.num_bytes:
             self._num_gets += 1
-            return torch.empty(layout.shape, dtype=layout.dtype, device=self._memory.device)
+            return torch.empty(layout.shape, dtype=layout.dtype, device=self.memory.device)
         held = _parse(ref)
         ticket = self._control.get_nowait(held)
         return None if ticket is None else self._take(ref, layout, held, ticket)
@@ -239,7 +241,7 @@ class CudaIpcRelay(SlabRelay):
         return view
 
     def _open(self, ticket: Ticket) -> dict[torch.dtype, torch.Tensor]:
-        with self._lock:
+        with self.lock:
             typed = self._opened.get(ticket.handle)
             if typed is None:
                 memory = _slabs.get(ticket.handle)
@@ -254,12 +256,12 @@ class CudaIpcRelay(SlabRelay):
             return typed
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
-        if ref.lease and not self._closed:
-            torch.cuda.current_stream(self._device).synchronize()  # what reads it has read it
+        if ref.lease and not self.is_closed:
+            torch.cuda.current_stream(self._device).synchronize()  # queued kernels have read it
             self._control.release(_parse(ref), for_all=for_all)
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.is_closed:
             super().close()
             self._control.close()
             self._opened.clear()
@@ -269,7 +271,7 @@ def _parse(ref: TensorRef) -> TensorRef:
     try:
         return decode_ref(ref.location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise RelayBroken(f"a reference does not say where it points: {exc}") from exc
+        raise RelayBroken(f"a reference has a malformed location: {exc}") from exc
 
 
 def _uuid(device: int) -> str:

@@ -1,4 +1,4 @@
-"""Inline relay: the bytes ride in the reference itself, so nothing is leased and nothing can leak."""
+"""Inline: the bytes travel in the reference itself, so that nothing is leased and nothing can leak."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vllm_omni.relay.base import Relay, RelayStatistics
 
 
 class InlineRelay(Relay):
-    """Payload bytes travel inside the control message: right for small tensors, two copies for large ones."""
+    """Puts the bytes into the reference: right for small tensors, two copies for large ones."""
 
     backend = "inline"
 
     def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
-        self._check_open()
+        self.check_open()
         name = dtype_name(tensor)
-        # Viewed as bytes first: numpy has no bfloat16.
+        # Viewed as bytes, since numpy has no bfloat16.
         data = b""
         if tensor.numel():
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -27,7 +27,7 @@ class InlineRelay(Relay):
 
     def get_nowait(self, ref: TensorRef) -> torch.Tensor:
         layout = check_ref(ref, self.backend)
-        self._check_open()
+        self.check_open()
         if len(ref.location) != layout.num_bytes:
             raise RelayBroken(
                 f"{ref.dtype} {list(ref.shape)} needs {layout.num_bytes} bytes, there are {len(ref.location)}"

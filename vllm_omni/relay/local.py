@@ -1,7 +1,9 @@
-"""Within one process: tensors by reference, nothing is copied.
+"""Within one process: tensors by reference, without a copy.
 
-Producer and consumers then hold the same tensor, and none of them may change it until it is released. Containers are
-not shared: a payload's are made anew for each reader (``codec.restore``).
+Not yet served: only tests choose it, since a server's stages are processes.
+
+Producer and consumers hold the same tensor, and none of them may change it until it is released. Containers are not
+shared: each reader gets new ones (``codec.restore``).
 
 From: SGLang-Omni (communication, ``LOCAL_OBJECT``).
 """
@@ -26,15 +28,14 @@ class _Held:
     tensor: torch.Tensor
     request_id: str
     num_readers: int
-    version: int | None  # how often it had been changed when it was put
+    version: int | None  # torch's count of changes when it was put
 
 
 class LocalRelay(Relay):
-    """Keeps what was put until it is released.
+    """Keeps tensors until they are released.
 
     Args:
-        check_versions: let ``release`` raise ``RelayBroken`` for a tensor that was changed since it was put: for
-            finding out who did.
+        check_versions: let ``release`` raise ``RelayBroken`` for a tensor that was changed since it was put.
     """
 
     backend = "local"
@@ -48,9 +49,9 @@ class LocalRelay(Relay):
 
     def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
         dtype = dtype_name(tensor)
-        with self._lock:
-            self._check_open()
-            # Inference tensors do not count their changes.
+        with self.lock:
+            self.check_open()
+            # Inference tensors have no count of changes.
             version = tensor._version if self._check_versions and not tensor.is_inference() else None
             lease = new_lease()
             self._held[lease] = _Held(tensor.detach(), request_id, num_readers, version)
@@ -59,28 +60,35 @@ class LocalRelay(Relay):
         return TensorRef(self.backend, tuple(tensor.shape), dtype, self._token, lease)
 
     def renew(self, ref: TensorRef) -> bool:
-        with self._lock:
+        with self.lock:
             return ref.lease in self._held
 
     def get_nowait(self, ref: TensorRef) -> torch.Tensor:
         layout = check_ref(ref, self.backend)
-        self._check_open()
+        self.check_open()
         self._num_gets += 1
         producer = _relays.get(ref.location)
-        held = producer._held.get(ref.lease) if producer is not None else None
+        held = producer.lookup(ref.lease) if producer is not None else None
         if held is None:
-            raise RelayBroken("the tensor is not in this process: released, aborted, or put in another one")
+            raise RelayBroken("the tensor is not in this process: released, aborted, or put in another process")
         if held.tensor.dtype != layout.dtype or tuple(held.tensor.shape) != layout.shape:
-            raise RelayBroken(f"a reference says {ref.dtype} {list(ref.shape)}, the tensor is another")
+            raise RelayBroken(f"a reference says {ref.dtype} {list(ref.shape)}, the tensor has another layout")
         return held.tensor
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         producer = _relays.get(ref.location)
         if producer is not None:
-            producer._release(ref.lease, for_all)
+            producer.release_one(ref.lease, for_all)
 
-    def _release(self, lease: int, for_all: bool) -> None:
-        with self._lock:
+    # -- inner interface: for the relay that reads --------------------------------------------------------------------
+
+    def lookup(self, lease: int) -> _Held | None:
+        """Return what was put under a lease; None once it has ended."""
+        return self._held.get(lease)
+
+    def release_one(self, lease: int, for_all: bool) -> None:
+        """Count one reader's release of a lease."""
+        with self.lock:
             held = self._held.get(lease)
             if held is None:
                 return
@@ -91,12 +99,12 @@ class LocalRelay(Relay):
             raise RelayBroken(f"request {held.request_id}: a tensor was changed between put and release")
 
     def abort(self, request_id: str) -> None:
-        with self._lock:
+        with self.lock:
             for lease in [lease for lease, held in self._held.items() if held.request_id == request_id]:
                 del self._held[lease]
 
     def statistics(self) -> RelayStatistics:
-        with self._lock:
+        with self.lock:
             num_bytes = sum(held.tensor.numel() * held.tensor.element_size() for held in self._held.values())
             return RelayStatistics(self._num_puts, self._num_gets, self._num_bytes, len(self._held), num_bytes)
 

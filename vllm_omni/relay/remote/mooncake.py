@@ -1,8 +1,8 @@
 """Mooncake: its transfer engine reads the producer's registered memory, by RDMA where there is any, else by TCP.
 
-The engines find each other without a metadata server (``P2PHANDSHAKE``). Note that an engine listens on all addresses
-of its host, and lets whoever connects read what was registered: keep its ports, which it chooses at random, from
-strangers.
+The engines find each other without a metadata server (``P2PHANDSHAKE``). An engine listens on all addresses of its
+host, at random ports, and lets every client that connects read what was registered: let only the deployment's hosts
+reach them.
 
 From: SGLang-Omni (communication, ``mooncake``).
 """
@@ -24,14 +24,14 @@ from vllm_omni.relay.slab import NUM_BYTES
 
 MAX_SESSION = 64  # characters
 
-_engines: dict[tuple[str, str], Any] = {}  # by host and protocol: one is enough, and takes a second to be destroyed
+_engines: dict[tuple[str, str], Any] = {}  # by host and protocol; destroying one takes a second
 _lock = threading.Lock()
 
 
 def _engine(host: str, protocol: str) -> Any:
     try:
         from mooncake.engine import TransferEngine
-    except ImportError as exc:  # also for want of libibverbs, librdmacm or CUDA
+    except ImportError as exc:  # also raised where libibverbs, librdmacm or CUDA is missing
         raise MissingDependency(
             "the mooncake relay needs a transfer engine that can be loaded: install vllm-omni with the extra "
             f"'mooncake', or the package mooncake-transfer-engine-non-cuda where there is no CUDA ({exc})"
@@ -47,7 +47,7 @@ def _engine(host: str, protocol: str) -> Any:
 
 
 class MooncakeRelay(OneSidedRelay[str]):
-    """This process's transfer engine, and the sessions of those that it reads from.
+    """This process's transfer engine, and the sessions of the processes that it reads from.
 
     Args:
         protocol: Mooncake's: "tcp", "rdma", ...

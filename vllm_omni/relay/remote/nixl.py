@@ -1,6 +1,6 @@
 """NIXL: the consumer's agent reads the producer's registered memory, by RDMA where there is any.
 
-UCX chooses how: RDMA, another process's memory on the same host (CMA), or TCP. Measured between two processes of one
+UCX chooses among RDMA, another process's memory on the same host (CMA), or TCP. Measured between two processes of one
 host, a read of 1 MB takes about 90 us by CMA and 1500 us by TCP; ``UCX_TLS`` and ``UCX_NET_DEVICES`` narrow the choice.
 
 From: SGLang-Omni (communication, ``nixl``).
@@ -18,16 +18,16 @@ import torch
 from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
 from vllm_omni.relay.remote.one_sided import OneSidedRelay
 
-NUM_EAGER_POLLS = 20  # a small tensor is there by then
+NUM_EAGER_POLLS = 20  # a small tensor has arrived by then
 MAX_POLL_S = 0.001
 NUM_EAGER_HELPS = 100
 HELP_S = 0.0002
 
 
 class NixlRelay(OneSidedRelay[str]):
-    """An agent of this process, and the names of those that it reads from.
+    """An agent of this process, and the names of the agents that it reads from.
 
-    The agent is called under a lock: it is not made for several threads.
+    The agent is not thread-safe: it is called under a lock.
     """
 
     backend = "nixl"
@@ -40,7 +40,7 @@ class NixlRelay(OneSidedRelay[str]):
                 f"the nixl relay needs the package nixl: install vllm-omni with the extra 'nixl' ({exc})"
             ) from exc
         self._agent_lock = threading.Lock()
-        # Its own thread would keep a core busy for as long as the process lives.
+        # NIXL's progress thread would keep a core busy for as long as the process lives.
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
         try:
             self._agent = nixl_agent(secrets.token_hex(16), config)
@@ -79,9 +79,9 @@ class NixlRelay(OneSidedRelay[str]):
             self._helping = asyncio.ensure_future(self._help())
 
     async def _help(self) -> None:
-        """Let UCX do its part of what others read: to get connected, and over TCP all the time."""
+        """Let UCX make progress on other processes' reads: while it connects, and over TCP all the time."""
         num_polls = 0
-        while not self._closed and self._consumers is not None and self._consumers.fetching:
+        while not self.is_closed and self._consumers is not None and self._consumers.fetching:
             with self._agent_lock:
                 self._agent.get_new_notifs()
             num_polls += 1

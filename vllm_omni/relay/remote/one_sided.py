@@ -1,8 +1,9 @@
-"""What relays have in common whose library reads the producer's memory without asking the producer's program.
+"""What relays share whose library reads the producer's memory without the producer's program.
 
 The slab is registered with the library once. A consumer asks the producer over the connection to keep a tensor, and
-hears where it lies; then the library fetches it into the consumer's own slab, registered once, too. There it stays
-until it is released. A tensor for which there is no room lands in memory of its own, which costs its registration.
+receives its address; then the library fetches it into the consumer's landing slab, which is registered once, too, and
+where it stays until it is released. A tensor for which there is no room lands in memory of its own, which has to be
+registered first.
 
 From: SGLang-Omni (communication, Backends: ``nixl``, ``mooncake``); Omni-Flow section 4.2.
 """
@@ -24,8 +25,9 @@ from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.base import LEASE_S, Clock, io_thread
 from vllm_omni.relay.pool import BufferPool
-from vllm_omni.relay.remote.relay import HOST, Producer, RemoteRelay
-from vllm_omni.relay.remote.wire import Location, parse_location
+from vllm_omni.relay.remote.messages import Location, parse_location
+from vllm_omni.relay.remote.producer import Producer
+from vllm_omni.relay.remote.relay import HOST, RemoteRelay
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES
 
 LANDING_BYTES = 64 << 20
@@ -35,10 +37,10 @@ Remote = TypeVar("Remote")
 
 
 class Access(msgspec.Struct, frozen=True, array_like=True):
-    """In a producer's greeting."""
+    """What a consumer's library needs to read a producer's slab; part of ``Welcome``."""
 
-    peer: bytes  # how the library finds it
-    base: int  # the slab's address there
+    peer: bytes  # address of the producer's library
+    base: int  # the slab's address in the producer's memory
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -47,14 +49,14 @@ _decode_access = msgspec.msgpack.Decoder(Access).decode
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a tensor lands."""
+    """Memory that a tensor lands in."""
 
     memory: torch.Tensor  # uint8 [n], registered
     free: Callable[[], object]
 
 
 class OneSidedRelay(RemoteRelay, Generic[Remote]):
-    """Bytes are fetched by a library. What ``get`` returns is a view of the landing slab, until it is released.
+    """Fetches bytes with a library. ``get`` returns a view of the landing slab, valid until it is released.
 
     Args:
         landing_bytes: of the slab that this process reads into, whole chunks; made with the first read.
@@ -72,51 +74,51 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
         self._start(host)
         super().__init__(num_bytes, host=host, lease_s=lease_s, clock=clock)
         if num_bytes:
-            self._register(self._memory)
+            self._register(self.memory)
         self._landing_bytes = landing_bytes
         self._landing: torch.Tensor | None = None
         self._landing_pool = BufferPool(landing_bytes, CHUNK_BYTES)
         self._landed: dict[tuple[Location, int], list[Place]] = {}  # by producer and lease
-        # What follows belongs to the I/O thread.
+        # The following belongs to the I/O thread.
         self._remotes: dict[Producer, Remote] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    # -- the library's part -------------------------------------------------------------------------------------------
+    # -- what a library's backend implements --------------------------------------------------------------------------
 
     @abstractmethod
     def _start(self, host: str) -> None:
-        """Raises ``MissingDependency`` if the library is not installed."""
+        """Load the library. Raises ``MissingDependency`` if it is not installed."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Let go of the library; a read that is running keeps what it needs."""
+        """Release the library; a running read keeps what it needs."""
 
     @abstractmethod
     def _register(self, memory: torch.Tensor) -> Any:
-        """Let the library reach memory; returns what ``_unregister`` needs."""
+        """Register memory with the library; returns what ``_unregister`` needs."""
 
     @abstractmethod
     def _unregister(self, registration: Any) -> None: ...
 
     @abstractmethod
     def _peer(self) -> bytes:
-        """How the libraries of others find this one."""
+        """Return the address of this process's library."""
 
     @abstractmethod
     def _open(self, peer: bytes) -> Remote:
-        """Get to know a producer's library. May raise anything."""
+        """Connect to a producer's library. May raise anything."""
 
     @abstractmethod
     def _forget_remote(self, remote: Remote) -> None:
-        """Its producer is gone."""
+        """Called when the producer is gone."""
 
     @abstractmethod
     async def _read(self, remote: Remote, address: int, memory: torch.Tensor) -> None:
-        """Fetch a producer's bytes; on the I/O thread, without holding it up. May raise anything."""
+        """Fetch a producer's bytes; on the I/O thread, without blocking it. May raise anything."""
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
-    def _access(self) -> bytes:
+    def access(self) -> bytes:
         return _encode(Access(self._peer(), self._base))
 
     # -- consumer -----------------------------------------------------------------------------------------------------
@@ -125,19 +127,19 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
         location = parse_location(ref)
         async with producer.fetching(ref.lease, layout.num_bytes) as (offset, failed):
             producer.check_size(offset + layout.num_bytes)
-            if location.token == self.token:  # libraries do not read from themselves
-                memory = self._memory[offset : offset + layout.num_bytes].clone()
+            if location.token == self.token:  # a library does not read from itself
+                memory = self.memory[offset : offset + layout.num_bytes].clone()
             else:
                 remote, base = self._remote_of(producer)
                 place = self._take_place(layout.num_bytes)
                 await self._fill(place, remote, base + offset, failed)
-                with self._lock:
+                with self.lock:
                     self._landed.setdefault((location, ref.lease), []).append(place)
                 memory = place.memory
         return memory.view(layout.dtype).reshape(layout.shape)
 
     async def _fill(self, place: Place, remote: Remote, address: int, failed: asyncio.Future[int]) -> None:
-        """Let the library read; the place is free again if it cannot, or if the producer dies first."""
+        """Let the library read into a place; frees the place if that fails, or if the producer dies first."""
         reading = asyncio.ensure_future(self._read(remote, address, place.memory))
         self._running.add(reading)
         reading.add_done_callback(self._running.discard)
@@ -146,7 +148,7 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
             await failed
             await reading
         except BaseException as exc:
-            # The library may still write there.
+            # Freed after the read: the library may still write there.
             reading.add_done_callback(lambda reading: _drop(reading, place))
             if isinstance(exc, Exception) and not isinstance(exc, RelayError):
                 raise RelayBroken(f"{self.backend} could not read a tensor: {exc}") from exc
@@ -168,23 +170,23 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
             self._register(landing)
             self._landing = landing
         try:
-            with self._lock:
+            with self.lock:
                 block = self._landing_pool.allocate(num_bytes)
         except PoolExhausted:
             own = torch.empty(num_bytes, dtype=torch.uint8)
             registration = self._register(own)
-            return Place(own, lambda: self._closed or self._unregister(registration))
+            return Place(own, lambda: self.is_closed or self._unregister(registration))
         memory = self._landing[block.offset : block.offset + num_bytes]
 
         def free() -> None:
-            with self._lock:
+            with self.lock:
                 self._landing_pool.free(block)
 
         return Place(memory, free)
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if ref.lease:
-            with self._lock:
+            with self.lock:
                 places = self._landed.pop((parse_location(ref), ref.lease), [])
             for place in places:
                 place.free()
@@ -199,19 +201,19 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
     def _close(self) -> None:
         super()._close()
         self._stop()
-        # Others' libraries may be in the middle of a read, which asks nobody here.
-        io_thread().loop.call_later(KEEP_S, lambda *_: None, self._memory, self._landing)
+        # Other processes' libraries may be in the middle of a read, of which this program does not know.
+        io_thread().loop.call_later(KEEP_S, lambda *_: None, self.memory, self._landing)
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        with self._lock:
+        with self.lock:
             self._landing_pool.check_integrity()
 
 
 def _drop(reading: asyncio.Task[None], place: Place) -> None:
-    """Nobody waits for this read any more."""
+    """End a read that no caller waits for."""
     if not reading.cancelled():
-        reading.exception()  # taken notice of
+        reading.exception()  # retrieved, so that asyncio does not log it
     place.free()
 
 

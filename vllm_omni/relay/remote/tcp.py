@@ -1,7 +1,7 @@
-"""TCP between hosts, or processes that share nothing else: a consumer asks for a tensor piece by piece.
+"""TCP between hosts, or between processes that share nothing else: a consumer requests a tensor piece by piece.
 
-Several pieces are under way at once, so that neither end waits for the other; each is sent from the slab and received
-into its place, with one copy on the way. The same idea as a read by RDMA, and the fallback where there is none.
+Several pieces are in flight, so that neither end waits for the other; each is sent from the slab and copied once, into
+its place. It works like a read by RDMA, and replaces it where there is none.
 
 From: SGLang-Omni (communication, Backends).
 """
@@ -14,14 +14,16 @@ import torch
 
 from vllm_omni.errors import RelayBroken
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.remote.relay import PIECE_BYTES, Producer, RemoteRelay
-from vllm_omni.relay.remote.wire import Read
+from vllm_omni.relay.remote.consumers import PIECE_BYTES
+from vllm_omni.relay.remote.messages import Read
+from vllm_omni.relay.remote.producer import Producer
+from vllm_omni.relay.remote.relay import RemoteRelay
 
-WINDOW = 4  # pieces under way
+WINDOW = 4  # pieces in flight
 
 
 class TcpRelay(RemoteRelay):
-    """What ``get`` returns belongs to its caller."""
+    """``get`` returns a tensor of the caller's own."""
 
     backend = "tcp"
 
@@ -34,13 +36,13 @@ class TcpRelay(RemoteRelay):
             transfer = Transfer(producer, request, ref.lease, memory, finished)
             producer.pieces[request] = transfer.take
             for _ in range(WINDOW):
-                transfer.ask()
+                transfer.request_next()
             await finished
         return memory.view(layout.dtype).reshape(layout.shape)
 
 
 class Transfer:
-    """A tensor on its way."""
+    """A tensor in flight."""
 
     def __init__(
         self, producer: Producer, request: int, lease: int, memory: torch.Tensor, finished: asyncio.Future[int]
@@ -50,23 +52,23 @@ class Transfer:
         self._lease = lease
         self._finished = finished
         self._bytes = memoryview(memory.numpy())
-        self._asked = 0  # bytes
-        self._under_way: dict[int, int] = {}  # offset of a piece -> its size
+        self._num_requested = 0  # bytes
+        self._in_flight: dict[int, int] = {}  # offset of a piece -> its size
 
-    def ask(self) -> None:
-        """For the next piece, if there is one."""
-        size = min(PIECE_BYTES, len(self._bytes) - self._asked)
+    def request_next(self) -> None:
+        """Request the next piece, if there is one."""
+        size = min(PIECE_BYTES, len(self._bytes) - self._num_requested)
         if size:
-            self._under_way[self._asked] = size
-            self._producer.send(Read(self._request, self._lease, len(self._bytes), self._asked, size))
-            self._asked += size
+            self._in_flight[self._num_requested] = size
+            self._producer.send(Read(self._request, self._lease, len(self._bytes), self._num_requested, size))
+            self._num_requested += size
 
     def take(self, offset: int, piece: memoryview) -> None:
-        """Raises ``ValueError`` for a piece that was not asked for."""
-        if self._under_way.get(offset) != len(piece):
-            raise ValueError(f"a piece of {len(piece)} bytes at {offset}, which was not asked for")
-        del self._under_way[offset]
+        """Copy a piece into its place. Raises ``ValueError`` for one that was not requested."""
+        if self._in_flight.get(offset) != len(piece):
+            raise ValueError(f"a piece of {len(piece)} bytes at {offset}, which was not requested")
+        del self._in_flight[offset]
         self._bytes[offset : offset + len(piece)] = piece
-        self.ask()
-        if not self._under_way and not self._finished.done():
+        self.request_next()
+        if not self._in_flight and not self._finished.done():
             self._finished.set_result(0)

@@ -1,12 +1,12 @@
 """Shared memory between processes of one host: one slab per producer, mapped once by each consumer.
 
-Where the time goes in shared memory is page faults, 0.85 us for each 4 KB, not the making of a name: so the slab is
-made and touched once, at start, and a tensor is one copy into it, or none. It is a memfd, whose descriptor goes over a
-Unix socket; it has no name, so that nothing stays behind in /dev/shm however its owner ends.
+Most of the time that shared memory costs is page faults, 0.85 us for each 4 KB: so the slab is made and touched once,
+at start, and a tensor is one copy into it, or none. It is a memfd, whose descriptor goes over a Unix socket; it has no
+name, so that nothing stays in /dev/shm however its owner ends.
 
-Releasing is one byte: in front of the slab lies a table of slots, one for each lease, in which every reader has a byte
-of its own. Nobody is woken up; the producer looks when it needs room. Only who waits (a producer for room, either end
-of a stream) is told through the socket, and whose end of the socket closes is dead.
+A release is one byte: in front of the slab lies a table of slots, one for each lease, in which every reader has a byte
+of its own. It wakes no process; the producer looks at the table when it needs room. Only an end that waits (a producer
+for room, either end of a stream) is notified through the socket. A process has died when its end of the socket closes.
 
 From: SGLang-Omni (communication, ``shm``); Omni-Flow section 4.2.
 """
@@ -25,12 +25,12 @@ from concurrent.futures import Future
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.messages.payload import TensorRef, check_ref, dtype_name, make_layout
+from vllm_omni.messages.payload import TensorRef, check_ref, make_layout
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, io_thread
+from vllm_omni.relay.shm.connection import Consumers, Producer
 from vllm_omni.relay.shm.memory import (
     EMPTY_SLOT,
     FLAGS,
-    MAX_READERS,
     NUM_SLOTS,
     OWN_READER,
     PRODUCER_WAITS,
@@ -40,16 +40,14 @@ from vllm_omni.relay.shm.memory import (
     SLOT_BYTES,
     SLOT_WORDS,
     TABLE_BYTES,
-    Consumers,
     Location,
     Mapping,
-    Producer,
     Readable,
     encode,
     fence,
     parse_location,
 )
-from vllm_omni.relay.shm.stream import RING_OFFSET, ShmReader, ShmWriter
+from vllm_omni.relay.shm.stream import HEADER_BYTES, ShmReader, ShmWriter
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
@@ -77,11 +75,11 @@ class ShmRelay(SlabRelay, Streams):
         fd = os.memfd_create(self.address, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(fd, TABLE_BYTES + size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._mapping = Mapping(fd, size, prefault)
-        super().__init__(self._mapping.memory, lease_s=lease_s, clock=clock)
+        self.mapping = Mapping(fd, size, prefault)  # for the streams' writers
+        super().__init__(self.mapping.memory, lease_s=lease_s, clock=clock)
         self._prefault = prefault
-        self._own = Readable(self._mapping, OWN_READER)
-        self._typed = self._mapping.typed
+        self._own = Readable(self.mapping, OWN_READER)
+        self._typed = self.mapping.typed
         self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
         self._locations: dict[int, bytes] = {}  # by slot
         self._producers: dict[str, Producer] = {}
@@ -93,88 +91,84 @@ class ShmRelay(SlabRelay, Streams):
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
-    def _locate(self, lease: Lease) -> bytes:
+    def locate(self, lease: Lease) -> bytes:
         location = self._locations.get(lease.slot)
         if location is None:
             location = self._locations[lease.slot] = encode(Location(self.address, lease.slot))
         return location
 
-    def _announce(self, lease: Lease) -> None:
+    def announce(self, lease: Lease) -> None:
         if not self._slots:
-            self._collect()
+            self.collect()
             if not self._slots:
                 raise PoolExhausted(f"{NUM_SLOTS - 1} tensors are put and not released")
         lease.slot = self._slots.pop()
-        words, word = self._mapping.words, lease.slot * SLOT_WORDS
+        words, word = self.mapping.words, lease.slot * SLOT_WORDS
         words[word + 1], words[word + 2] = lease.offset, lease.num_bytes
         fence()
         words[word] = lease.number
 
-    def _flags(self, lease: Lease) -> bytes:
-        start = lease.slot * SLOT_BYTES + FLAGS
-        return bytes(self._mapping.bytes[start : start + MAX_READERS])
-
-    def _is_released(self, lease: Lease) -> bool:
-        flags = self._flags(lease)
+    def is_released(self, lease: Lease) -> bool:
+        flags = self.mapping.flags(lease.slot)
         if lease.is_revoked:
             return READING not in flags
         if RELEASED_FOR_ALL not in flags and flags.count(RELEASED) + lease.num_gone < lease.num_readers:
             return False
-        # For good: a reader that comes too late may wipe what it said before.
+        # Revoked for good: a reader that comes too late may overwrite its byte.
         lease.is_revoked = True
-        return not self._revoke(lease)
+        return not self.revoke(lease)
 
-    def _is_being_read(self, lease: Lease) -> bool:
-        return READING in self._flags(lease)
+    def is_being_read(self, lease: Lease) -> bool:
+        return READING in self.mapping.flags(lease.slot)
 
-    def _revoke(self, lease: Lease) -> bool:
-        self._mapping.words[lease.slot * SLOT_WORDS] = 0
+    def revoke(self, lease: Lease) -> bool:
+        self.mapping.words[lease.slot * SLOT_WORDS] = 0
         fence()
-        return READING in self._flags(lease)
+        return self.is_being_read(lease)
 
-    def _forget(self, lease: Lease) -> None:
+    def forget(self, lease: Lease) -> None:
         start = lease.slot * SLOT_BYTES
-        self._mapping.bytes[start : start + SLOT_BYTES] = EMPTY_SLOT
+        self.mapping.bytes[start : start + SLOT_BYTES] = EMPTY_SLOT
         self._slots.append(lease.slot)
 
     def _lose_reader(self, reader: int) -> None:
-        """It has died: what it was reading, it reads no more, and its bytes are the next reader's."""
-        with self._lock:
-            self._collect()  # what it had released for all is not to be wiped
+        """End the reads of a process that has died; its byte is free for the next reader."""
+        with self.lock:
+            self.collect()  # before its bytes are cleared: one may say RELEASED_FOR_ALL
             for lease in self._leases.values():
                 flag = lease.slot * SLOT_BYTES + FLAGS + reader
-                if self._mapping.bytes[flag]:
-                    self._mapping.bytes[flag] = 0
+                if self.mapping.bytes[flag]:
+                    self.mapping.bytes[flag] = 0
                     lease.num_gone += 1
-            self._collect()
+            self.collect()
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Future[None]]:
-        with super()._room() as room:
-            self._mapping.bytes[PRODUCER_WAITS] = 1
+    def waiting_for_room(self) -> Iterator[Future[None]]:
+        with super().waiting_for_room() as room:
+            self.mapping.bytes[PRODUCER_WAITS] = 1
             fence()
             yield room
 
     def _on_nudge(self) -> None:
-        """A reader has released something, read of a stream, or died."""
-        self._mapping.bytes[PRODUCER_WAITS] = 0
-        self._tell_room()
+        """A reader has released something, has read rows of a stream, or has died."""
+        self.mapping.bytes[PRODUCER_WAITS] = 0
+        self.notify_room()
 
     def abort(self, request_id: str) -> None:
         super().abort(request_id)
-        self._wake_readers()
+        self.wake_readers()
 
-    def _wake_readers(self) -> None:
+    def wake_readers(self) -> None:
+        """Wake the readers of this relay's streams, in all processes."""
         if self._consumers is not None:
             self._consumers.nudge()
-        for wake in list(self._own.on_nudge):
-            wake()
+        self._own.wake_readers()
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
         layout = check_ref(ref, self.backend)
-        self._check_open()
+        self.check_open()
         self._num_gets += 1
         if not layout.num_bytes:
             return torch.empty(layout.shape, dtype=layout.dtype)
@@ -198,41 +192,45 @@ class ShmRelay(SlabRelay, Streams):
         return self._connect(location.address, timeout_s).take(location, ref.lease, layout)
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
-        if not ref.lease or self._closed:
+        if not ref.lease or self.is_closed:
             return
         location = parse_location(ref)
         try:
             source = self._source(location) or self._connect(location.address, TIMEOUT_S)
-        except (RelayBroken, RelayTimeout):  # nothing is left to be released
+        except (RelayBroken, RelayTimeout):  # the producer is gone, and the lease with it
             return
         if source.release(location, ref.lease, for_all):
-            source.nudge()
-            if source is self._own:
-                self._on_nudge()
+            self.nudge(source)
+
+    def nudge(self, source: Readable) -> None:
+        """Wake the producer of a slab: another process, or this relay itself."""
+        source.nudge()
+        if source is self._own:
+            self._on_nudge()
 
     def _source(self, location: Location) -> Readable | None:
-        """Where a tensor lies, if it is mapped already."""
+        """The slab that a tensor lies in, if it is mapped already."""
         return self._own if location.address == self.address else self._producers.get(location.address)
 
     def _connect(self, address: str, timeout_s: float) -> Readable:
-        with self._lock:
-            self._check_open()
+        with self.lock:
+            self.check_open()
             producer = self._producers.get(address)
         if producer is not None:
             return producer
-        # Without the lock: who answers takes its own, perhaps while it connects to this relay.
-        producer = made = Producer(address, timeout_s, self._prefault, self._forget_producer)
-        with self._lock:
-            if not self._closed and not made.is_broken:
+        # Without the lock: the producer that answers takes its own, perhaps while it connects to this relay.
+        producer = made = Producer(address, timeout_s, self._prefault, self._remove_producer)
+        with self.lock:
+            if not self.is_closed and not made.is_broken:
                 producer = self._producers.setdefault(address, made)
-        if self._closed or producer is not made:  # closed meanwhile, or another thread was faster
+        if self.is_closed or producer is not made:  # closed meanwhile, or another thread was faster
             io_thread().call(made.close)
-            self._check_open()
+            self.check_open()
         return producer
 
-    def _forget_producer(self, producer: Producer) -> None:
-        """It is gone: its slab stays mapped no longer than what was taken of it."""
-        with self._lock:
+    def _remove_producer(self, producer: Producer) -> None:
+        """Its connection has ended: its slab stays mapped only as long as tensors that were taken from it live."""
+        with self.lock:
             if self._producers.get(producer.address) is producer:
                 del self._producers[producer.address]
 
@@ -241,22 +239,7 @@ class ShmRelay(SlabRelay, Streams):
     def open_stream(
         self, request_id: str, row_shape: tuple[int, ...], dtype: torch.dtype, *, credits: int = CREDITS
     ) -> StreamWriter:
-        shape = (credits, *row_shape)
-        ring = torch.empty(shape, dtype=dtype, device="meta")
-        with self._lock:
-            self._check_open()
-            num_bytes = RING_OFFSET + ring.numel() * ring.element_size()
-            block = self._allocate(num_bytes)
-            start = (TABLE_BYTES + block.offset) // 8
-            for word in range(RING_OFFSET // 8):
-                self._mapping.words[start + word] = 0
-            try:
-                lease = self._grant(request_id, block, block.offset, num_bytes, 1)
-            except BaseException:
-                self.pool.free(block)
-                raise
-            ref = TensorRef(self.backend, shape, dtype_name(ring), self._locate(lease), lease.number)
-        return ShmWriter(self, ref, lease, block)
+        return ShmWriter(self, *self.open_ring(request_id, row_shape, dtype, credits, HEADER_BYTES))
 
     async def read_stream(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> StreamReader:
         if self._source(parse_location(ref)) is None:
@@ -268,9 +251,9 @@ class ShmRelay(SlabRelay, Streams):
         if not ref.shape or not layout.num_bytes:
             raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
         source = self._source(location) or self._connect(location.address, timeout_s)
-        num_bytes = RING_OFFSET + layout.num_bytes
+        num_bytes = HEADER_BYTES + layout.num_bytes
         source.take(location, ref.lease, make_layout(torch.uint8, (num_bytes,)))
-        return ShmReader(self, source, ref, layout, location)
+        return ShmReader(self, source, ref, layout)
 
     def credits_of(self, ref: TensorRef) -> Callable[[], int]:
         location = parse_location(ref)
@@ -282,15 +265,14 @@ class ShmRelay(SlabRelay, Streams):
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         super().close()
-        with self._lock:
+        with self.lock:
             producers, self._producers = list(self._producers.values()), {}
         for producer in producers:
             io_thread().call(producer.close)
         self._own.is_broken = True
         if self._consumers is not None:
             io_thread().call(self._consumers.close)
-        for wake in list(self._own.on_nudge):
-            wake()
+        self._own.wake_readers()
