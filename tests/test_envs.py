@@ -45,11 +45,11 @@ def test_runtime_directory_must_exist(monkeypatch, text):
 
 def test_misspelt_variable_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'VLLM_OMNI_RUNTIME_DIR'"):
-        envs.refuse_unknown({"VLLM_OMNI_RUNTIMEDIR": "/tmp"})
+        envs.reject_unknown({"VLLM_OMNI_RUNTIMEDIR": "/tmp"})
 
 
 def test_other_projects_variables_are_left_alone():
-    envs.refuse_unknown({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_OMNI_RUNTIME_DIR": "/tmp", "OMNI": "1"})
+    envs.reject_unknown({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_OMNI_RUNTIME_DIR": "/tmp", "OMNI": "1"})
 
 
 def test_undeclared_attribute_names_the_nearest():

@@ -1,7 +1,7 @@
 """The environment variables of this project: each with its type, default and meaning.
 
 ``envs.VLLM_OMNI_X`` reads the environment at each access, so a test or a launcher may set it late. A value that does
-not parse raises ``ConfigError``, and so does, through ``refuse_unknown``, a ``VLLM_OMNI_*`` that is not declared here:
+not parse raises ``ConfigError``, and so does, through ``reject_unknown``, a ``VLLM_OMNI_*`` that is not declared here:
 a misspelt variable would otherwise do nothing in silence.
 """
 
@@ -134,7 +134,7 @@ def __getattr__(name: str) -> object:
         raise ConfigError(f"environment variable {name}={text!r}: must be {exc} ({variable.meaning})") from None
 
 
-def refuse_unknown(environ: Mapping[str, str] | None = None) -> None:
+def reject_unknown(environ: Mapping[str, str] | None = None) -> None:
     """Raise ``ConfigError`` for a ``VLLM_OMNI_*`` of ``environ`` (default: this process's) not declared here."""
     for name in sorted(os.environ if environ is None else environ):
         if name.startswith(PREFIX) and name not in VARIABLES:

@@ -78,7 +78,7 @@ def load_config(
     Raises:
         ConfigError: the message names the file and line (or flag), the key, the nearest valid name and the valid range.
     """
-    envs.refuse_unknown()
+    envs.reject_unknown()
     model = os.fspath(model)
     layers = []
     if deploy_config is not None:

@@ -1,0 +1,74 @@
+"""Metrics of a server's graph: requests in it, whether its stages are up, and what its instances did."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_omni.engine.instances import InstanceGroup
+from vllm_omni.engine.latency_metrics import LatencyMetrics
+from vllm_omni.engine.metrics import STAGE_LABEL
+from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.flow import GraphRuntime
+from vllm_omni.process.status import StageState
+
+
+def collect(
+    runtime: GraphRuntime,
+    engines: Collection[StageEngine],
+    nodes: Collection[StageNode],
+    latency_metrics: LatencyMetrics,
+) -> Iterator[Metric]:
+    """Collect the metrics of one server, when Prometheus asks for them."""
+    yield from latency_metrics.collect()
+    yield from _runtime_metrics(runtime)
+    yield from _health_metrics(engines)
+    if groups := [node for node in nodes if isinstance(node, InstanceGroup)]:
+        yield from _instance_metrics(groups)
+
+
+def _runtime_metrics(runtime: GraphRuntime) -> Iterator[Metric]:
+    statistics = runtime.statistics()
+    for name, meaning, value in (
+        ("num_open_calls", "Requests that the graph is running.", statistics.num_open_calls),
+        (
+            "num_running_activations",
+            "Stages at work on a request, over all requests.",
+            statistics.num_running_activations,
+        ),
+        ("num_buffered_frames", "Chunks not yet read by their stage or user.", statistics.num_buffered_frames),
+    ):
+        yield GaugeMetricFamily(f"vllm_omni:{name}", meaning, value)
+
+
+def _health_metrics(engines: Iterable[StageEngine]) -> Iterator[Metric]:
+    is_up = GaugeMetricFamily("vllm_omni:stage_up", "1 while the stage's engine is alive.", labels=[STAGE_LABEL])
+    restarts = _counter("stage_restarts", "Restarts of a stage's engine.")
+    for engine in engines:
+        status = engine.current_status()
+        is_up.add_metric([engine.name], int(status.state is StageState.RUNNING))
+        restarts.add_metric([engine.name], status.num_restarts)
+    yield from (is_up, restarts)
+
+
+def _instance_metrics(groups: Iterable[InstanceGroup]) -> Iterator[Metric]:
+    tasks = _counter("instance_tasks", "Tasks assigned to an instance.")
+    encoded = _counter("images_encoded", "Images that the instances of a stage encoded.")
+    found = _counter("images_found", "Images that had been encoded before.")
+    migrated = _counter("kv_migrations", "KV caches that migrated.")
+    redone = _counter("tasks_redone", "Tasks assigned to a second instance.")
+    for group in groups:
+        statistics = group.statistics()
+        for name, number in statistics.num_tasks.items():
+            tasks.add_metric([name], number)
+        encoded.add_metric([group.name], statistics.num_encoded)
+        found.add_metric([group.name], statistics.images.num_hits)
+        migrated.add_metric([group.name], statistics.num_migrations)
+        redone.add_metric([group.name], statistics.num_redone)
+    yield from (tasks, encoded, found, migrated, redone)
+
+
+def _counter(name: str, meaning: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"vllm_omni:{name}", meaning, labels=[STAGE_LABEL])

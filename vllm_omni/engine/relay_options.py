@@ -1,0 +1,73 @@
+"""``make_relay_options``: how a stage publishes tensors for other stages, for its instances and for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_omni import envs
+from vllm_omni.config import EdgeConfig, OmniConfig
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.errors import ConfigError
+from vllm_omni.flow import ENTRY, StaticPlan
+from vllm_omni.relay.hub import RelayOptions
+from vllm_omni.relay.select import Placement, choose_backend
+
+
+def make_relay_options(
+    engine: StageEngine, plan: StaticPlan, config: OmniConfig, num_ranks: Callable[[str], int]
+) -> RelayOptions:
+    """Choose the transport of one engine, from the edges of the graph and the deployment.
+
+    Args:
+        num_ranks: by stage: how many processes of it read each tensor.
+
+    Raises:
+        ConfigError: settings that one publisher cannot combine.
+    """
+    deployment = engine.config.deployment
+    num_bytes = envs.VLLM_OMNI_RELAY_BYTES
+    if engine.instance is not None:
+        num_bytes = deployment.relay_bytes or num_bytes
+    if not engine.kind.generates_tokens:
+        return RelayOptions(choose_backend("auto", Placement(), f"{engine.name}->user"), num_bytes)
+    device = engine.vllm_config.device_config.device_type
+    placement = Placement(devices=(device, device))
+    targets = _readers(engine, plan)
+    if targets:
+        edges = [config.edge(engine.config.name, target) for target in sorted(targets)]
+        edge = edges[0]
+        transport = choose_backend(_common_transport(engine, edges), placement, f"{edge.source}->{edge.target}")
+        num_readers = sum(map(num_ranks, targets))
+        is_streamed = edge.stream and len(targets) == 1
+        return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
+    if engine.instance is None:
+        return RelayOptions()
+    transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
+    return RelayOptions(transport, num_bytes, host=envs.VLLM_OMNI_RELAY_HOST)
+
+
+def _readers(engine: StageEngine, plan: StaticPlan) -> set[str]:
+    """The stages that read rows of this one."""
+    return {
+        plan.nodes[edge.target].role
+        for edge in plan.edges
+        if ENTRY not in (edge.source, edge.target)
+        and plan.nodes[edge.source].role == engine.config.name
+        and edge.source_field in engine.spec.publishing_fields
+    }
+
+
+def _common_transport(engine: StageEngine, edges: Sequence[EdgeConfig]) -> str:
+    """The transport that the deployment gives to all edges, and to the instances, of one publisher."""
+    if len({(edge.transport, edge.stream, edge.credits) for edge in edges}) > 1:
+        names = ", ".join(f"{edge.source}->{edge.target}" for edge in edges)
+        raise ConfigError(f"edges {names}: a stage publishes once: give them one transport, stream and credits")
+    edge, between = edges[0], engine.config.deployment.transport
+    if engine.instance is None or between == "auto":
+        return edge.transport
+    if edge.transport not in ("auto", between):
+        raise ConfigError(
+            f"stage {edge.source!r}: epd.transport = {between!r}, but edge {edge.source}->{edge.target} has "
+            f"{edge.transport!r}: an instance publishes once: give them one transport"
+        )
+    return between

@@ -1,0 +1,106 @@
+"""``start_engines``: start a server's engines in their processes, supervise them, and end them together."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from msgspec import to_builtins
+
+from vllm_omni import envs
+from vllm_omni.engine.metrics import METRICS
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.errors import StageFailed
+from vllm_omni.model_executor.step_threads import NUM_STAGES
+from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.supervisor import Supervisor, in_thread
+from vllm_omni.process.tether import ServerTether
+from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
+
+logger = logging.getLogger(__name__)
+
+# How long a failed start waits for the processes that it ended; they need no more than a moment.
+START_ABORTED_TIMEOUT_S = 10.0
+
+
+class RunningEngines:
+    """Supervised engines and their run directory."""
+
+    def __init__(self, engines: Iterable[StageEngine], run_directory: RunDirectory) -> None:
+        self._engines = list(engines)
+        self._run_directory = run_directory
+        self._supervisors = [Supervisor(engine, run_directory) for engine in self._engines]
+        self.server_id = str(run_directory.path)  # tells the servers of a process apart
+
+    def shutdown(self) -> None:
+        """End the engines and remove the run directory; does nothing in a child that the user's program forked."""
+        _shutdown(self._engines, self._supervisors, self._run_directory)
+
+
+def start_engines(
+    engines: Mapping[str, StageEngine], options: Mapping[str, RelayOptions], hub: RelayHub
+) -> RunningEngines:
+    """Start all engines at once; on any failure, including Ctrl-C, end those that started.
+
+    Args:
+        options: how each engine publishes.
+        hub: the front end's.
+
+    Raises:
+        StageFailed: an engine did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
+    """
+    # Stages share the cores (model_executor/step_threads.py): a waiting thread must not keep one busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    run_directory = RunDirectory()
+    starts: dict[str, Future[None]] = {}
+    try:
+        with run_directory.inherited():
+            for name, engine in engines.items():
+                tether = ServerTether(run_directory.path, name)
+                tether[NUM_STAGES] = len(engines)
+                tether[OPTIONS] = to_builtins(options[name])
+                starts[name] = in_thread(engine.start, tether, hub)
+            _await_starts(starts)
+    except BaseException:
+        _shutdown(engines.values(), [], run_directory)
+        # Processes that are still starting end with the directory; wait, so that they do not outlive this call.
+        wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
+        raise
+    return RunningEngines(engines.values(), run_directory)
+
+
+def _await_starts(starts: Mapping[str, Future[None]]) -> None:
+    """Wait until all have started; raises the error of the first that fails."""
+    timeout_s = envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S
+    done, pending = wait(starts.values(), timeout_s, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    for name, future in starts.items():
+        if future in pending:
+            raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
+
+
+def _shutdown(engines: Iterable[StageEngine], supervisors: Sequence[Supervisor], run_directory: RunDirectory) -> None:
+    if os.getpid() != run_directory.server_pid:  # a fork of the user's program, at its end
+        return
+    for supervisor in supervisors:  # before the engines, whose end would look like a failure
+        supervisor.stop()
+    for supervisor in supervisors:
+        supervisor.join()
+    try:
+        with ThreadPoolExecutor(thread_name_prefix="stage-shutdown") as pool:
+            pool.map(_shutdown_engine, engines)
+    except RuntimeError:  # at the interpreter's exit, no thread can be started
+        for engine in engines:
+            _shutdown_engine(engine)
+    run_directory.remove()
+    METRICS.remove_server(str(run_directory.path))
+
+
+def _shutdown_engine(engine: StageEngine) -> None:
+    try:
+        engine.shutdown()
+    except Exception:  # the other stages and the directory still have to be removed
+        logger.exception("stage %s: shutdown failed", engine.name)
