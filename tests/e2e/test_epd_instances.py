@@ -28,14 +28,12 @@ from vllm_omni import OmniLLM
 from vllm_omni.config.epd import Tasks
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency import PARTS
-from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.cost import CostModel
 from vllm_omni.epd.router import Assignment, RequestState, Router
 from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
-from vllm_omni.process.run_directory import Lease
 from vllm_omni.process.status import StageState, StageStatus
 
 pytestmark = MARKS
@@ -241,7 +239,7 @@ def test_every_mix_answers_as_one_engine_does(
 
 def test_instances_that_do_not_decode_run_at_a_lower_priority(group: InstanceGroup) -> None:
     for name, engine in group.engines.items():
-        processes = [psutil.Process(pid) for pid in pids(engine)]
+        processes = [psutil.Process(pid) for pid in engine.pids()]
         workers = [child for process in processes for child in process.children(recursive=True)]
         computing = [one for one in workers if one.name().startswith("VLLM::")] or processes  # two ranks, or one
         is_nice = {one.nice() > psutil.Process().nice() for one in computing}
@@ -267,15 +265,8 @@ def test_latency_parts_of_a_split_request_sum_to_its_duration(omni: OmniLLM, gro
 # -- assignments -------------------------------------------------------------------------------------------------------
 
 
-def pids(engine: StageEngine) -> list[int]:
-    """Processes of an engine."""
-    lease = engine.vllm_config.additional_config
-    assert isinstance(lease, Lease)
-    return lease.pids
-
-
 def pause(group: InstanceGroup, *kinds: str) -> AbstractContextManager[None]:
-    return paused(*(pid for kind in kinds for pid in pids(group.engines[f"language/{kind}0"])))
+    return paused(*(pid for kind in kinds for pid in group.engines[f"language/{kind}0"].pids()))
 
 
 @pytest.mark.parametrize("cost", [None, CostModel(0.0, 1e-2, 0.0, 1e-4, 0.0, 0.0, 0.0)], ids=["tokens", "seconds"])

@@ -210,6 +210,10 @@ class StageEngine(StageNode):
         """Whether requests on the engine fail."""
         return self.llm.has_failed
 
+    def pids(self) -> list[int]:
+        """Process ids of the engine core and its workers that live."""
+        return self._started_processes().pids()
+
     def has_lost_process(self) -> bool:
         """Whether the engine core or a worker has ended."""
         return self._started_processes().has_lost_one()

@@ -36,6 +36,10 @@ class StageProcesses:
         self._started = self._find()
         self._note_shared_memory(self._started)
 
+    def pids(self) -> list[int]:
+        """The processes that live."""
+        return [process.pid for process in self._find()]
+
     def has_lost_one(self) -> bool:
         """Whether one of the processes noted, the engine core or a worker, has ended."""
         return not all(process.is_alive() for process in self._started)
