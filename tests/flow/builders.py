@@ -4,6 +4,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 
+import pytest
+
 from vllm_omni.flow import (
     Activation,
     Emission,
@@ -21,6 +23,8 @@ from vllm_omni.flow import (
     TransferFunction,
     interface,
 )
+
+over_every_link = pytest.mark.parametrize("make_runtime", ["in_process", "shuffled", "zmq"], indirect=True)
 
 TEXT, ROWS, CODES, AUDIO = "text", "hidden_states", "codec", "audio"
 
@@ -178,21 +182,21 @@ class ManualClock:
 
 
 class ShufflingLink(InProcessLink):
-    """Delivers each frame some turns of the loop later, in random order, and some of them twice."""
+    """Delivers each frame some iterations of the event loop later, in random order, and some of them twice."""
 
     def __init__(self, rng: random.Random):
         super().__init__()
         self._rng = rng
-        self._under_way: list[Frame] = []
+        self._in_flight: list[Frame] = []
 
     def send(self, frame: Frame) -> None:
         for _ in range(self._rng.choice([1, 1, 2])):
-            self._under_way.append(frame)
+            self._in_flight.append(frame)
             self._call_later(self._rng.randrange(4))
 
-    def _call_later(self, turns: int) -> None:
+    def _call_later(self, rounds: int) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._call_later, turns - 1) if turns else loop.call_soon(self._deliver_one)
+        loop.call_soon(self._call_later, rounds - 1) if rounds else loop.call_soon(self._deliver_one)
 
     def _deliver_one(self) -> None:
-        super().send(self._under_way.pop(self._rng.randrange(len(self._under_way))))
+        super().send(self._in_flight.pop(self._rng.randrange(len(self._in_flight))))

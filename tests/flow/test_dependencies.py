@@ -1,4 +1,4 @@
-"""What depends on what: joins, order, counts, choices and loops, each rule by a graph of its own, over every link.
+"""Joins, order, counts, choices and loops: each rule has a graph of its own.
 
 The three problems are those of Omni-Flow section 3, the three cases those of its appendix A.
 """
@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from tests.flow.builders import FunctionNode, read, read_payloads, spin
+from tests.flow.builders import FunctionNode, ManualClock, over_every_link, read, read_payloads, spin
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest
 from vllm_omni.flow import Emission, EndReason, Field, GlobalParameters, Graph, Role, Scheduling, interface
 from vllm_omni.flow.run.credit import WINDOW
@@ -58,7 +58,7 @@ class EitherEach(Role):
 
 
 def emit(*yields):
-    """A node that yields what it is told: each is a dict of fields."""
+    """A node with the given yields: each yield is a dict of fields."""
 
     async def forward(activation):
         for fields in yields:
@@ -77,7 +77,7 @@ async def gather(activation):
 
 
 def tell(delays=None):
-    """A node that tells what it has read, after as many turns of the loop as ``delays`` says for its path."""
+    """A node that emits a description of its inputs, ``delays[path]`` iterations of the event loop later."""
 
     async def forward(activation):
         what = await gather(activation)
@@ -135,6 +135,7 @@ FRAMES = [{"y": k, "z": k} for k in range(3)]
 # ---- the three problems ----
 
 
+@over_every_link
 async def test_problem_1_paths_of_one_frame_meet_however_fast_they_are(make_runtime):
     nodes = {"source": emit(*FRAMES), "left": pass_on(delay=7), "right": pass_on(), "join": tell()}
     runtime = make_runtime(make_diamond(), nodes)
@@ -150,8 +151,8 @@ async def test_problem_2_outputs_come_in_the_order_of_production(make_runtime):
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:0", "x:1", "x:2"]}
 
 
-@pytest.mark.parametrize("num_images", [0, 1, 5])
-async def test_problem_3_a_join_waits_for_as_many_paths_as_the_request_has(make_runtime, num_images):
+@over_every_link
+async def test_problem_3_join_waits_for_the_number_of_paths_of_the_request(make_runtime):
     class Parser(Role):
         run = interface([["x"]], {"image": STREAM, "text": TEXT, "num_images": TEXT})
 
@@ -164,18 +165,24 @@ async def test_problem_3_a_join_waits_for_as_many_paths_as_the_request_has(make_
     text = graph.role(Each, "embedding").run(x=parts.text)
     diffusion = graph.role(Diffusion, "diffusion").run(text=text.y, image=encoded.y, num_images=parts.num_images)
     graph.output(y=diffusion.y)
-    images = [{"image": f"i{k}"} for k in range(num_images)]
+
+    async def parse(activation):
+        yield [Emission("text", "t"), Emission("num_images", num_images)]
+        for number in range(num_images):
+            yield Emission("image", f"i{number}")
+
     nodes = {
-        "parser": emit({"text": "t", "num_images": num_images}, *images),
+        "parser": FunctionNode(parse),
         "encoder": tell({(0,): 9}),
         "embedding": pass_on(delay=4),
         "diffusion": tell(),
     }
     runtime = make_runtime(graph, nodes)
-    expected = ",".join(f"x:i{k}" for k in range(num_images))
-    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {
-        "y": [f"text:t image:{expected} num_images:{num_images}"]
-    }
+    for num_images in (0, 1, 5):
+        expected = ",".join(f"x:i{k}" for k in range(num_images))
+        assert await read_payloads(runtime.open(f"c{num_images}", {"x": 0}, {"y"})) == {
+            "y": [f"text:t image:{expected} num_images:{num_images}"]
+        }
 
 
 # ---- appendix A ----
@@ -196,6 +203,7 @@ async def test_case_2_frames_of_one_frame_gather_in_one_bucket_in_order(make_run
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:k.0,k.1,k.2 b:k"]}
 
 
+@over_every_link
 async def test_case_3_frames_of_frames_gather_in_the_bucket_of_theirs(make_runtime):
     nodes = {"source": emit(*FRAMES), "left": repeat(3), "right": repeat(2), "join": tell()}
     runtime = make_runtime(make_diamond("ordered", "spread", "spread"), nodes)
@@ -220,10 +228,11 @@ async def test_frames_of_frames_of_frames_gather_in_the_order_of_their_paths(mak
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0.0,x:0.1,x:1.0,x:1.1 b:z"]}
 
 
-# ---- what is not there ----
+# ---- unreachable ----
 
 
-async def test_join_of_a_frame_without_one_of_its_fields_is_dead_and_the_others_are_not(make_runtime):
+@over_every_link
+async def test_join_of_a_frame_without_one_of_its_fields_is_unreachable_alone(make_runtime):
     nodes = {
         "source": emit({"y": 0, "z": 0}, {"y": 1}, {"y": 2, "z": 2}),
         "left": tell(),
@@ -234,7 +243,7 @@ async def test_join_of_a_frame_without_one_of_its_fields_is_dead_and_the_others_
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0 b:x:0", "a:x:2 b:x:2"]}
 
 
-async def test_output_below_a_dead_join_ends_as_unreachable(make_runtime):
+async def test_output_below_an_unreachable_join_ends_as_unreachable(make_runtime):
     nodes = {"source": emit({"y": 0}), "left": tell(), "right": tell(), "join": tell()}
     runtime = make_runtime(make_diamond(), nodes)
     (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
@@ -248,7 +257,7 @@ async def test_source_that_yields_nothing_ends_everything_below(make_runtime):
     assert end.reason is EndReason.UNREACHABLE
 
 
-async def test_death_passes_through_a_chain(make_runtime):
+async def test_unreachability_passes_through_a_chain(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
     first = graph.role(All, "first").run(x=source.whole)
@@ -258,7 +267,7 @@ async def test_death_passes_through_a_chain(make_runtime):
     assert end.reason is EndReason.UNREACHABLE
 
 
-async def test_field_of_several_sources_does_without_those_that_are_not_there(make_runtime):
+async def test_field_of_several_sources_skips_those_without_frames(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
     last = graph.role(All, "last")
@@ -324,6 +333,7 @@ async def test_session_node_runs_one_activation_at_a_time(make_runtime):
     assert most == 1
 
 
+@over_every_link
 async def test_first_group_wins_for_each_frame(make_runtime):
     late = asyncio.Event()
 
@@ -347,7 +357,7 @@ async def test_first_group_wins_for_each_frame(make_runtime):
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0", "a:x:1"]}
 
 
-async def test_other_group_is_taken_where_the_first_is_dead(make_runtime):
+async def test_other_group_wins_where_the_first_is_unreachable(make_runtime):
     nodes = {"source": emit({"y": 0}, {"z": 1}, {"y": 2}), "left": tell(), "right": tell(), "either": tell()}
     runtime = make_runtime(make_either("first"), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["a:x:0", "b:x:1", "a:x:2"]}
@@ -370,11 +380,11 @@ def make_agent(interface="think"):
     return graph
 
 
-def think(num_turns, calls=1, delay=0):
+def think(num_iterations, calls=1, delay=0):
     async def forward(activation):
         what = await gather(activation)
         yield Emission("y", f"{activation.iteration} {what}")
-        if activation.iteration < num_turns:
+        if activation.iteration < num_iterations:
             for number in range(calls):
                 yield Emission("call", number)
         for _ in range(delay):
@@ -384,15 +394,16 @@ def think(num_turns, calls=1, delay=0):
     return FunctionNode(forward)
 
 
-@pytest.mark.parametrize("num_turns", [0, 1, 4])
-async def test_loop_runs_until_its_node_does_not_lead_on(make_runtime, num_turns):
-    runtime = make_runtime(make_agent(), {"thinker": think(num_turns, delay=3), "tool": tell()})
-    payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
-    turns = ["0 question:q", *(f"{turn} result:x:0" for turn in range(1, num_turns + 1))]
-    assert payloads == [part for turn in turns for part in (turn, ".")]
+async def test_loop_runs_until_its_node_does_not_emit_the_field_that_leads_back(make_runtime):
+    for num_iterations in (0, 1, 4):
+        runtime = make_runtime(make_agent(), {"thinker": think(num_iterations, delay=3), "tool": tell()})
+        payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
+        expected = ["0 question:q", *(f"{number} result:x:0" for number in range(1, num_iterations + 1))]
+        assert payloads == [part for each in expected for part in (each, ".")]
 
 
-async def test_turn_waits_for_all_that_the_turn_before_set_off(make_runtime):
+@over_every_link
+async def test_iteration_waits_for_all_activations_of_the_one_before(make_runtime):
     runtime = make_runtime(make_agent(), {"thinker": think(2, calls=3), "tool": tell({(0,): 9})})
     payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
     assert [one for one in payloads if one != "."] == [
@@ -402,7 +413,7 @@ async def test_turn_waits_for_all_that_the_turn_before_set_off(make_runtime):
     ]
 
 
-async def test_turns_are_bounded_by_what_the_interface_declares(make_runtime):
+async def test_number_of_iterations_is_bounded_by_max_iterations(make_runtime):
     nodes = {"thinker": think(1000), "tool": tell()}
     runtime = make_runtime(make_agent("twice"), nodes)
     await read_payloads(runtime.open("c", {"x": "q"}, {"y"}))
@@ -410,8 +421,9 @@ async def test_turns_are_bounded_by_what_the_interface_declares(make_runtime):
     assert [one.path for one in nodes["thinker"].activations] == [(), (ITERATION,), (ITERATION, ITERATION)]
 
 
-async def test_turn_streams_into_the_next_one_far_beyond_a_window(make_runtime):
-    """What comes of the second turn is ahead of its place, which must not hold back the first."""
+@over_every_link
+async def test_iteration_streams_into_the_next_one_far_beyond_a_window(make_runtime):
+    """Frames of the second iteration arrive early, which must not hold back the first one."""
     num = 3 * WINDOW
 
     async def stream(activation):
@@ -430,7 +442,7 @@ async def test_turn_streams_into_the_next_one_far_beyond_a_window(make_runtime):
     assert payloads == [*range(num), *[0] * num]
 
 
-async def test_turns_are_counted_for_the_loop_that_a_node_is_part_of(make_runtime):
+async def test_iterations_are_counted_for_the_loop_of_the_node(make_runtime):
     graph = Graph("g")
     one, two = graph.role(Thinker, "one"), graph.role(Thinker, "two")
     first = one.think(question=graph.placeholder("x"))
@@ -445,7 +457,7 @@ async def test_turns_are_counted_for_the_loop_that_a_node_is_part_of(make_runtim
     assert sorted(one.iteration for one in nodes["two"].activations) == [0, 0, 0, 1, 1, 1]
 
 
-async def test_unreachable_is_not_told_around_a_loop_forever(make_runtime):
+async def test_unreachable_ends_at_the_header_of_a_loop(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
     thinker = graph.role(Thinker, "thinker")
@@ -457,7 +469,7 @@ async def test_unreachable_is_not_told_around_a_loop_forever(make_runtime):
     assert end.reason is EndReason.UNREACHABLE
 
 
-async def test_loop_for_each_frame_keeps_the_order_of_frames_and_then_of_turns(make_runtime):
+async def test_loop_for_each_frame_keeps_the_order_of_frames_then_of_iterations(make_runtime):
     class ThinkEach(Role):
         think = interface([["question"], ["result"]], {"call": STREAM, "y": STREAM}, inputs={"question": TEXT})
 
@@ -478,8 +490,9 @@ async def test_loop_for_each_frame_keeps_the_order_of_frames_and_then_of_turns(m
 # ---- faults ----
 
 
+@over_every_link
 @pytest.mark.parametrize("broken", ["source", "left", "join"])
-async def test_node_that_raises_fails_the_call_where_nobody_can_do_without_it(make_runtime, broken):
+async def test_node_that_raises_fails_the_call_if_it_has_no_alternative(make_runtime, broken):
     nodes = {"source": emit(*FRAMES), "left": tell(), "right": tell(), "join": tell()}
     nodes[broken] = FunctionNode(raise_at_once)
     runtime = make_runtime(make_diamond(), nodes)
@@ -492,13 +505,13 @@ async def raise_at_once(activation):
     yield
 
 
-async def test_node_that_raises_is_done_without_where_a_group_remains(make_runtime):
+async def test_call_continues_with_the_other_group_of_a_node_that_raises(make_runtime):
     nodes = {"source": emit({"y": 0, "z": 0}), "left": FunctionNode(raise_at_once), "right": tell(), "either": tell()}
     runtime = make_runtime(make_either("first"), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0"]}
 
 
-async def test_node_that_raises_is_done_without_where_a_field_has_another_source(make_runtime):
+async def test_call_continues_with_the_other_source_of_a_field(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
     last = graph.role(All, "last")
@@ -517,7 +530,8 @@ async def test_node_that_raises_fails_the_call_where_each_group_fires_by_itself(
         await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
 
 
-async def test_reader_of_a_stream_that_breaks_off_meets_the_error_where_its_node_could_be_done_without(make_runtime):
+@over_every_link
+async def test_reader_of_a_stream_that_breaks_off_gets_the_error_of_an_optional_node(make_runtime):
     async def break_off(activation):
         yield Emission("y", 1)
         raise GraphError("broken")
@@ -545,13 +559,14 @@ async def test_call_fails_if_no_group_remains(make_runtime):
         await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
 
 
+@over_every_link
 async def test_field_that_was_not_declared_makes_the_rest_unreachable_by_error(make_runtime):
     nodes = {"source": emit({"y": 0, "z": 0}), "left": emit({"yy": 0}), "right": tell(), "either": tell()}
     runtime = make_runtime(make_either("first"), nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["b:x:0"]}
 
 
-async def test_field_yielded_twice_at_once_is_refused(make_runtime):
+async def test_field_yielded_twice_at_once_is_rejected(make_runtime):
     async def twice(activation):
         yield [Emission("y", 1), Emission("y", 2)]
 
@@ -561,6 +576,7 @@ async def test_field_yielded_twice_at_once_is_refused(make_runtime):
         await read_payloads(runtime.open("c", {"x": 0}, {"y"}))
 
 
+@over_every_link
 async def test_abort_ends_buckets_that_wait_and_activations_that_run(make_runtime):
     async def hang(activation):
         await asyncio.get_running_loop().create_future()
@@ -578,7 +594,8 @@ async def test_abort_ends_buckets_that_wait_and_activations_that_run(make_runtim
 # ---- back-pressure ----
 
 
-async def test_forks_that_nobody_follows_are_held_back(make_runtime, request):
+@over_every_link
+async def test_fork_is_held_back_by_its_unfinished_activations(make_runtime, request):
     gate = asyncio.Event()
 
     async def wait(activation):
@@ -599,9 +616,10 @@ async def test_forks_that_nobody_follows_are_held_back(make_runtime, request):
     assert len([one for one in (await read_payloads(call))["y"] if one]) == 10 * WINDOW
 
 
+@over_every_link
 @pytest.mark.parametrize("scheduling", ["run", "ordered"])
 async def test_slow_path_of_a_join_does_not_lock_the_fast_one(make_runtime, scheduling):
-    """Far more frames than a window, of which one path is late for all."""
+    """Far more frames than a window, all of them late on one path."""
     num = 3 * WINDOW
 
     async def hold(activation):
@@ -619,6 +637,7 @@ async def test_slow_path_of_a_join_does_not_lock_the_fast_one(make_runtime, sche
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": [f"a:{numbers} b:{numbers}"]}
 
 
+@over_every_link
 async def test_session_node_whose_first_activation_is_late_does_not_lock_its_source(make_runtime):
     nodes = {
         "source": emit(*({"y": k, "z": k} for k in range(3 * WINDOW))),
@@ -631,7 +650,7 @@ async def test_session_node_whose_first_activation_is_late_does_not_lock_its_sou
     assert payloads == [f"a:x:{k} b:x:{k}" for k in range(3 * WINDOW)]
 
 
-async def test_fork_whose_joins_are_all_dead_is_not_held_back(make_runtime):
+async def test_fork_whose_joins_are_unreachable_is_not_held_back(make_runtime):
     graph = Graph("g")
     source = graph.role(Source, "source").run(x=graph.placeholder("x"))
     graph.output(y=graph.role(JoinEach, "join").run(a=source.y, b=source.z).y)
@@ -655,8 +674,8 @@ async def test_fork_whose_frames_lose_every_choice_is_not_held_back(make_runtime
     assert len([one for one in payloads if one]) == 3 * WINDOW * (2 if interface == "run" else 1)
 
 
-async def test_fork_that_nobody_hears_any_more_ends(make_runtime):
-    """It has sent its last frame and still waits for room, when the outputs have ended without it."""
+async def test_fork_without_readers_ends(make_runtime):
+    """It has sent its last frame and still waits for credit when the outputs have ended without it."""
     graph = Graph("g")
     x = graph.placeholder("x")
     source = graph.role(Source, "source").run(x=x)
@@ -695,7 +714,8 @@ async def test_fork_that_nobody_hears_any_more_ends(make_runtime):
 # ---- calls, graphs, parameters ----
 
 
-async def test_graph_call_is_over_when_what_completes_it_has_ended(make_runtime):
+@over_every_link
+async def test_graph_call_is_over_when_the_outputs_that_complete_it_have_ended(make_runtime):
     async def hang(activation):
         await asyncio.get_running_loop().create_future()
         yield
@@ -711,7 +731,7 @@ async def test_graph_call_is_over_when_what_completes_it_has_ended(make_runtime)
         await asyncio.sleep(0.001)
 
 
-async def test_unknown_entry_is_told(make_runtime):
+async def test_unknown_entry_is_rejected(make_runtime):
     graph = make_diamond()
     graph.graph_call("pair", ["y"])
     runtime = make_runtime(graph, {name: tell() for name in ("source", "left", "right", "join")})
@@ -721,6 +741,7 @@ async def test_unknown_entry_is_told(make_runtime):
         runtime.open("c", {"x": 0}, {"y"}, entry="pair")
 
 
+@over_every_link
 async def test_one_node_serves_two_graphs(make_runtime):
     one, two = Graph("one"), Graph("two")
     shared = one.role(All, "shared")
@@ -761,6 +782,7 @@ async def test_calls_of_a_session_share_its_parameters_until_it_ends(make_runtim
 # ---- identity ----
 
 
+@over_every_link
 async def test_buckets_of_two_calls_do_not_mix(make_runtime):
     async def echo(activation):
         async for chunk in activation.inputs["x"]:
@@ -806,18 +828,24 @@ async def test_slow_branch_does_not_hold_back_its_sibling(make_runtime):
     assert got[:3] == ["fast"] * 3
 
 
-async def test_join_that_waits_for_a_node_that_hangs_meets_the_deadline_of_its_call(make_runtime):
+@over_every_link
+async def test_deadline_names_the_nodes_that_hang(make_runtime):
     async def hang(activation):
         await asyncio.get_running_loop().create_future()
         yield
 
     nodes = {"source": emit(*FRAMES), "left": tell(), "right": FunctionNode(hang), "join": tell()}
-    runtime = make_runtime(make_diamond(), nodes)
+    clock = ManualClock()
+    call = make_runtime(make_diamond(), nodes, clock=clock).open("c", {"x": 0}, {"y"}, deadline_s=1)
+    while len(nodes["right"].activations) < len(FRAMES) or call.running_nodes != {"right.run"}:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    clock.advance(1)
     with pytest.raises(DeadlineExceeded, match=r"nodes still running: right.run; outputs not ended: y"):
-        await read_payloads(runtime.open("c", {"x": 0}, {"y"}, deadline_s=0.2))
+        await read_payloads(call)
 
 
-async def test_death_passes_through_a_long_chain(make_runtime):
+@over_every_link
+async def test_unreachability_passes_through_a_long_chain(make_runtime):
     graph = Graph("g")
     field = graph.role(Source, "source").run(x=graph.placeholder("x")).whole
     names = [f"n{number}" for number in range(200)]

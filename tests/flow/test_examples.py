@@ -1,4 +1,4 @@
-"""The example pipelines, over every link, and as the programs that they are."""
+"""The example pipelines, in tests' runtimes and as programs."""
 
 import asyncio
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.builders import read_payloads
+from tests.flow.builders import over_every_link, read_payloads
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """A module of ``examples/graphs``, as if its directory were the working one."""
+    """Import a module of ``examples/graphs`` as from its own directory."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "graphs"))
     return importlib.import_module
 
@@ -63,14 +63,24 @@ def test_every_example_has_a_case():
     assert files == set(CASES)
 
 
-@pytest.mark.parametrize("name, inputs, expected", [(name, *case) for name, cases in CASES.items() for case in cases])
-async def test_example_gives_its_outputs_in_order(load, make_runtime, name, inputs, expected):
+@pytest.mark.parametrize("name", CASES)
+async def test_example_gives_its_outputs_in_order(load, make_runtime, name):
     example = load(name)
     runtime = make_runtime(example.graph, example.make_nodes())
-    got = await read_payloads(runtime.open("c", inputs, set(expected)))
-    assert {field: [one for one in payloads if one is not None] for field, payloads in got.items()} == expected
+    for inputs, expected in CASES[name]:
+        got = await read_payloads(runtime.open("c", inputs, set(expected)))
+        assert {field: [one for one in payloads if one is not None] for field, payloads in got.items()} == expected
 
 
+@over_every_link
+async def test_example_runs_over_sockets(load, make_runtime):
+    example = load("longcat_next")
+    ((inputs, expected),) = CASES["longcat_next"]
+    runtime = make_runtime(example.graph, example.make_nodes())
+    assert await read_payloads(runtime.open("c", inputs, set(expected))) == expected
+
+
+@over_every_link
 async def test_slower_of_two_models_is_cancelled(load, make_runtime):
     example = load("speculative")
     nodes = example.make_nodes()

@@ -99,6 +99,11 @@ class GraphCall:
         await self._closed.wait()
         self._outputs.drop_unread()
 
+    @property
+    def running_nodes(self) -> frozenset[str]:
+        """The nodes with activations in flight."""
+        return frozenset(activity.node for activity in self._tracker.inflight) - {ENTRY}
+
     # ---- for the runtime ----
 
     @property
@@ -200,13 +205,13 @@ class GraphCall:
             logger.warning("call %r: node %r raised while the call was closed", self.call_id, node, exc_info=error)
 
     def _expire(self, elapsed_s: float) -> None:
-        inflight = self._tracker.inflight
-        nodes = ", ".join(sorted({activity.node for activity in inflight if activity.node != ENTRY}))
         waits = "" if self._started else f"it still waited for another call of session {self.session!r}; "
+        nodes = ", ".join(sorted(self.running_nodes)) or "none"
+        outputs = ", ".join(self._outputs.open) or "none"
         self.stop(
             DeadlineExceeded(
-                f"call {self.call_id!r} is not done after {elapsed_s:.3g} s; {waits}nodes still running: "
-                f"{nodes or 'none'}; outputs not ended: {', '.join(self._outputs.open) or 'none'}"
+                f"call {self.call_id!r} is not done after {elapsed_s:.3g} s; {waits}"
+                f"nodes still running: {nodes}; outputs not ended: {outputs}"
             )
         )
 
