@@ -183,7 +183,8 @@ def test_a_bad_request_is_refused_before_its_stream_begins(server: Server) -> No
 
 
 @pytest.mark.parametrize(
-    ("body", "said"), [(b"{", "no JSON"), (b"[]", "must be an object"), (b"", "no JSON"), (b"\xff", "no JSON")]
+    ("body", "said"),
+    [(b"{", "not valid JSON"), (b"[]", "must be an object"), (b"", "not valid JSON"), (b"\xff", "not valid JSON")],
 )
 def test_a_body_that_is_no_object_is_refused(server: Server, body: bytes, said: str) -> None:
     response = httpx.post(server.url + "/v1/images/generations", content=body, timeout=60)

@@ -1,10 +1,9 @@
-"""Builds tiny random checkpoints of diffusers pipelines, offline, in the layout of the real ones.
+"""Build tiny random checkpoints of diffusers pipelines, offline, in the layout of the real ones.
 
-The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. The classes and the
-scheduler's settings are the real ones, and so are the VAE's compression and its latent channels where nothing else is
-said; widths and depths are not.
-Its weights are random but not arbitrary: pictures are neither flat nor saturated, and prompt, seed, guidance and the
-number of steps each show in them.
+The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. Classes, scheduler
+settings and, unless noted, the VAE's compression and latent channels are the real ones; widths and depths are not. The
+random weights are scaled so that pictures are neither flat nor saturated, and depend on prompt, seed, guidance and the
+number of steps.
 
     vllm-omni tiny qwen-image DIRECTORY [--seed 1]
 
@@ -25,18 +24,18 @@ from vllm_omni.testing import diffusion_images, diffusion_videos
 if TYPE_CHECKING:
     from torch import Generator, nn
 
-# Pattern of a parameter's name, which begins with the class of its model -> how much wider it is than usual: fan-in
-# scaling, and 0.1 for a bias.
+# Pattern of a parameter's name, prefixed with its model's class -> gain over the usual scale: fan-in scaling, and 0.1
+# for a bias.
 GAINS = {
-    # Sharper attention tells the words of a prompt apart, where even attention would see their mean alone.
+    # Sharper attention distinguishes the words of a prompt; even attention would read only their mean.
     r"\.(attention|attn)\d?\.norm_(added_)?[qk]\.": 1.5,
-    # Guidance 7 multiplies what the text changes; without this a waveform would grow from step to step.
+    # Guidance 7 amplifies the effect of the text; without this a waveform would grow from step to step.
     r"^StableAudioDiTModel\.proj_out\.": 0.2,
-    # These normalize vectors of 4 to 16 channels: one that is almost zero would multiply rounding by its inverse.
+    # These normalize vectors of 4 to 16 channels: one near zero would amplify rounding by its inverse.
     r"^AutoencoderKL(QwenImage|Wan)\..*(conv\d|conv_in|conv_shortcut|resample\.1|time_conv)\.bias$": 3.0,
-    # Fifteen residual units in a row would multiply rounding by a thousand.
+    # Fifteen residual units in a row would amplify rounding a thousandfold.
     r"^AutoencoderOobleck\..*res_unit\d\.conv2\.": 0.1,
-    # Sound within -1..1, and pictures that are seldom black or white.
+    # For sound within -1..1, and pictures that are rarely black or white.
     r"^AutoencoderOobleck\.decoder\.conv2\.": 0.5,
     r"^AutoencoderKLHunyuanVideo\.decoder\.conv_out\.": 0.6,
 }
@@ -45,21 +44,21 @@ PIPELINES = tuple(sorted(MAKERS))
 
 
 def build(path: Path, name: str, *, seed: int = 0) -> Path:
-    """Write a checkpoint in float32 into ``path``, which is made if need be; the same arguments give the same bytes.
+    """Write a checkpoint in float32 into the directory ``path``; the same arguments give the same bytes.
 
     Args:
-        name: of ``PIPELINES``.
+        name: one of ``PIPELINES``.
         seed: of the weights.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: no pipeline has that name.
+        ValueError: the name is unknown.
         MissingDependency: diffusers is not installed.
     """
     if name not in PIPELINES:
-        raise ValueError(f"no tiny pipeline {name!r}: {suggest(name, PIPELINES)}")
+        raise ValueError(f"unknown tiny pipeline {name!r}: {suggest(name, PIPELINES)}")
     try:
         import diffusers  # noqa: F401 - the makers use it
         import torch
@@ -70,7 +69,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
 
     from vllm_omni.diffusion.loading import no_progress_bars
 
-    with torch.random.fork_rng(devices=[]):  # the libraries draw from the global generator while they construct
+    with torch.random.fork_rng(devices=[]):  # constructing consumes random numbers of the global generator
         pipeline = MAKERS[name]()
     generator = torch.Generator().manual_seed(seed)
     for component in sorted(pipeline.components):
@@ -84,14 +83,14 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
 
 
 def randomize(module: nn.Module, generator: Generator) -> None:
-    """Overwrite every parameter. The libraries' own small standard deviations and zeros would hide what went in."""
+    """Overwrite every parameter: the libraries' small standard deviations and zeros would hide the inputs."""
     import torch
 
     for owner_name, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             gain = get_gain(f"{type(module).__name__}.{owner_name}.{name}")
-            if isinstance(owner, torch.nn.Embedding) or not parameter.requires_grad:  # the latter: random frequencies
+            if isinstance(owner, torch.nn.Embedding) or not parameter.requires_grad:  # the latter: frequencies
                 parameter.copy_(noise)
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.1 * gain)
@@ -102,5 +101,5 @@ def randomize(module: nn.Module, generator: Generator) -> None:
 
 
 def get_gain(name: str) -> float:
-    """How much wider than usual the parameter of this name is."""
+    """Gain over the usual scale of the parameter of this name."""
     return next((gain for pattern, gain in GAINS.items() if re.search(pattern, name)), 1.0)

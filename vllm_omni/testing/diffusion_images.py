@@ -1,4 +1,4 @@
-"""One function for each tiny pipeline that makes pictures: the real classes and settings, narrow and shallow.
+"""Makers of the tiny pipelines for images: real classes and settings, few and narrow layers.
 
 Weights are those of construction; ``tiny.build`` overwrites them.
 """
@@ -14,10 +14,10 @@ from vllm_omni.testing import diffusion_text as tiny_text
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Of Qwen-Image, Wan 2.1 and Wan 2.2 A14B: 8x8 pixels, and 4 frames in Wan's, are one latent of 16 channels.
+# VAE of Qwen-Image, Wan 2.1 and Wan 2.2 A14B: 8x8 pixels, and 4 frames in Wan's, are one latent of 16 channels.
 WAN_VAE: dict[str, Any] = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1}
-# The editing pipelines bring every input to 1024 x 1024 pixels, or as many: 7 s in a tiny checkpoint too. With 16x16
-# pixels a latent, and without residual blocks in the encoder, it is 1 s.
+# The editing pipelines scale every input to about 1024 x 1024 pixels, which takes 7 s even in a tiny checkpoint; with
+# 16x16 pixels per latent and no residual blocks in the encoder, 1 s.
 EDIT_VAE: dict[str, Any] = {
     "base_dim": 8,
     "z_dim": 16,
@@ -43,7 +43,7 @@ def make_qwen_image_edit() -> DiffusionPipeline:
 
 
 def make_qwen_image_edit_plus() -> DiffusionPipeline:
-    """Qwen/Qwen-Image-Edit-2511: of several images."""
+    """Qwen/Qwen-Image-Edit-2511, for several images."""
     import diffusers
 
     parts = make_qwen_image_parts(diffusers.QwenImageEditPlusPipeline, EDIT_VAE, zero_cond_t=True)
@@ -51,7 +51,7 @@ def make_qwen_image_edit_plus() -> DiffusionPipeline:
 
 
 def make_qwen_image_parts(pipeline_class: Any, vae_config: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """What the pipelines of Qwen-Image have in common; ``config`` is of the transformer."""
+    """Components that the pipelines of Qwen-Image share; ``config`` is of the transformer."""
     import diffusers
 
     tokenizer = make_tokenizer_of(pipeline_class)
@@ -81,13 +81,13 @@ def make_qwen_image_parts(pipeline_class: Any, vae_config: dict[str, Any], **con
 
 
 def make_tokenizer_of(pipeline_class: Any) -> Any:
-    """Qwen's, with the words of the class's own prompt template."""
+    """Make Qwen's tokenizer with the words of the class's own prompt template."""
     names = inspect.signature(pipeline_class).parameters
     return tiny_text.make_qwen_tokenizer(pipeline_class(**dict.fromkeys(names)).prompt_template_encode)
 
 
 def make_flux_vae(**config: Any) -> Any:
-    """8x8 pixels are one latent of 16 channels, in the layout of FLUX.1's; Z-Image and SD3 have it too."""
+    """VAE of FLUX.1, Z-Image and SD3: 8x8 pixels are one latent of 16 channels."""
     import diffusers
 
     config = {"scaling_factor": 0.3611, "shift_factor": 0.1159} | config
@@ -190,7 +190,7 @@ def make_sd3() -> DiffusionPipeline:
         tokenizer=tokenizers[0],
         text_encoder_2=tiny_text.make_clip(tokenizers[1], projection=True, hidden_act="gelu"),
         tokenizer_2=tokenizers[1],
-        # The encodings of the two CLIPs, side by side and filled up with zeros, follow T5's: it must not be narrower.
+        # The encodings of the two CLIPs, concatenated and padded with zeros, follow T5's, which must not be narrower.
         text_encoder_3=tiny_text.make_t5(tokenizer_3, width=64),
         tokenizer_3=tokenizer_3,
     )
@@ -212,7 +212,7 @@ def make_flux2_klein() -> DiffusionPipeline:
             use_dynamic_shifting=True,
         ),
         vae=diffusers.AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4),
-        # The pipeline puts the hidden states after layers 9, 18 and 27 side by side.
+        # The pipeline concatenates the hidden states after layers 9, 18 and 27.
         text_encoder=tiny_text.make_qwen3(tokenizer, causal=True, num_hidden_layers=27, hidden_size=16),
         tokenizer=tokenizer,
         transformer=diffusers.Flux2Transformer2DModel(
@@ -230,7 +230,7 @@ def make_flux2_klein() -> DiffusionPipeline:
 
 
 def make_longcat_image() -> DiffusionPipeline:
-    """meituan-longcat/LongCat-Image. ``enable_prompt_rewrite=False`` spares a call the random text of the encoder."""
+    """meituan-longcat/LongCat-Image. ``enable_prompt_rewrite=False`` skips a rewrite by the (random) encoder."""
     import diffusers
 
     tokenizer = tiny_text.make_qwen_tokenizer()
@@ -272,14 +272,14 @@ def make_hunyuan_image() -> DiffusionPipeline:
             in_channels=3,
             out_channels=3,
             latent_channels=16,
-            block_out_channels=(32,)
-            * 6,  # the least for norms of 32 groups; the real one's 64 latent channels need 128
+            # 32 is the least for norms of 32 groups; the real one's 64 latent channels need 128.
+            block_out_channels=(32,) * 6,
             layers_per_block=1,
             spatial_compression_ratio=32,
             sample_size=384,
             scaling_factor=0.75289,
         ),
-        # The pipeline takes the last but two hidden state.
+        # The pipeline reads the third hidden state from the end.
         text_encoder=tiny_text.make_qwen_vl(tokenizer, num_hidden_layers=3),
         tokenizer=tokenizer,
         text_encoder_2=tiny_text.make_t5(tokenizer_2),
@@ -293,7 +293,7 @@ def make_hunyuan_image() -> DiffusionPipeline:
             num_single_layers=2,
             num_refiner_layers=1,
             text_embed_dim=32,
-            # A projection of the second encoding is 16 MB at any width; as wide as the transformer, it needs none.
+            # No projection of the second encoding, which would be 16 MB at any width: it is as wide as the transformer.
             text_embed_2_dim=None,
             rope_axes_dim=(8, 8),
         ),

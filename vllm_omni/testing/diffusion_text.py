@@ -1,7 +1,8 @@
-"""Tokenizers and text encoders of tiny checkpoints: the real classes, built without a file.
+"""Makers of the tokenizers and text encoders of tiny checkpoints: real classes, built without a file.
 
-A tokenizer knows single characters and, where a pipeline cuts off the tokens of its template by their number, the words
-of that template: the cut falls where it does in the real checkpoint, and a prompt is about as many tokens as bytes.
+A vocabulary is single characters and, where a pipeline removes the tokens of its prompt template by their number, the
+words of that template, so that it removes the same text as in the real checkpoint. A prompt is about as many tokens as
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ QWEN_CHAT_TEMPLATE = """\
 
 
 def make_qwen_tokenizer(template: str = "system user assistant") -> PreTrainedTokenizerBase:
-    """Qwen2's; the words of ``template`` are one token each, as they are in the real vocabulary."""
+    """Make Qwen2's tokenizer; the words of ``template`` are one token each, as in the real vocabulary."""
     from transformers import Qwen2Tokenizer
 
     vocab, merges = make_byte_level_vocabulary(template, QWEN_SPECIAL_TOKENS)
@@ -49,7 +50,7 @@ def make_qwen_tokenizer(template: str = "system user assistant") -> PreTrainedTo
 
 
 def make_llama_tokenizer(template: str) -> PreTrainedTokenizerBase:
-    """Llama 3's; as ``make_qwen_tokenizer``."""
+    """Make Llama 3's tokenizer; otherwise as ``make_qwen_tokenizer``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -74,14 +75,14 @@ def make_llama_tokenizer(template: str) -> PreTrainedTokenizerBase:
 def make_byte_level_vocabulary(
     template: str, special_tokens: list[str]
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The ids of all bytes, of the words of ``template`` and their beginnings, and of special tokens; the merges."""
+    """Make the ids of all bytes, the words of ``template`` and their prefixes, and special tokens; and the merges."""
     from tokenizers import pre_tokenizers
 
     for token in [*special_tokens, "{}"]:
         template = template.replace(token, "\0")
     split = make_word_splitter().pre_tokenize_str
-    # Every word is put together from its left: t h e -> th e -> the. Those which begin with a space come first, or the
-    # beginning of another would be found within them.
+    # Every word is merged from its left: t h e -> th e -> the. Words that start with a space come first; else the
+    # prefix of another word would be merged within them.
     words = sorted(
         {word for part in template.split("\0") for word, _ in split(part)},
         key=lambda word: (not word.startswith("Ġ"), word),
@@ -92,14 +93,14 @@ def make_byte_level_vocabulary(
 
 
 def make_word_splitter() -> PreTokenizer:
-    """How Qwen2's tokenizer takes a text apart; Llama 3's differs from it in numbers of several digits alone."""
+    """Make Qwen2's pre-tokenizer; Llama 3's differs only in numbers of several digits."""
     from transformers import Qwen2Tokenizer
 
     return Qwen2Tokenizer(vocab={"a": 0}).backend_tokenizer.pre_tokenizer
 
 
 def make_clip_tokenizer() -> PreTrainedTokenizerBase:
-    """A token per byte; one that ends a word is another token."""
+    """Make CLIP's tokenizer: a token per byte, another one where it ends a word."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
@@ -109,7 +110,7 @@ def make_clip_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, *, num_hidden_layers: int = 2) -> PreTrainedModel:
-    """The text encoder of Qwen-Image: Qwen2.5-VL with its vision tower."""
+    """Make the text encoder of Qwen-Image: Qwen2.5-VL with its vision tower."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text_config = {
@@ -120,7 +121,7 @@ def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, *, num_hidden_layers: int =
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 128000,
-        # Sums to half of a head.
+        # The sum is half of a head.
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
         "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
         "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
@@ -149,7 +150,7 @@ def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, *, num_hidden_layers: int =
 
 
 def make_qwen_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Qwen2-VL's. An image becomes at most 16 tokens: the real one's 16,384 would be most of a small test's work."""
+    """Make Qwen2-VL's processor. An image becomes at most 16 tokens; the real 16,384 would dominate a small test."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     return Qwen2VLProcessor(
@@ -161,7 +162,7 @@ def make_qwen_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin
 
 
 def make_t5_tokenizer(max_length: int = 512) -> PreTrainedTokenizerBase:
-    """A piece per printable ASCII character; any other is unknown."""
+    """Make a tokenizer with a piece per printable ASCII character; others are unknown."""
     from transformers import T5Tokenizer
 
     pieces = ["<pad>", "</s>", "<unk>", "▁", *PRINTABLE]
@@ -176,7 +177,7 @@ def make_byt5_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def make_gemma_tokenizer() -> PreTrainedTokenizerBase:
-    """A token per printable ASCII character, and those of the bytes for any other."""
+    """Make a tokenizer with a token per printable ASCII character; others are the tokens of their bytes."""
     from transformers import GemmaTokenizer
 
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
@@ -185,7 +186,7 @@ def make_gemma_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def t5_sizes(tokenizer: PreTrainedTokenizerBase, width: int) -> dict[str, Any]:
-    """What the configurations of T5 and UMT5 have in common."""
+    """Sizes that the configurations of T5 and UMT5 share."""
     return {
         "vocab_size": len(tokenizer),
         "d_model": width,
@@ -215,12 +216,12 @@ def make_t5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedMo
 
 
 def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the configurations of Qwen3 and Llama have in common."""
+    """Sizes that the configurations of Qwen3 and Llama share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
-        # The pipelines take the last but one or the last but two hidden state.
+        # The pipelines read the second or third hidden state from the end.
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -232,7 +233,7 @@ def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def make_qwen3(tokenizer: PreTrainedTokenizerBase, *, causal: bool = False, **sizes: int) -> PreTrainedModel:
-    """With its output head if ``causal``; ``sizes`` are of the configuration, over ``decoder_sizes``."""
+    """Make Qwen3, with its output head if ``causal``; ``sizes`` override ``decoder_sizes``."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
     rope = {"rope_type": "default", "rope_theta": 1e6}

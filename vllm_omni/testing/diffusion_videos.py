@@ -1,4 +1,4 @@
-"""One function for each tiny pipeline that makes video or sound: the real classes and settings, narrow and shallow.
+"""Makers of the tiny pipelines for video and sound: real classes and settings, few and narrow layers.
 
 Weights are those of construction; ``tiny.build`` overwrites them.
 """
@@ -48,7 +48,7 @@ def make_wan22_t2v() -> DiffusionPipeline:
 
 
 def make_wan22_i2v() -> DiffusionPipeline:
-    """Wan-AI/Wan2.2-I2V-A14B-Diffusers: the transformers see 16 latent channels, 16 of the image and 4 of a mask."""
+    """Wan-AI/Wan2.2-I2V-A14B-Diffusers: the transformers read 16 latent channels, 16 of the image and 4 of a mask."""
     import diffusers
 
     tokenizer = tiny_text.make_t5_tokenizer()
@@ -133,7 +133,7 @@ def make_ltx() -> DiffusionPipeline:
 
 
 def make_stable_audio() -> DiffusionPipeline:
-    """stabilityai/stable-audio-open-1.0, for 16 latents: 0.74 s at 44.1 kHz. The pipeline computes all, always."""
+    """stabilityai/stable-audio-open-1.0, for 16 latents: 0.74 s at 44.1 kHz, always all computed."""
     import diffusers
 
     tokenizer = tiny_text.make_t5_tokenizer(max_length=128)

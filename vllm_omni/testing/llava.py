@@ -1,7 +1,7 @@
-"""Builds a tiny random LLaVA-1.5 checkpoint, offline, in the layout of the published ones.
+"""Build a tiny random LLaVA-1.5 checkpoint, offline, in the layout of the published ones.
 
-The result loads wherever the real checkpoint does: transformers' model and processor, and vLLM. Its weights are random
-but not arbitrary: each image is answered with tokens of its own. Its words are w0, w1, ...; any other is unknown to it.
+The result loads wherever the real checkpoint does: transformers' model and processor, and vLLM. Its random weights are
+scaled so that each image is answered with other tokens. Its vocabulary is the words w0, w1, ...
 
     vllm-omni tiny llava-1.5 DIRECTORY [--seed 1]
 """
@@ -42,7 +42,7 @@ class Shape:
     image_size: int = 56
     patch_size: int = 14
     tower_hidden_size: int = 32
-    num_tower_layers: int = 6  # of which the last is not computed: LLaVA takes what the one before it gives
+    num_tower_layers: int = 6  # the last is not computed: LLaVA reads the output of the one before
     num_tower_heads: int = 2
     hidden_size: int = 64
     num_layers: int = 2
@@ -64,7 +64,7 @@ NUM_TOWER_LAYERS = TINY.num_tower_layers
 def build(directory: Path, shape: Shape = TINY, *, seed: int = 0) -> Path:
     """Write a checkpoint in float32 into ``directory``; the same arguments give the same bytes.
 
-    In a prompt an image's place is ``<image>``. Returns ``directory``.
+    A prompt marks the place of an image with ``<image>``. Returns ``directory``.
     """
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": shape.image_size},
@@ -95,7 +95,7 @@ def build(directory: Path, shape: Shape = TINY, *, seed: int = 0) -> Path:
 
 
 def make_tokenizer(shape: Shape, special_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Words are w0, w1, ...; the special ones come last."""
+    """Make a tokenizer of the words w0, w1, ...; the special ones come last."""
     words = ["<unk>", "<s>", "</s>", "<pad>", IMAGE]
     words += [f"w{number}" for number in range(shape.vocab_size - len(words) - len(special_words))]
     words += special_words
@@ -136,18 +136,18 @@ def make_text_config(shape: Shape) -> LlamaConfig:
 
 
 def spread(weight: torch.Tensor) -> torch.Tensor:
-    """Transformers' own spread is so small that every image would be answered alike."""
+    """Random weights wider than transformers' own, with which every image would be answered alike."""
     return torch.randn_like(weight) / weight[0].numel() ** 0.5 if weight.dim() > 1 else weight.contiguous()
 
 
 def write_weights(model: nn.Module, directory: Path) -> None:
-    """Under the names of published checkpoints."""
+    """Write the weights under the names of published checkpoints."""
     weights = {_old_name(name): spread(weight) for name, weight in model.float().state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _old_name(name: str) -> str:
-    """As published LLaVA checkpoints, and so vLLM, name it."""
+    """Name of a weight in published LLaVA checkpoints, which vLLM reads."""
     name = name.removeprefix("model.")
     if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model."):
         return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
