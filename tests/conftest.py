@@ -4,14 +4,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests import shared_memory
+from tests import machine, shared_memory
 from tests.engine_groups import place_of
+from tests.shared_engines import SharedEngines
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
 for name, value in {
@@ -39,6 +40,59 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item][:2])  # stable: the order within a file stays
     for item, (_, _, group) in places.items():
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """State first what this machine lacks and which tests are left out for it."""
+    if hasattr(config, "workerinput"):  # the controller reports once for all workers of pytest-xdist
+        return []
+    return ["what this machine lacks:", *(f"  {line}" for line in machine.report())]
+
+
+# -- shared engines (tests/shared_engines.py) --------------------------------------------------------------------------
+
+_ENGINES = pytest.StashKey[SharedEngines]()
+_HAS_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def shared_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SharedEngines:
+    engines = request.config.stash[_ENGINES] = SharedEngines(tmp_path_factory)
+    return engines
+
+
+@pytest.fixture
+def engines(shared_engines: SharedEngines) -> Iterator[SharedEngines]:
+    """The worker's shared engines; those that the test uses must be idle after it."""
+    yield shared_engines
+    shared_engines.check()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[_HAS_FAILED] = True
+    if report.when == "teardown" and (engines := item.config.stash.get(_ENGINES, None)):
+        engines.end_test(has_failed=item.stash.get(_HAS_FAILED, False))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        engines = item.config.stash.get(_ENGINES, None)
+        if engines and (nextitem is None or _group(nextitem) != _group(item)):
+            engines.stop()
+
+
+def _group(item: pytest.Item) -> str:
+    return place_of(item.nodeid.partition("::")[0])[2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def pytest_sessionfinish() -> None:

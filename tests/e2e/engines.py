@@ -27,6 +27,7 @@ STOCK: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 8,
     "block_size": 32,
+    "num_gpu_blocks_override": 512,  # 16 MB rather than the 1 GiB of VLLM_CPU_KVCACHE_SPACE, which would be zeroed
     "limit_mm_per_prompt": {"image": 2},
 }
 """A stock engine's."""

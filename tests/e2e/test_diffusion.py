@@ -15,7 +15,8 @@ import torch
 from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
-from vllm_omni import AsyncOmni
+from tests.shared_engines import QWEN_IMAGE, STABLE_AUDIO, SharedEngines, on_the_loop_of
+from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import CallAborted, InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -89,17 +90,14 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 SIZE = {"height": 64, "width": 64}
 
 
-@pytest.fixture(scope="module")
-async def image_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
-    # With the row cache, whose threshold nothing meets: a request may have another.
-    overrides = ["diffusion.diffusion.max_pixels=65536", "diffusion.diffusion.cache_threshold=1e-9"]
-    async with started(checkpoints("qwen-image"), stage_overrides=overrides) as omni:
-        yield omni
+@pytest.fixture
+def image_omni(engines: SharedEngines) -> OmniLLM:
+    return engines.get(QWEN_IMAGE)
 
 
 @pytest.fixture(scope="module")
-def image_pipeline(checkpoints: Callable[[str], Path]) -> Any:
-    return load_reference(checkpoints("qwen-image"))
+def image_pipeline(shared_engines: SharedEngines) -> Any:
+    return load_reference(shared_engines.directory(QWEN_IMAGE) / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +120,14 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@on_the_loop_of("image_omni")
 async def test_an_image_is_the_one_that_diffusers_makes(image_omni: AsyncOmni, image_reference: Reference) -> None:
     prompt, params = MIXED[1]
     images = (await answer(image_omni, prompt, **SIZE, **params))["images"]
     assert difference(images, image_reference(prompt, **params)) < TOLERANCE
 
 
+@on_the_loop_of("image_omni")
 async def test_the_pixels_are_those_floats_rounded(image_omni: AsyncOmni, image_reference: Reference) -> None:
     prompt, params = MIXED[0]
     images = (await answer(image_omni, prompt, **SIZE, **params, output_type="media"))["images"]
@@ -135,12 +135,14 @@ async def test_the_pixels_are_those_floats_rounded(image_omni: AsyncOmni, image_
     assert difference(images, image_reference(prompt, **params) * 255) < 0.5 + 255 * TOLERANCE
 
 
+@on_the_loop_of("image_omni")
 async def test_the_same_request_twice_is_bitwise_the_same(image_omni: AsyncOmni) -> None:
     prompt, params = MIXED[2]
     first, second = [(await answer(image_omni, prompt, **SIZE, **params))["images"] for _ in range(2)]
     assert torch.equal(first, second)
 
 
+@on_the_loop_of("image_omni")
 async def test_requests_that_join_a_batch_one_by_one_get_what_they_get_alone(
     image_omni: AsyncOmni, image_reference: Reference
 ) -> None:
@@ -169,6 +171,7 @@ async def test_requests_that_join_a_batch_one_by_one_get_what_they_get_alone(
     assert shared, f"no forward was shared: {before} -> {after}"
 
 
+@on_the_loop_of("image_omni")
 async def test_requests_of_several_sizes_are_served_together(image_omni: AsyncOmni, image_reference: Reference) -> None:
     sizes = [(64, 64), (32, 64), (64, 64), (96, 32)]
     params = [{"height": height, "width": width, "num_inference_steps": 3} for height, width in sizes]
@@ -179,6 +182,7 @@ async def test_requests_of_several_sizes_are_served_together(image_omni: AsyncOm
         assert difference(ours["images"], image_reference("a red cat", **one, seed=seed)) < TOLERANCE, one
 
 
+@on_the_loop_of("image_omni")
 async def test_a_cached_image_is_the_one_that_diffusers_makes_with_its_own_cache(
     image_omni: AsyncOmni, image_pipeline: Any, image_reference: Reference
 ) -> None:
@@ -202,6 +206,7 @@ async def test_a_cached_image_is_the_one_that_diffusers_makes_with_its_own_cache
     assert after["num_rows_reused"] > before["num_rows_reused"]
 
 
+@on_the_loop_of("image_omni")
 async def test_output_i_of_several_has_seed_plus_i(image_omni: AsyncOmni, image_reference: Reference) -> None:
     images = (await answer(image_omni, "a red cat", **SIZE, num_inference_steps=3, seed=7, num_outputs_per_prompt=3))[
         "images"
@@ -211,6 +216,7 @@ async def test_output_i_of_several_has_seed_plus_i(image_omni: AsyncOmni, image_
         assert difference(image[None], alone) < TOLERANCE, index
 
 
+@on_the_loop_of("image_omni")
 async def test_fields_by_name_are_parameters_too(image_omni: AsyncOmni, image_reference: Reference) -> None:
     fields = {**SIZE, "num_inference_steps": 2, "seed": 5, "output_type": "float"}
     outputs = [one async for one in image_omni.generate("a red cat", fields)]
@@ -218,12 +224,14 @@ async def test_fields_by_name_are_parameters_too(image_omni: AsyncOmni, image_re
     assert difference(outputs[-1].multimodal_output["images"], alone) < TOLERANCE
 
 
+@on_the_loop_of("image_omni")
 async def test_latents_come_as_the_pipeline_has_them(image_omni: AsyncOmni) -> None:
     output = await answer(image_omni, "a red cat", **SIZE, num_inference_steps=2, seed=1, output_type="latents")
     assert output["latents"].dtype == torch.float32
     assert "images" not in output
 
 
+@on_the_loop_of("image_omni")
 async def test_progress_is_told_to_whom_asked(image_omni: AsyncOmni) -> None:
     params = {"seed": 2, "num_inference_steps": 60}
     told, silent = await asyncio.gather(
@@ -238,6 +246,7 @@ async def test_progress_is_told_to_whom_asked(image_omni: AsyncOmni) -> None:
     assert [one.finished for one in silent] == [True]
 
 
+@on_the_loop_of("image_omni")
 async def test_a_preview_comes_every_so_many_steps(image_omni: AsyncOmni) -> None:
     outputs = await outputs_of(image_omni, "a red cat", **SIZE, num_inference_steps=61, seed=1, preview_every=2)
     previews = {one.multimodal_output["step"]: one.multimodal_output["preview"] for one in outputs[:-1]}
@@ -259,6 +268,7 @@ async def test_a_preview_comes_every_so_many_steps(image_omni: AsyncOmni) -> Non
     ],
     ids=["steps", "size", "limit", "argument", "value", "image", "ids", "type"],
 )
+@on_the_loop_of("image_omni")
 async def test_a_bad_request_fails_alone_with_a_reason(
     image_omni: AsyncOmni, image_reference: Reference, prompt: Any, params: dict[str, Any], said: str
 ) -> None:
@@ -274,6 +284,7 @@ async def test_a_bad_request_fails_alone_with_a_reason(
 
 
 @pytest.mark.parametrize("num_steps_before", [0, 1, 3])
+@on_the_loop_of("image_omni")
 async def test_an_abort_ends_one_request_and_no_other(
     image_omni: AsyncOmni, image_reference: Reference, num_steps_before: int
 ) -> None:
@@ -307,6 +318,7 @@ async def test_an_abort_ends_one_request_and_no_other(
 
 
 @pytest.mark.parametrize("level", [1, 2])
+@on_the_loop_of("image_omni")
 async def test_a_request_goes_on_behind_a_sleep_where_it_was(
     image_omni: AsyncOmni, image_reference: Reference, level: int
 ) -> None:
@@ -378,14 +390,14 @@ async def test_a_video_can_be_aborted_in_a_worker(video_omni: AsyncOmni) -> None
 # -- sound: Stable Audio, in a worker process -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-async def audio_omni(checkpoints: Callable[[str], Path]) -> AsyncIterator[AsyncOmni]:
-    async with started(checkpoints("stable-audio"), stage_overrides=["diffusion.executor_class=mp"]) as omni:
-        yield omni
+@pytest.fixture
+def audio_omni(engines: SharedEngines) -> OmniLLM:
+    return engines.get(STABLE_AUDIO)
 
 
+@on_the_loop_of("audio_omni")
 async def test_sounds_that_join_a_batch_are_those_of_diffusers_and_a_bad_request_ends_no_worker(
-    audio_omni: AsyncOmni, checkpoints: Callable[[str], Path]
+    audio_omni: AsyncOmni, engines: SharedEngines
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [
         ("a dog barks", {"seed": 1, "num_inference_steps": 5}),
@@ -398,7 +410,7 @@ async def test_sounds_that_join_a_batch_are_those_of_diffusers_and_a_bad_request
         return_exceptions=True,
     )
     assert isinstance(bad, InvalidRequest)
-    pipeline = load_reference(checkpoints("stable-audio"))
+    pipeline = load_reference(engines.directory(STABLE_AUDIO) / "checkpoint")
     for (prompt, params), sound in zip(requests, sounds, strict=True):
         assert isinstance(sound, dict)
         generator = torch.Generator().manual_seed(params.pop("seed"))

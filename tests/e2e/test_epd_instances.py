@@ -1,7 +1,7 @@
 """A tiny LLaVA-1.5 as six instances, of which each test uses some: every mix answers as one upstream engine does.
 
-One instance has two ranks, so that caches travel to more ranks than they come from, and to fewer. The last test kills
-instances one after the other; those before it need all of them.
+The last test kills instances one after the other; those before it need all of them. An instance with two ranks is in
+``test_epd_ranks.py``.
 """
 
 import asyncio
@@ -39,7 +39,6 @@ from vllm_omni.process.status import StageState, StageStatus
 pytestmark = MARKS
 
 MIX = "E:1,P:1,D:1,EP:1,ED:1,PD:1"
-TWO_RANKS = {"PD": {"tensor_parallel_size": 2}}
 LONG = 200
 CHOICES = ["w7", "w9"]
 MUCH_WORK = RequestSize(num_embeds=0, num_prompt_tokens=10**6, num_reply_tokens=0)
@@ -97,8 +96,7 @@ def omni(llava_checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # what is killed stays down
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
-        epd = {"instances": MIX, "engine_args": TWO_RANKS}
-        with OmniLLM(llava_checkpoint, **STOCK, epd=epd, log_stats=True) as omni:
+        with OmniLLM(llava_checkpoint, **STOCK, epd=MIX, log_stats=True) as omni:
             yield omni
 
 
@@ -206,8 +204,6 @@ def tasks_since(group: InstanceGroup, before: Any) -> dict[str, int]:
         ("ED|P", "ED0", "ED0"),
         ("E|PD", "E0", "PD0"),
         ("PD", "PD0", "PD0"),
-        ("E|PD=P|D", "E0", "D0"),  # from two ranks to one
-        ("E|P|PD=D", "E0", "PD0"),  # from one rank to two
     ],
 )
 def test_every_mix_answers_as_one_engine_does(
@@ -254,8 +250,8 @@ def test_latency_parts_of_a_split_request_sum_to_its_duration(omni: OmniLLM, gro
         parts = output.latency_parts["language"]
         assert tuple(parts) == PARTS
         assert all(seconds >= 0 for seconds in parts.values())
-        # The clocks of three processes and of this one.
-        assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], rel=0.05, abs=0.02)
+        # The clocks of three processes and of this one; on busy cores, each waits tens of milliseconds in between.
+        assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], rel=0.05, abs=0.1)
         assert parts["prefill_execution"] and parts["pd_migration"] and parts["decode_execution"]
     of_encode = ("encode_queueing", "encode_execution", "ep_migration")
     assert all(image.latency_parts["language"][part] for part in of_encode)
@@ -376,7 +372,7 @@ def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
     omni: OmniLLM, group: InstanceGroup, stock: Stock
 ) -> None:
     """The other instance pulls the same pages."""
-    reroute(group, admission_timeout_s=0.2)
+    reroute(group, admission_timeout_s=1.0)
 
     async def run(other_work: Assignment) -> list[int]:
         reading = asyncio.create_task(collect(omni, "moved", 0, LONG))

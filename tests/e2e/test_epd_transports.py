@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests import machine
+from tests.contract.relays import BACKENDS
 from tests.e2e.engines import MARKS, STOCK, greedy, stock_answers, tokens_of
 from tests.e2e.test_epd_instances import count_leases, make_prompts
 from vllm_omni import OmniLLM
@@ -37,7 +39,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
 def test_embeddings_and_pages_go_over_any_transport(
     transport: str, checkpoint: Path, expected: list[list[int]]
 ) -> None:
-    # However slow the machine is: what is not pulled in time would be computed again.
+    if needs := BACKENDS[transport].needs:
+        machine.require(needs)
+    # A long timeout for slow machines: what is not pulled in time would be computed again.
     epd = {"instances": "E:1,P:1,D:1", "transport": transport, "relay_bytes": 64 << 20, "admission_timeout_s": 300}
     with OmniLLM(checkpoint, **STOCK, epd=epd) as omni:
         assert tokens_of(omni.generate(PROMPTS, greedy(), use_tqdm=False)) == expected

@@ -15,10 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import machine
 from tests.documents import ROOT, read_blocks
-from tests.entrypoints.openai.conftest import Server, run_example, serve, wait_for
 from tests.media.test_image import decode
-from vllm_omni.testing import diffusion as tiny
+from tests.server import Server, run_example, wait_for
+from tests.shared_engines import IMAGE_SERVER, SharedEngines
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
@@ -29,31 +30,24 @@ SMALL = {"prompt": "a red cat", "size": "64x48", "seed": 7, "num_inference_steps
 LONG = {**SMALL, "num_inference_steps": 900}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("images") / "qwen-image", "qwen-image")
+@pytest.fixture
+def server(engines: SharedEngines) -> Server:
+    return engines.get(IMAGE_SERVER)
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = ["max_pixels=65536", "max_steps=1000", "max_outputs=4"]
-    flags = [f"--stage=diffusion.diffusion.{limit}" for limit in limits]
-    with serve(checkpoint, tmp_path_factory.mktemp("server") / "log", *flags) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> list[torch.Tensor]:
+def alone(shared_engines: SharedEngines) -> list[torch.Tensor]:
     """The pixels [H, W, 3] that diffusers makes of ``SMALL`` with its seed and with the next."""
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
+    pipeline = DiffusionPipeline.from_pretrained(
+        shared_engines.directory(IMAGE_SERVER) / "checkpoint", torch_dtype=torch.float32
+    )
     pipeline.set_progress_bar_config(disable=True)
     images = []
     for seed in (7, 8):
@@ -355,6 +349,7 @@ def test_the_example_of_a_client(server: Server, tmp_path: Path) -> None:
 
 def test_the_requests_of_the_guide(server: Server, tmp_path: Path) -> None:
     """As they stand but for the server's address."""
+    machine.require("curl")
     blocks = read_blocks(ROOT / "docs" / "diffusion.md")
     (curl,) = [command for block in blocks for command in block.commands if command[0] == "curl"]
     (program,) = [block.text for block in blocks if block.is_program and "OpenAI" in block.text]

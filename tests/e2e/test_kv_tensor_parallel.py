@@ -1,6 +1,6 @@
 """A tiny Llama's pages go between engines of one rank and of two that have the same head.
 
-With a head for each rank they go through the router, in ``test_epd_instances.py``.
+With a head for each rank they go through the router, in ``test_epd_ranks.py``.
 """
 
 from collections.abc import Iterator

@@ -44,8 +44,8 @@ def test_parts_of_an_image_and_a_text_sum_to_what_they_took(llm: OmniLLM) -> Non
         parts = output.latency_parts[STAGE]
         assert tuple(parts) == PARTS
         assert all(seconds >= 0 for seconds in parts.values())
-        # The two clocks of a process, a moment before and behind.
-        assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], rel=0.05, abs=0.02)
+        # The front end's clock and the engine's; on busy cores, a process waits tens of milliseconds in between.
+        assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], rel=0.05, abs=0.1)
         if index % 2 == 0:
             assert parts["encode_queueing"] and parts["encode_execution"]
         else:
@@ -76,7 +76,7 @@ def test_several_answers_of_one_request_have_parts_of_their_whole(llm: OmniLLM) 
     (output,) = ask(llm, make_prompt(12, has_image=True), n=2, temperature=1.0, seed=0)
     assert len(output.outputs) == 2
     parts = output.latency_parts[STAGE]
-    assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], abs=0.05)
+    assert sum(parts.values()) == pytest.approx(output.stage_durations["total"], rel=0.05, abs=0.1)
     assert parts["encode_execution"] and parts["prefill_execution"] and parts["decode_execution"]
 
 

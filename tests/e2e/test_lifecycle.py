@@ -321,8 +321,8 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     num_sockets = len(program.sockets())
     processes[1].kill()
     died = "stage 'language': (restarting: )?its engine has died: .+"
-    program.wait_for_event(f"request failed: {died}", timeout_s=5)
-    program.wait_for_event("unhealthy: stage 'language': restarting: its engine .+", timeout_s=5)
+    program.wait_for_event(f"request failed: {died}", END_TIMEOUT_S)
+    program.wait_for_event("unhealthy: stage 'language': restarting: its engine .+", END_TIMEOUT_S)
     program.wait_for_event(r"language has pid \d+, life 2")
     assert not any(process.is_running() for process in processes)
     assert not [path for path in shared_memory if os.path.exists(path)]

@@ -6,8 +6,9 @@ reference's two best logits closer than 1e-4), after which a greedy sequence may
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,11 @@ from vllm import envs
 from vllm.config import CompilationMode
 from vllm.sampling_params import SamplingParams
 
+from tests import machine
 from tests.reference.media import CASES, Case
 from tests.reference.qwen2_5_omni import Answer, Reference, Reply
+from tests.shared_engines import BLOCK_SIZE, QWEN, Kind, SharedEngines, is_idle, on_the_loop_of
+from vllm_omni import OmniLLM
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -34,14 +38,13 @@ TIE = 1e-4
 MAX_TOKENS, MAX_CODES = 12, 200
 FEW_CODES = 60  # where it is not the length that matters
 GREEDY = {"temperature": 0.0}
-BLOCK_SIZE = 32
 
-# The deployments differ, too, so that each path of the runner is proved: one that holds all requests at once, one that
-# cuts prompts into chunks and compiles its talker, one with room for a few requests only, which must preempt, without
-# prefix caching, and with a vocoder that decodes whole utterances. The dictionaries are of the edge to the talker and
-# of the vocoder's chunks.
+# Each deployment takes another path of the runner: one holds all requests at once; one cuts prompts into chunks and
+# compiles its talker; one has room for a few requests only, which it must preempt, has no prefix cache, and a vocoder
+# that decodes whole utterances. The dictionaries are the edge to the talker and the vocoder's chunks. The first is the
+# engine that other test files share.
 DEPLOYMENTS = {
-    "base": ((), {"transport": "inline"}, {}, 0),
+    "base": ((), {}, {}, 0),
     "wide": (
         (
             "thinker.max_num_batched_tokens=1024",
@@ -69,10 +72,12 @@ CASES_OF = {"base": CASES, "wide": [*CASES[:2], *CASES[2::2]], "deep": [*CASES[:
 class Pair(NamedTuple):
     """The same checkpoint on both sides."""
 
+    llm: OmniLLM
     omni: AsyncOmni
     reference: Reference
     cases: list[Case]
     chunks: dict[str, int]  # of the vocoder
+    outputs: list[OmniRequestOutput]
 
     def repetition_penalty(self, index: int) -> float:
         """None for every other request of a batch, the model's own for the rest; not the same in each deployment."""
@@ -84,15 +89,10 @@ class Pair(NamedTuple):
         return self.reference.vocode_windows(codes, speaker, **self.chunks)
 
 
-@pytest.fixture(
-    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("wide", "deep"))]
-)
-async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    stage_overrides, edge, chunks, seed = DEPLOYMENTS[request.param]
-    path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param, seed=seed)
-    omni = await asyncio.to_thread(
-        AsyncOmni,
-        path,
+def start_deployment(name: str, directory: Path) -> OmniLLM:
+    stage_overrides, edge, chunks, seed = DEPLOYMENTS[name]
+    return OmniLLM(
+        tiny.build(directory / "checkpoint", variant=name, seed=seed),
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
@@ -103,9 +103,34 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         overrides={"edges": {"thinker->talker": edge, "talker->token2wav": {"chunks": chunks}}},
         log_stats=True,
     )
-    yield Pair(omni, Reference(path), CASES_OF[request.param], chunks)
-    await omni.orchestrator.aclose()
-    omni.shutdown()
+
+
+KINDS = {"base": QWEN, **{name: Kind(name, partial(start_deployment, name), is_idle) for name in ("wide", "deep")}}
+
+
+class Deployment(NamedTuple):
+    name: str
+    reference: Reference
+    outputs: list[OmniRequestOutput]  # the answers to all cases, once they have been asked for
+
+
+@pytest.fixture(
+    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("wide", "deep"))]
+)
+def deployment(request: pytest.FixtureRequest, shared_engines: SharedEngines) -> Iterator[Deployment]:
+    name: str = request.param
+    if name == "wide":
+        machine.require("g++")  # torch.compile
+    yield Deployment(name, Reference(shared_engines.directory(KINDS[name]) / "checkpoint"), [])
+    if name != "base":
+        shared_engines.stop(KINDS[name])
+
+
+@pytest.fixture
+def pair(deployment: Deployment, engines: SharedEngines) -> Pair:
+    name, reference, outputs = deployment
+    llm = engines.get(KINDS[name])
+    return Pair(llm, llm.engine, reference, CASES_OF[name], DEPLOYMENTS[name][2], outputs)
 
 
 class PublishedReply(NamedTuple):
@@ -191,6 +216,7 @@ def num_equal_until_tie(ours: list[int], theirs: list[int], margins: torch.Tenso
     return 1
 
 
+@on_the_loop_of("pair")
 async def test_thinker_equals_transformers_in_one_batch(pair: Pair) -> None:
     """Prompt ids, positions, token ids and hidden states, all cases in one batch: text, images, audio, video, mixed."""
     engine, hub = pair.omni.orchestrator.engines["thinker"], pair.omni.orchestrator.hub
@@ -210,19 +236,22 @@ async def test_thinker_equals_transformers_in_one_batch(pair: Pair) -> None:
     print(f"thinker: {len(replies)} replies, {num_ties} ties, hidden states within {worst:.1e}")
 
 
-@pytest.fixture(scope="module")
-async def outputs(pair: Pair) -> list[OmniRequestOutput]:
-    """The answers to all cases, which run at once."""
-    return await asyncio.gather(
-        *(
-            answer(pair.omni, case, repetition_penalty=pair.repetition_penalty(index))
-            for index, case in enumerate(pair.cases)
+async def outputs_of(pair: Pair) -> list[OmniRequestOutput]:
+    """The answers to all cases in one batch, made once for each deployment."""
+    if not pair.outputs:
+        pair.outputs[:] = await asyncio.gather(
+            *(
+                answer(pair.omni, case, repetition_penalty=pair.repetition_penalty(index))
+                for index, case in enumerate(pair.cases)
+            )
         )
-    )
+    return pair.outputs
 
 
-async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair, outputs: list[OmniRequestOutput]) -> None:
+@on_the_loop_of("pair")
+async def test_codes_and_waveform_equal_transformers_in_one_batch(pair: Pair) -> None:
     """Greedy codes over 200 steps and the waveform from the same noise."""
+    outputs = await outputs_of(pair)
     penalties = [pair.repetition_penalty(index) for index in range(len(pair.cases))]
     num_ties = num_codes = 0
     worst = 0.0
@@ -261,6 +290,7 @@ def test_the_talker_is_compiled_where_the_deployment_lets_it(pair: Pair) -> None
         assert list(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache").rglob("*")), "nothing was compiled"
 
 
+@on_the_loop_of("pair")
 async def test_rows_of_preempted_requests_are_published_once(pair: Pair) -> None:
     """Twelve long replies at a time: in the smallest cache, requests lose their blocks and are computed again."""
     engine, hub, case = pair.omni.orchestrator.engines["thinker"], pair.omni.orchestrator.hub, pair.cases[0]
@@ -275,13 +305,16 @@ async def test_rows_of_preempted_requests_are_published_once(pair: Pair) -> None
         assert (reply.rows - alone.rows).abs().max() < HIDDEN_STATE_TOLERANCE
 
 
-async def test_a_request_alone_answers_as_in_a_batch(pair: Pair, outputs: list[OmniRequestOutput]) -> None:
+@on_the_loop_of("pair")
+async def test_a_request_alone_answers_as_in_a_batch(pair: Pair) -> None:
+    outputs = await outputs_of(pair)
     index = len(pair.cases) - 1
     alone = await answer(pair.omni, pair.cases[index], repetition_penalty=pair.repetition_penalty(index))
     assert alone.outputs[0].token_ids == outputs[index].outputs[0].token_ids
     assert alone.multimodal_output["codec_ids"] == outputs[index].multimodal_output["codec_ids"]
 
 
+@on_the_loop_of("pair")
 async def test_every_speaker_equals_transformers(pair: Pair) -> None:
     case = pair.cases[0]
     for speaker in pair.omni.orchestrator.pipeline.speakers:
@@ -316,6 +349,7 @@ def given_reply(reference: Reference, prompt_token_ids: list[int], text: str) ->
     return replace(computed, prompt_ids=ids[0, :num_prompt_tokens], token_ids=token_ids)
 
 
+@on_the_loop_of("pair")
 async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair) -> None:
     """Codes and waveform of transformers' talker and vocoder for that reply, several texts at once."""
     texts = ["!", "Hello, world.", "Say <|im_end|> and <|AUDIO|>.", "Grüße, 世界!", "One two three four five. " * 6]
@@ -340,6 +374,7 @@ async def test_a_given_text_is_spoken_as_if_the_thinker_had_said_it(pair: Pair) 
         assert (audio - pair.vocode(codes, speaker)).abs().max() < WAVEFORM_TOLERANCE
 
 
+@on_the_loop_of("pair")
 async def test_the_prompt_of_a_given_text_is_the_checkpoints_template(pair: Pair) -> None:
     """A conversation without a system turn, which the template begins with the one that speech needs."""
     output = await speak(pair.omni, "Hello.", instructions="Speak slowly.")
@@ -349,6 +384,7 @@ async def test_the_prompt_of_a_given_text_is_the_checkpoints_template(pair: Pair
     assert processor.tokenizer.decode(output.prompt_token_ids) == prompt + "Hello."
 
 
+@on_the_loop_of("pair")
 async def test_a_reply_of_one_token_has_text_and_no_sound(pair: Pair) -> None:
     params = {"thinker": {**GREEDY, "max_tokens": 1}}
     outputs = [output async for output in pair.omni.generate(pair.cases[0].vllm_prompt, params)]
@@ -358,6 +394,7 @@ async def test_a_reply_of_one_token_has_text_and_no_sound(pair: Pair) -> None:
     assert "talker" not in outputs[-1].stage_durations
 
 
+@on_the_loop_of("pair")
 async def test_a_reply_of_no_visible_token_has_neither_text_nor_sound(pair: Pair) -> None:
     end = pair.omni.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     params = {"thinker": {**GREEDY, "max_tokens": MAX_TOKENS, "logit_bias": {end: 100.0}}}
@@ -366,6 +403,7 @@ async def test_a_reply_of_no_visible_token_has_neither_text_nor_sound(pair: Pair
     assert sum(len(output.multimodal_output.get("audio", ())) for output in outputs) == 0
 
 
+@on_the_loop_of("pair")
 async def test_speech_after_a_cached_prompt_equals_speech_without(pair: Pair) -> None:
     """A text answer may read the prefix cache; one with speech needs every row and must not."""
     case = pair.cases[1]
@@ -378,6 +416,7 @@ async def test_speech_after_a_cached_prompt_equals_speech_without(pair: Pair) ->
     assert again.multimodal_output["codec_ids"] == fresh.multimodal_output["codec_ids"]
 
 
+@on_the_loop_of("pair")
 async def test_nothing_is_left_after_all_requests(pair: Pair) -> None:
     statistics = pair.omni.orchestrator.runtime.statistics()
     assert statistics.num_open_calls == statistics.num_running_activations == 0

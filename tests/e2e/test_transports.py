@@ -1,6 +1,6 @@
 """Qwen2.5-Omni answers alike whatever carries the rows: three stages in three processes, held against transformers.
 
-Inline, shared memory and TCP are those of the deployments in ``test_qwen2_5_omni_parity.py``; these are the others.
+Shared memory and TCP are those of the deployments in ``test_qwen2_5_omni_parity.py``; these are the others.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ class Deployment(NamedTuple):
 
 
 DEPLOYMENTS = {
+    "inline": Deployment("inline"),
     "nixl": Deployment("nixl"),
     "mooncake": Deployment("mooncake"),
     "two ranks read": Deployment("shm", ("talker.tensor_parallel_size=2",)),

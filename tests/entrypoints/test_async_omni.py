@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from tests.reference.media import format_prompt
+from tests.shared_engines import QWEN, SharedEngines
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.process.status import StageState
@@ -23,36 +24,14 @@ SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperatu
 LONG = {"thinker": {"temperature": 0.0, "max_tokens": 300}, "talker": {"temperature": 0.0, "max_tokens": 600}}
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_checkpoint: Path, traces: Path) -> Iterator[OmniLLM]:
-    profiler = f"{{profiler: torch, torch_profiler_dir: {traces}, ignore_frontend: true}}"
-    with OmniLLM(
-        tiny_checkpoint,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        skip_mm_profiling=True,
-        log_stats=True,
-        stage_overrides=[
-            "thinker.enable_lora=true",
-            "thinker.max_lora_rank=8",
-            *(f"{name}.profiler_config={profiler}" for name in STAGES),
-        ],
-    ) as llm:
-        yield llm
+@pytest.fixture
+def llm(engines: SharedEngines) -> OmniLLM:
+    return engines.get(QWEN)
 
 
 @pytest.fixture
-def omni(llm: OmniLLM) -> Iterator[AsyncOmni]:
-    """Engines that hold nothing, before and after."""
-    yield llm.engine
-    assert llm.engine.orchestrator.runtime.statistics().num_open_calls == 0
-    assert not llm._run(llm.engine.is_paused())
+def omni(llm: OmniLLM) -> AsyncOmni:
+    return llm.engine
 
 
 async def ask(omni: AsyncOmni, params: Any = SHORT, **more: Any) -> tuple[str, list[Any]]:
@@ -190,15 +169,17 @@ def test_caches_of_every_stage_are_reset(llm: OmniLLM, omni: AsyncOmni) -> None:
     llm._run(run())
 
 
-def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, traces: Path) -> None:
+def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, engines: SharedEngines) -> None:
     async def run() -> None:
         await omni.start_profile("run")
         with pytest.raises(StageFailed, match=r"'thinker'.*already active"):
             await omni.start_profile("run")
-        await ask(omni, modalities=["audio"])
+        few = {"thinker": {"max_tokens": 3}, "talker": {"max_tokens": 4}}  # a trace of many steps is long to write
+        await ask(omni, few, modalities=["audio"])
         await omni.stop_profile()
 
     llm._run(run())
+    traces = engines.directory(QWEN) / "traces"
     for stage in STAGES:
         assert list(traces.glob(f"run_{stage}_*")), [path.name for path in traces.iterdir()]
 
@@ -234,61 +215,7 @@ def test_metrics_of_every_stage_are_in_the_registry(llm: OmniLLM, omni: AsyncOmn
     assert [value("vllm_omni:stage_up", stage) for stage in STAGES] == [1, 1, 1]
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
-    """In PEFT's layout, large enough to change the text."""
-    path = tmp_path_factory.mktemp("adapter")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for layer in range(2):
-        for module, size in (("q_proj", 64), ("v_proj", 32)):
-            name = f"base_model.model.thinker.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 64, generator=generator)
-            tensors[f"{name}.lora_B.weight"] = 4 * torch.randn(size, 8, generator=generator)
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest("adapter", 1, str(path))
-
-
-def test_an_adapter_of_the_thinker_changes_text_and_speech(llm: OmniLLM, omni: AsyncOmni, adapter: LoRARequest) -> None:
-    async def run() -> None:
-        modalities = ["text", "codec_ids"]
-        plain = await ask(omni, modalities=modalities)
-        adapted, again = await asyncio.gather(
-            ask(omni, modalities=modalities, lora_request=adapter), ask(omni, modalities=modalities)
-        )
-        assert again == plain
-        assert adapted[0] != plain[0]
-        assert adapted[1] != plain[1]
-        assert await omni.list_loras() == {1}
-        assert await omni.remove_lora(1)
-        assert await omni.list_loras() == set()
-        assert await omni.add_lora(adapter)
-        assert await omni.pin_lora(1)
-        assert await ask(omni, modalities=modalities, lora_request=adapter) == adapted
-        await omni.remove_lora(1)
-
-    llm._run(run())
-
-
-def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(llm: OmniLLM, omni: AsyncOmni) -> None:
-    async def run() -> None:
-        with pytest.raises(InvalidRequest, match=r"lora_request: .*/nowhere"):
-            await ask(omni, lora_request=LoRARequest("missing", 2, "/nowhere"))
-        with pytest.raises(StageFailed, match=r"'thinker'.*not registered"):
-            await omni.pin_lora(7)
-        assert (await ask(omni))[1]
-
-    llm._run(run())
-
-
-def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="'thinker': max_num_seqs = 4: with enable_lora on a CPU it must be 1"):
-        OmniLLM(tiny_checkpoint, stage_overrides=["thinker.enable_lora=true", "thinker.max_num_seqs=4"])
+# -- leases ------------------------------------------------------------------------------------------------------------
 
 
 async def num_leases(omni: AsyncOmni, *stages: str) -> int:
@@ -358,3 +285,80 @@ def test_a_stage_that_dies_leaves_no_lease_in_the_one_before(llm: OmniLLM, omni:
         await ask(omni)
 
     llm._run(run())
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    """In PEFT's layout, large enough to change the text."""
+    path = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(2):
+        for module, size in (("q_proj", 64), ("v_proj", 32)):
+            name = f"base_model.model.thinker.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 64, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = 4 * torch.randn(size, 8, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("adapter", 1, str(path))
+
+
+@pytest.fixture(scope="module")
+def adapting(tiny_checkpoint: Path) -> Iterator[OmniLLM]:
+    """On a CPU, a stage with adapters runs one request at a time. (In ``make test``: ``e2e/test_epd_recovery.py``.)"""
+    with OmniLLM(
+        tiny_checkpoint,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        skip_mm_profiling=True,
+        stage_overrides=["thinker.enable_lora=true", "thinker.max_lora_rank=8"],
+    ) as llm:
+        yield llm
+
+
+@pytest.mark.long
+def test_an_adapter_of_the_thinker_changes_text_and_speech(adapting: OmniLLM, adapter: LoRARequest) -> None:
+    omni = adapting.engine
+
+    async def run() -> None:
+        modalities = ["text", "codec_ids"]
+        plain = await ask(omni, modalities=modalities)
+        adapted, again = await asyncio.gather(
+            ask(omni, modalities=modalities, lora_request=adapter), ask(omni, modalities=modalities)
+        )
+        assert again == plain
+        assert adapted[0] != plain[0]
+        assert adapted[1] != plain[1]
+        assert await omni.list_loras() == {1}
+        assert await omni.remove_lora(1)
+        assert await omni.list_loras() == set()
+        assert await omni.add_lora(adapter)
+        assert await omni.pin_lora(1)
+        assert await ask(omni, modalities=modalities, lora_request=adapter) == adapted
+        await omni.remove_lora(1)
+
+    adapting._run(run())
+
+
+@pytest.mark.long
+def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(adapting: OmniLLM) -> None:
+    omni = adapting.engine
+
+    async def run() -> None:
+        with pytest.raises(InvalidRequest, match=r"lora_request: .*/nowhere"):
+            await ask(omni, lora_request=LoRARequest("missing", 2, "/nowhere"))
+        with pytest.raises(StageFailed, match=r"'thinker'.*not registered"):
+            await omni.pin_lora(7)
+        assert (await ask(omni))[1]
+
+    adapting._run(run())
+
+
+def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="'thinker': max_num_seqs = 4: with enable_lora on a CPU it must be 1"):
+        OmniLLM(tiny_checkpoint, stage_overrides=["thinker.enable_lora=true", "thinker.max_num_seqs=4"])

@@ -45,6 +45,7 @@ def test_epd_offline(tmp_path: Path) -> None:
     assert "language/E0 had 2 tasks" in out and "language/PD0 had 2 tasks" in out
 
 
+@pytest.mark.long
 def test_images_offline(tmp_path: Path) -> None:
     model = tiny.build(tmp_path / "model", "qwen-image")
     prompts = ["--prompt", "a cat", "--prompt", "a dog"]

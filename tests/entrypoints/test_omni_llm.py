@@ -1,9 +1,7 @@
 """``OmniLLM`` and the ``AsyncOmni`` behind it, with real engines on a tiny checkpoint."""
 
 import asyncio
-import dataclasses
 import shutil
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,38 +11,22 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from transformers import Qwen2_5OmniConfig
 from vllm.sampling_params import SamplingParams
 
 from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image, make_video
+from tests.shared_engines import QWEN, SharedEngines
+from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
-from vllm_omni.config import load_config
-from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
-from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
-from vllm_omni.plugin import register
-from vllm_omni.testing import qwen2_5_omni as tiny
 
 PROMPT = format_prompt("Hello, who are you?")
 SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperature": 0.0, "max_tokens": 20}}
-MAX_MODEL_LEN = 1024
 
 
-@pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
-    """Made from ready stages, one of them with a ready ``VllmConfig``: the other way in than a model and changes."""
-    register()
-    path = tiny.build(tmp_path_factory.mktemp("checkpoint"))
-    config = load_config(path, dtype="float32", enforce_eager=True, max_model_len=MAX_MODEL_LEN, skip_mm_profiling=True)
-    vocoder = config.stage("token2wav")
-    pipeline = Qwen2_5OmniPipeline(str(path), Qwen2_5OmniConfig.from_pretrained(path))
-    ready = StageEngine(vocoder, pipeline.stages[vocoder.stage_id]).vllm_config
-    stages = [*config.stages[:-1], dataclasses.replace(vocoder, engine_args={}, vllm_config=ready)]
-    with OmniLLM(stage_configs=stages) as omni:
-        yield omni
-        statistics = omni.engine.orchestrator.runtime.statistics()
-        assert statistics.num_open_calls == statistics.num_running_activations == statistics.num_buffered_frames == 0
+@pytest.fixture
+def omni(engines: SharedEngines) -> OmniLLM:
+    return engines.get(QWEN)
 
 
 def generate(omni: OmniLLM, prompts: Any = PROMPT, **kwargs: Any) -> Any:
@@ -162,7 +144,7 @@ def test_given_texts_are_said_in_their_order(omni: OmniLLM) -> None:
         ("Hello.", {"speaker": "Ethen"}, "did you mean 'Ethan'"),
         ("Hello.", {"modalities": ["text", "audio"]}, "no other text"),
         ("Hello.", {"sampling_params_list": {"max_tokens": 5}}, "'thinker': it samples nothing"),
-        ("x" * MAX_MODEL_LEN, {}, "1022"),
+        ("x" * MAX_MODEL_LEN, {}, f"{MAX_MODEL_LEN - 2}"),
     ],
 )
 def test_a_text_that_cannot_be_said_is_refused(

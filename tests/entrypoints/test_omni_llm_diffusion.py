@@ -1,7 +1,6 @@
 """``OmniLLM`` of a diffusion pipeline: prompts, parameters, and the bar over the steps."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,21 +8,16 @@ import torch
 from PIL import Image
 from vllm.sampling_params import SamplingParams
 
+from tests.shared_engines import QWEN_IMAGE, SharedEngines
 from vllm_omni import DiffusionParams, OmniLLM
 from vllm_omni.errors import InvalidRequest, OmniError
-from vllm_omni.testing import diffusion as tiny
 
 SMALL = DiffusionParams(height=48, width=64, num_inference_steps=3, seed=5)
 
 
-@pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
-    path = tiny.build(tmp_path_factory.mktemp("checkpoint") / "tiny", "qwen-image")
-    defaults = "diffusion.default_sampling_params.num_inference_steps=2"
-    with OmniLLM(path, stage_overrides=[defaults]) as omni:
-        yield omni
-        statistics = omni.engine.orchestrator.runtime.statistics()
-        assert statistics.num_open_calls == statistics.num_running_activations == statistics.num_buffered_frames == 0
+@pytest.fixture
+def omni(engines: SharedEngines) -> OmniLLM:
+    return engines.get(QWEN_IMAGE)
 
 
 def draw(omni: OmniLLM, prompts: Any = "a cat", params: Any = SMALL, **kwargs: Any) -> list[torch.Tensor]:

@@ -1,140 +1,23 @@
-"""``vllm serve MODEL --omni``, one real process for all tests, asked by the real ``openai`` client."""
+"""The server that the tests of this directory share, and its client."""
 
-import base64
-import io
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import httpx
-import numpy as np
 import openai
-import psutil
 import pytest
-import soundfile
 
-START_TIMEOUT_S = 300.0
-END_TIMEOUT_S = 30.0
-SAMPLES_PER_CODE = 480
-NUM_CODES = 12
-MAX_MODEL_LEN = 1024
-QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
-# The tiny checkpoint never ends by itself, so that the numbers of tokens and codes are those asked for.
-STAGES = {"talker": {"temperature": 0.0, "max_tokens": NUM_CODES}, "token2wav": {"seed": 0}}
-SHORT = {"model": "tiny", "messages": QUESTION, "temperature": 0.0, "max_tokens": 6}
+from tests.server import Server
+from tests.shared_engines import QWEN_SERVER, SharedEngines
 
 
-class Server(NamedTuple):
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
-
-    def metric(self, name: str) -> float:
-        """The value of one line of /metrics, given as a regular expression."""
-        (value,) = re.findall(rf"^{name} (\S+)$", self.get("/metrics").text, flags=re.MULTILINE)
-        return float(value)
-
-    def holds_nothing(self) -> bool:
-        names = ("num_open_calls", "num_running_activations", "num_buffered_frames")
-        return not any(self.metric(f"vllm_omni:{name}") for name in names)
+@pytest.fixture
+def server(engines: SharedEngines) -> Server:
+    return engines.get(QWEN_SERVER)
 
 
-def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.05)
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client
 
 
-@contextmanager
-def serve(model: Path, log: Path, *flags: str, **variables: str) -> Iterator[Server]:
-    """A server of a model, by the name "tiny"; ended at the end, with every process of its stages."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
-    command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
-        yield server
-    finally:
-        stages = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGTERM)
-        process.wait(END_TIMEOUT_S)
-        assert not psutil.wait_procs(stages, END_TIMEOUT_S)[1], "a stage outlived its server"
-
-
-@pytest.fixture(scope="session")
-def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
-    flags += ["--stage=thinker.max_num_seqs=16"]
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(tiny_checkpoint, log, *flags, VLLM_OMNI_STAGE_RESTARTS="1") as server:  # test_stage_death.py
-        yield server
-
-
-def is_up(server: Server) -> bool:
-    assert server.process.poll() is None, "the server ended while it started"
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def engine_core(server: Server, stage: str) -> psutil.Process:
-    """Each process of a stage has left a file with its name in the server's directory."""
-    for child in psutil.Process(server.process.pid).children():
-        if any(Path(tempfile.gettempdir()).glob(f"vllm-omni-*/{stage}.{child.pid}.process")):
-            return child
-    raise AssertionError(f"no engine core of {stage}")
-
-
-@pytest.fixture(scope="session")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def ask(client: openai.OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(**{**SHORT, "extra_body": {"sampling_params_list": STAGES}, **more})
-
-
-@pytest.fixture(scope="session")
-def text(client: openai.OpenAI) -> str:
-    """What the model says to the question."""
-    content: str = ask(client).choices[0].message.content
-    assert content
-    return content
-
-
-def read_audio(data: str, num_codes: int = NUM_CODES) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Samples of a file in base 64, which must be a sound."""
-    samples, sample_rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
-    assert sample_rate == 24000
-    assert samples.shape == (num_codes * SAMPLES_PER_CODE,)
-    assert np.isfinite(samples).all()
-    assert 0.001 < np.abs(samples).max() <= 1.0
-    return samples
-
-
-def run_example(name: str, server: Server, *arguments: str | Path) -> list[str]:
-    """Run an example of a client as a user does; what it printed."""
-    example = Path(__file__).resolve().parents[3] / "examples" / name
-    command = [sys.executable, example, "--base-url", server.url + "/v1", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+@pytest.fixture
+def text(server: Server) -> str:
+    """The model's answer to ``tests.server.QUESTION``."""
+    return server.text

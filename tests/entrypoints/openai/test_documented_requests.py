@@ -6,8 +6,9 @@ from pathlib import Path
 
 import soundfile
 
+from tests import machine
 from tests.documents import ROOT, Block, read_blocks
-from tests.entrypoints.openai.conftest import Server
+from tests.server import Server
 
 
 def adapt(text: str, server: Server) -> str:
@@ -25,6 +26,7 @@ def run_program(block: Block, server: Server, cwd: Path) -> str:
 
 
 def test_requests_by_curl(server: Server, tmp_path: Path) -> None:
+    machine.require("curl")
     requests = [command for block in read_blocks(ROOT / "docs" / "http.md") for command in block.commands]
     requests = [command for command in requests if command[0] == "curl"]
     assert len(requests) == 2

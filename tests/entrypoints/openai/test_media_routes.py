@@ -16,7 +16,8 @@ import torch
 from tests.media.test_image import decode as decode_image
 from tests.media.test_image import make_pixels
 from tests.media.test_video import decode as decode_video
-from vllm_omni import AsyncOmni
+from tests.shared_engines import STABLE_AUDIO, SharedEngines, on_the_loop_of
+from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
@@ -232,27 +233,38 @@ async def test_no_chat_answers_with_a_video(animator: httpx.AsyncClient) -> None
 RAIN = {"input": "rain", "seed": 2, "num_inference_steps": 3, "audio_length": 0.01}
 
 
-@pytest.fixture(scope="module")
-async def composer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    async with asked(tmp_path_factory.mktemp("audio") / "tiny", "stable-audio") as client:
-        yield client
+class Composer(NamedTuple):
+    """The shared engine, and a client of a server of it."""
+
+    llm: OmniLLM
+    client: httpx.AsyncClient
+
+
+@pytest.fixture
+def composer(engines: SharedEngines) -> Composer:
+    llm = engines.get(STABLE_AUDIO)
+    parsed = parse_serve_args([llm.engine.config.model, "--served-model-name=tiny"])
+    transport = httpx.ASGITransport(llm._run(build_omni_app(llm.engine, parsed.args)))
+    return Composer(llm, httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("wav", "audio/wav"), ("flac", "audio/flac")])
-async def test_a_sound_is_a_file_of_both_channels(composer: httpx.AsyncClient, name: str, kind: str) -> None:
-    response = await composer.post("/v1/audio/generate", json={**RAIN, "response_format": name})
+@on_the_loop_of("composer")
+async def test_a_sound_is_a_file_of_both_channels(composer: Composer, name: str, kind: str) -> None:
+    response = await composer.client.post("/v1/audio/generate", json={**RAIN, "response_format": name})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == kind
     samples, sample_rate = soundfile.read(io.BytesIO(response.content))
     assert (samples.shape, sample_rate) == ((441, 2), 44100)
 
 
-async def test_chat_answers_with_the_sound(composer: httpx.AsyncClient) -> None:
+@on_the_loop_of("composer")
+async def test_chat_answers_with_the_sound(composer: Composer) -> None:
     body = {"messages": [{"role": "user", "content": "rain"}], "seed": 2, "num_inference_steps": 3}
     more = {"extra_params": {"audio_start_in_s": 0.0, "audio_end_in_s": 0.01}}
-    answer = (await composer.post("/v1/chat/completions", json={**body, **more})).json()
+    answer = (await composer.client.post("/v1/chat/completions", json={**body, **more})).json()
     message = answer["choices"][0]["message"]
-    file = await composer.post("/v1/audio/generate", json=RAIN)
+    file = await composer.client.post("/v1/audio/generate", json=RAIN)
     assert base64.b64decode(message["audio"]["data"]) == file.content
 
 
@@ -265,8 +277,7 @@ async def test_chat_answers_with_the_sound(composer: httpx.AsyncClient) -> None:
         ({"num_inference_steps": -1}, "num_inference_steps"),
     ],
 )
-async def test_a_bad_request_for_a_sound_is_refused(
-    composer: httpx.AsyncClient, change: dict[str, Any], param: str
-) -> None:
-    response = await composer.post("/v1/audio/generate", json={**RAIN, **change})
+@on_the_loop_of("composer")
+async def test_a_bad_request_for_a_sound_is_refused(composer: Composer, change: dict[str, Any], param: str) -> None:
+    response = await composer.client.post("/v1/audio/generate", json={**RAIN, **change})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -16,7 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.outputs import RequestOutput
 
-from tests.entrypoints.openai.conftest import (
+from tests.media.test_audio import LOSSLESS, decode, make_sound
+from tests.server import (
     MAX_MODEL_LEN,
     NUM_CODES,
     SAMPLES_PER_CODE,
@@ -25,7 +26,6 @@ from tests.entrypoints.openai.conftest import (
     run_example,
     wait_for,
 )
-from tests.media.test_audio import LOSSLESS, decode, make_sound
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio
@@ -239,13 +239,15 @@ def test_bad_requests_left_nothing(server: Server) -> None:
 def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, stream_format: str | None) -> None:
     body = {**SAY, "max_new_tokens": 600, "stream_format": stream_format}
     url, timeout = server.url + "/v1/audio/speech", httpx.Timeout(10, read=0.3)
+    before = server.num_tokens("talker")
     # It leaves when nothing comes for a while, or after the first piece.
     with suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=timeout) as response:
         pieces = response.iter_raw()  # by a name: at its end it would close the connection
         assert next(pieces)
         assert stream_format is not None, "a whole file has no first byte before its end"
         assert server.metric("vllm_omni:num_open_calls") == 1
-    wait_for("every stage has let go of the speech", server.holds_nothing, timeout_s=2.0)
+    wait_for("every stage has released the speech", server.holds_nothing)
+    assert server.num_tokens("talker") - before < 600, "the request was not aborted"
 
 
 def test_speech_is_counted_with_its_times(client: openai.OpenAI, server: Server) -> None:

@@ -3,7 +3,8 @@
 import openai
 import pytest
 
-from tests.entrypoints.openai.conftest import (
+from tests.entrypoints.openai.test_server import image_part, png
+from tests.server import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
     Server,
@@ -12,7 +13,6 @@ from tests.entrypoints.openai.conftest import (
     read_audio,
     wait_for,
 )
-from tests.entrypoints.openai.test_server import image_part, png
 
 
 def kill(server: Server, stage: str) -> None:

@@ -1,0 +1,137 @@
+"""``vllm serve MODEL --omni``: a real process, asked by the real ``openai`` client."""
+
+import base64
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import psutil
+import soundfile
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 30.0
+SAMPLES_PER_CODE = 480
+NUM_CODES = 12
+MAX_MODEL_LEN = 1024
+QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
+# The tiny checkpoint never ends by itself, so that the numbers of tokens and codes are those asked for.
+STAGES = {"talker": {"temperature": 0.0, "max_tokens": NUM_CODES}, "token2wav": {"seed": 0}}
+SHORT = {"model": "tiny", "messages": QUESTION, "temperature": 0.0, "max_tokens": 6}
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    @cached_property
+    def text(self) -> str:
+        """The answer of a chat model to ``QUESTION``."""
+        content: str = ask(self.client).choices[0].message.content
+        assert content
+        return content
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def metric(self, name: str) -> float:
+        """The value of one line of /metrics, given as a regular expression."""
+        (value,) = re.findall(rf"^{name} (\S+)$", self.get("/metrics").text, flags=re.MULTILINE)
+        return float(value)
+
+    def num_tokens(self, stage: str) -> float:
+        """Tokens that a stage has generated since the server's start."""
+        return self.metric(rf'vllm:generation_tokens_total\{{[^}}]*stage="{stage}"[^}}]*\}}')
+
+    def holds_nothing(self) -> bool:
+        """Whether no request is in any stage."""
+        metrics = self.get("/metrics").text
+        names = ("num_open_calls", "num_running_activations", "num_buffered_frames")
+        return all(f"\nvllm_omni:{name} 0.0\n" in metrics for name in names)
+
+
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def serve(model: Path, log: Path, *flags: str, **variables: str) -> Iterator[Server]:
+    """A server of a model under the name "tiny"; at the end it stops, and every process of its stages with it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
+    command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
+        yield server
+    finally:
+        server.client.close()
+        stages = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGTERM)
+        process.wait(END_TIMEOUT_S)
+        assert not psutil.wait_procs(stages, END_TIMEOUT_S)[1], "a stage outlived its server"
+
+
+def is_up(server: Server) -> bool:
+    assert server.process.poll() is None, "the server ended while it started"
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def engine_core(server: Server, stage: str) -> psutil.Process:
+    """Each process of a stage has left a file with its name in the server's directory."""
+    for child in psutil.Process(server.process.pid).children():
+        if any(Path(tempfile.gettempdir()).glob(f"vllm-omni-*/{stage}.{child.pid}.process")):
+            return child
+    raise AssertionError(f"no engine core of {stage}")
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{**SHORT, "extra_body": {"sampling_params_list": STAGES}, **more})
+
+
+def read_audio(data: str, num_codes: int = NUM_CODES) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Samples of a file in base 64, which must be a sound."""
+    samples, sample_rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
+    assert sample_rate == 24000
+    assert samples.shape == (num_codes * SAMPLES_PER_CODE,)
+    assert np.isfinite(samples).all()
+    assert 0.001 < np.abs(samples).max() <= 1.0
+    return samples
+
+
+def run_example(name: str, server: Server, *arguments: str | Path) -> list[str]:
+    """Run an example of a client as a user does; what it printed."""
+    example = Path(__file__).resolve().parents[1] / "examples" / name
+    command = [sys.executable, example, "--base-url", server.url + "/v1", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
