@@ -1,4 +1,4 @@
-"""Processes that stand still."""
+"""Pausing processes."""
 
 import os
 import signal
@@ -12,8 +12,10 @@ POLL_S = 0.005
 
 
 def pause(pid: int) -> None:
-    """Returns when none of its threads runs any more: one that has not heard of the signal, for up to 25 ms on a busy
-    machine, still answers. It need not be a child of this process, as ``os.waitid`` asks for."""
+    """Stop a process, and wait until none of its threads runs: on a busy machine, some run on for 25 ms.
+
+    The process need not be a child of this one, as ``os.waitid`` requires.
+    """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
     while not _has_stopped(pid):
@@ -27,7 +29,7 @@ def resume(pid: int) -> None:
 
 @contextmanager
 def paused(*pids: int) -> Iterator[None]:
-    """None of them does anything meanwhile."""
+    """Keep these processes stopped inside the ``with``."""
     for pid in pids:
         pause(pid)
     try:

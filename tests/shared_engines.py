@@ -103,7 +103,12 @@ def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
     flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
     flags += ["--stage=thinker.max_num_seqs=16"]
     checkpoint = tiny.build(directory / "checkpoint")
-    return serve(checkpoint, directory / "log", *flags, VLLM_OMNI_STAGE_RESTARTS="1")  # test_stage_death.py
+    variables = {
+        "VLLM_OMNI_STAGE_RESTARTS": "1",  # test_stage_death.py
+        "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # not three, with seconds between them
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles how it ranks logprobs, which takes seconds and g++
+    }
+    return serve(checkpoint, directory / "log", *flags, **variables)
 
 
 def _serve_images(directory: Path) -> "AbstractContextManager[Server]":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 from vllm import LLM, SamplingParams, envs
 from vllm.outputs import RequestOutput
@@ -21,7 +22,7 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning"),
 ]
 
-STOCK: dict[str, Any] = {
+UPSTREAM: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,
@@ -30,15 +31,15 @@ STOCK: dict[str, Any] = {
     "num_gpu_blocks_override": 512,  # 16 MB rather than the 1 GiB of VLLM_CPU_KVCACHE_SPACE, which would be zeroed
     "limit_mm_per_prompt": {"image": 2},
 }
-"""A stock engine's."""
+"""Arguments of an upstream engine."""
 
 OMNI: dict[str, Any] = {
-    **STOCK,
+    **UPSTREAM,
     "async_scheduling": False,
     "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
 }
-"""One of ours that is no stage of a server."""
+"""Arguments of an engine with our worker and scheduler, outside a server."""
 
 NUM_TOKENS = 8
 
@@ -46,7 +47,7 @@ Prompt = dict[str, Any]
 
 
 def make_image(seed: int) -> Image.Image:
-    """For a tiny LLaVA."""
+    """An image of random pixels, of the size that the tiny LLaVA reads."""
     shape = (llava.IMAGE_SIZE, llava.IMAGE_SIZE, 3)
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, shape, dtype=np.uint8))
 
@@ -63,17 +64,18 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def engine_here(checkpoint: Path, **engine: Any) -> Iterator[LLM]:
     """An engine in this process: it starts in two seconds, and its steps can be looked at.
 
-    vLLM has one connector of each kind for a process: end a stock engine before one that has them.
+    vLLM has one connector of each kind for a process: stop an upstream engine before starting one that has them.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(relay_hub, "_process_hub", None)
-        llm = LLM(str(checkpoint), **STOCK | engine)
-    envs.disable_envs_cache()  # an engine core turns it on: the next engine would be in this process, too
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    with torch.compiler.set_stance("force_eager"):  # vLLM compiles how it ranks logprobs, which takes seconds and g++
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            patch.setattr(relay_hub, "_process_hub", None)
+            llm = LLM(str(checkpoint), **UPSTREAM | engine)
+        envs.disable_envs_cache()  # an engine core turns it on: the next engine would be in this process, too
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager
@@ -82,7 +84,9 @@ def engine_apart(checkpoint: Path, **engine: Any) -> Iterator[LLM]:
     is_one_process = engine.get("tensor_parallel_size", 1) == 1
     if is_one_process:
         engine["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    llm = LLM(str(checkpoint), **STOCK | engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # as in this process
+        llm = LLM(str(checkpoint), **UPSTREAM | engine)
     try:
         yield llm
     finally:
@@ -103,8 +107,10 @@ def kill(llm: LLM) -> None:
         process.join(20)
 
 
-def stock_answers(checkpoint: Path, prompts: Sequence[Any], params: Any = None, **engine: Any) -> list[RequestOutput]:
-    """What vLLM alone says, greedily unless told otherwise."""
+def upstream_answers(
+    checkpoint: Path, prompts: Sequence[Any], params: Any = None, **engine: Any
+) -> list[RequestOutput]:
+    """Replies of an upstream engine; greedy unless the parameters say otherwise."""
     with engine_here(checkpoint, **engine) as llm:
         outputs: list[RequestOutput] = llm.generate(prompts, params or greedy(), use_tqdm=False)
     return outputs

@@ -2,7 +2,7 @@
 
     python server_program.py MODEL SCENARIO [STAGE_OVERRIDE...]
 
-It tells how far it is by lines that begin with EVENT, and waits for a line of input where the test has to look first.
+It reports its progress in lines that start with EVENT, and waits for a line of input where the test examines it first.
 """
 
 import json
@@ -16,14 +16,14 @@ EVENT = "event: "
 PROMPT = "Tell me a story."
 
 
-def tell(event: str) -> None:
+def report(event: str) -> None:
     print(f"{EVENT}{event}", flush=True)
 
 
-def tell_pids(omni: Any, life: int) -> None:
+def report_pids(omni: Any, life: int) -> None:
     for name, engine in omni.engine.orchestrator.engines.items():
         (process,) = engine.llm.engine_core.resources.engine_manager.processes
-        tell(f"{name} has pid {process.pid}, life {life}")
+        report(f"{name} has pid {process.pid}, life {life}")
 
 
 def main(model: str, scenario: str, overrides: list[str]) -> None:
@@ -37,14 +37,14 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
     reads = not draws and json.loads(Path(model, "config.json").read_text())["model_type"] == "llava"
     length = 512 if reads else 2048
     small = {} if draws else {"enforce_eager": True, "max_model_len": length, "skip_mm_profiling": True}
-    tell("starting")
+    report("starting")
     try:
         omni = OmniLLM(model, stage_overrides=overrides, dtype="float32", **small)
     except StageFailed as exc:
-        tell(f"{exc.stage} failed: {exc}")
+        report(f"{exc.stage} failed: {exc}")
         sys.stdin.readline()
         return
-    tell_pids(omni, 1)
+    report_pids(omni, 1)
 
     def generate(num_tokens: int = 4) -> None:
         params: Any
@@ -63,33 +63,33 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
                 with omni:
                     raise ArithmeticError
             except ArithmeticError:
-                tell("closed after the user's own ArithmeticError")
+                report("closed after the user's own ArithmeticError")
             omni.close()
             sys.stdin.readline()
         case "leave":
-            tell("leaving")
+            report("leaving")
         case "generate":
-            tell("generating")
+            report("generating")
             while True:
                 generate(num_tokens=400)
         case "lose a stage":
-            tell("generating")
+            report("generating")
             try:
                 while True:
                     generate(num_tokens=400)
             except StageFailed as exc:
-                tell(f"request failed: {exc}")
+                report(f"request failed: {exc}")
             try:
                 omni._run(omni.engine.check_health())
             except StageFailed as exc:
-                tell(f"unhealthy: {exc}")
+                report(f"unhealthy: {exc}")
             (engine,) = omni.engine.orchestrator.engines.values()
             while omni.engine.errored or not engine.current_status().num_restarts:
                 time.sleep(0.05)
             generate()
-            tell_pids(omni, 2)
+            report_pids(omni, 2)
             omni.close()
-            tell("closed")
+            report("closed")
             sys.stdin.readline()
         case _:
             raise ValueError(scenario)

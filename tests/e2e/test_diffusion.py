@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]
 
-# Of values in [0, 1]: sums of float32 in another order, since a batch has other shapes.
+# For values in [0, 1]: a batch has other shapes, so float32 sums are taken in another order.
 TOLERANCE = 1e-5
 
 Reference = Callable[..., Tensor]
@@ -68,7 +68,7 @@ async def outputs_of(
 
 
 async def answer(omni: AsyncOmni, prompt: Any, **params: Any) -> dict[str, Any]:
-    """What the last output has; in floats, so that it can be compared."""
+    """The media of the last output, as floats, which can be compared."""
     last = (await outputs_of(omni, prompt, **{"output_type": "float", **params}))[-1]
     assert last.finished
     return last.multimodal_output
@@ -151,10 +151,10 @@ async def test_requests_that_join_a_batch_one_by_one_get_what_they_get_alone(
     async def join(index: int) -> Tensor:
         prompt, params = MIXED[index]
         outputs = image_omni.generate(prompt, DiffusionParams(**SIZE, **params, output_type="float", progress=True))
-        has_begun = False
+        has_started = False
         async for output in outputs:
-            if not has_begun:  # the next one comes when this one has done a step
-                has_begun = True
+            if not has_started:  # the next request arrives after a step of this one
+                has_started = True
                 if index + 1 < len(MIXED):
                     others.append(asyncio.create_task(join(index + 1)))
             last = output
@@ -232,17 +232,17 @@ async def test_latents_come_as_the_pipeline_has_them(image_omni: AsyncOmni) -> N
 
 
 @on_the_loop_of("image_omni")
-async def test_progress_is_told_to_whom_asked(image_omni: AsyncOmni) -> None:
+async def test_progress_is_reported_where_it_is_requested(image_omni: AsyncOmni) -> None:
     params = {"seed": 2, "num_inference_steps": 60}
-    told, silent = await asyncio.gather(
+    reported, silent = await asyncio.gather(
         outputs_of(image_omni, "a big dog", **SIZE, **params, progress=True),
         outputs_of(image_omni, "a big dog", **SIZE, **params),
     )
-    steps = [one.multimodal_output["step"] for one in told]
-    # Each step once, but for those that a reader slower than the engine finds merged.
+    steps = [one.multimodal_output["step"] for one in reported]
+    # Each step is reported once; a reader slower than the engine finds several steps merged into one report.
     assert len(steps) > 1 and steps == sorted(set(steps)) and steps[-1] == 60
-    assert {one.multimodal_output["num_steps"] for one in told} == {60}
-    assert [one.finished for one in told] == [False] * (len(told) - 1) + [True]
+    assert {one.multimodal_output["num_steps"] for one in reported} == {60}
+    assert [one.finished for one in reported] == [False] * (len(reported) - 1) + [True]
     assert [one.finished for one in silent] == [True]
 
 
@@ -285,32 +285,32 @@ async def test_a_bad_request_fails_alone_with_a_reason(
 
 @pytest.mark.parametrize("num_steps_before", [0, 1, 3])
 @on_the_loop_of("image_omni")
-async def test_an_abort_ends_one_request_and_no_other(
+async def test_an_abort_ends_one_request_alone(
     image_omni: AsyncOmni, image_reference: Reference, num_steps_before: int
 ) -> None:
     async def aborted() -> int:
-        """Steps that were told before it ended."""
-        told = 0
+        """Steps that were reported before the request ended."""
+        num_steps = 0
         params = DiffusionParams(**SIZE, num_inference_steps=900, seed=1, progress=True)
         outputs = image_omni.generate("a red cat", params, "to-abort")
         reader = asyncio.create_task(anext(outputs))
         if not num_steps_before:
-            await asyncio.sleep(0)  # it has been sent, and nobody knows how far it is
+            await asyncio.sleep(0)  # the request has been sent, and may be anywhere
             await image_omni.abort("to-abort")
         with pytest.raises(CallAborted):
             while True:
                 output = await reader
-                told = output.multimodal_output["step"]
-                if told >= num_steps_before:
+                num_steps = output.multimodal_output["step"]
+                if num_steps >= num_steps_before:
                     await image_omni.abort("to-abort")
                 reader = asyncio.create_task(anext(outputs))
-        return told
+        return num_steps
 
     prompt, params = MIXED[1]
-    told, other = await asyncio.gather(aborted(), answer(image_omni, prompt, **SIZE, **params))
-    assert told < 900
+    num_steps, other = await asyncio.gather(aborted(), answer(image_omni, prompt, **SIZE, **params))
+    assert num_steps < 900
     assert difference(other["images"], image_reference(prompt, **params)) < TOLERANCE
-    # Nothing is left of it: neither with the runner, nor in the relay.
+    # Neither the runner nor the relay holds anything of the request.
     (statistics,) = await image_omni.collective_rpc("diffusion_statistics")
     assert statistics["num_requests"] == 0
     (relays,) = await image_omni.collective_rpc("relay_statistics")
@@ -319,7 +319,7 @@ async def test_an_abort_ends_one_request_and_no_other(
 
 @pytest.mark.parametrize("level", [1, 2])
 @on_the_loop_of("image_omni")
-async def test_a_request_goes_on_behind_a_sleep_where_it_was(
+async def test_a_request_resumes_after_a_sleep_at_its_step(
     image_omni: AsyncOmni, image_reference: Reference, level: int
 ) -> None:
     params = {"seed": 9, "num_inference_steps": 40}
@@ -396,7 +396,7 @@ def audio_omni(engines: SharedEngines) -> OmniLLM:
 
 
 @on_the_loop_of("audio_omni")
-async def test_sounds_that_join_a_batch_are_those_of_diffusers_and_a_bad_request_ends_no_worker(
+async def test_sounds_of_a_batch_equal_diffusers_and_a_bad_request_stops_no_worker(
     audio_omni: AsyncOmni, engines: SharedEngines
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [

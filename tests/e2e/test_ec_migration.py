@@ -1,4 +1,4 @@
-"""Engines in processes of their own: one encodes for another, whose tokens are those of a single stock engine.
+"""Engines in processes of their own: one encodes for another, whose tokens are those of a single upstream engine.
 
 Other models, and whole mixes, are in ``test_epd_models.py`` and ``test_epd_instances.py``.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm import LLM, RequestOutput
 
-from tests.e2e.engines import MARKS, OMNI, Prompt, engine_apart, engine_here, greedy, kill, make_image, stock_answers
+from tests.e2e.engines import MARKS, OMNI, Prompt, engine_apart, engine_here, greedy, kill, make_image, upstream_answers
 from tests.e2e.engines import tokens_of as tokens
 from vllm_omni.messages.payload import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
@@ -62,18 +62,18 @@ def num_encoded(outputs: list[RequestOutput]) -> list[int]:
 
 
 def encode_on(llm: LLM, prompts: list[Prompt]) -> list[dict[str, Any]]:
-    """What each consumer's request is to carry."""
+    """The parameters that each request to a consumer carries."""
     outputs = run(llm, prompts, [ENCODE_ONLY] * len(prompts))
     assert tokens(outputs) == [[]] * len(prompts)
     return [{"images": output.ec_transfer_params["images"]} for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def stock(llava_checkpoint: Path) -> list[list[list[int]]]:
+def upstream(llava_checkpoint: Path) -> list[list[list[int]]]:
     """By seed of the prompts."""
     prompts = [prompt for seed in range(NUM_SEEDS) for prompt in make_prompts(seed)]
-    answers = tokens(stock_answers(llava_checkpoint, prompts))
-    return [answers[begin : begin + 3] for begin in range(0, len(answers), 3)]
+    answers = tokens(upstream_answers(llava_checkpoint, prompts))
+    return [answers[first : first + 3] for first in range(0, len(answers), 3)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def encoder(llava_checkpoint: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def consumer(llava_checkpoint: Path, stock: list[list[list[int]]]) -> Iterator[LLM]:
+def consumer(llava_checkpoint: Path, upstream: list[list[list[int]]]) -> Iterator[LLM]:
     """PD, with a prefix cache."""
     with engine_here(llava_checkpoint, **settings("ec_consumer")) as llm:
         yield llm
@@ -98,35 +98,35 @@ def both(llava_checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_consumer_answers_as_stock_does_and_encodes_nothing(
-    stock: list[list[list[int]]], encoder: LLM, consumer: LLM
+def test_a_consumer_answers_as_upstream_does_and_encodes_nothing(
+    upstream: list[list[list[int]]], encoder: LLM, consumer: LLM
 ) -> None:
     prompts = make_prompts(0)
     outputs = run(consumer, prompts, encode_on(encoder, prompts))
-    assert tokens(outputs) == stock[0]
+    assert tokens(outputs) == upstream[0]
     assert len({tuple(one) for one in tokens(outputs)}) == len(prompts)  # or the images would not matter
     assert num_encoded(outputs) == [0, 0, 0]
 
 
 @pytest.mark.long
-def test_without_a_prefix_cache_it_does_so_too(stock: list[list[list[int]]], encoder: LLM, both: LLM) -> None:
+def test_without_a_prefix_cache_it_does_so_too(upstream: list[list[list[int]]], encoder: LLM, both: LLM) -> None:
     prompts = make_prompts(1)
     outputs = run(both, prompts, encode_on(encoder, prompts))
-    assert tokens(outputs) == stock[1]
+    assert tokens(outputs) == upstream[1]
     assert num_encoded(outputs) == [0, 0, 0]
 
 
 @pytest.mark.long
 def test_an_engine_encodes_for_another_beside_its_own_requests(
-    stock: list[list[list[int]]], both: LLM, consumer: LLM
+    upstream: list[list[list[int]]], both: LLM, consumer: LLM
 ) -> None:
     own, others = make_prompts(2), make_prompts(3)
     outputs = run(both, [*own, *others], [None] * 3 + [ENCODE_ONLY] * 3)
-    assert tokens(outputs[:3]) == stock[2]
+    assert tokens(outputs[:3]) == upstream[2]
     assert sum(num_encoded(outputs)) == 8
     params = [{"images": output.ec_transfer_params["images"]} for output in outputs[3:]]
     answers = run(consumer, others, params)
-    assert tokens(answers) == stock[3]
+    assert tokens(answers) == upstream[3]
     assert num_encoded(answers) == [0, 0, 0]
 
 
@@ -139,8 +139,8 @@ def test_an_image_that_an_encoder_knows_is_not_encoded_again(encoder: LLM) -> No
     ]
 
 
-def test_what_the_front_end_has_released_is_encoded_by_the_consumer(
-    stock: list[list[list[int]]], encoder: LLM, consumer: LLM
+def test_images_that_the_front_end_released_are_encoded_by_the_consumer(
+    upstream: list[list[list[int]]], encoder: LLM, consumer: LLM
 ) -> None:
     prompts = make_prompts(5)
     (before,) = encoder.collective_rpc("relay_statistics")
@@ -153,22 +153,22 @@ def test_what_the_front_end_has_released_is_encoded_by_the_consumer(
     (after,) = encoder.collective_rpc("relay_statistics")
     assert after["shm"]["num_leases"] == before["shm"]["num_leases"]
     outputs = run(consumer, prompts, params)
-    assert tokens(outputs) == stock[5]
+    assert tokens(outputs) == upstream[5]
     assert sum(num_encoded(outputs)) == 4
 
 
-def test_an_encoder_refuses_to_answer_and_a_text_to_be_encoded(encoder: LLM) -> None:
+def test_an_encoder_rejects_a_text_and_a_request_for_an_answer(encoder: LLM) -> None:
     answer, text = run(encoder, [make_prompts(7)[0], {"prompt": "<s> w1"}], [None, ENCODE_ONLY])
     assert "only encodes" in answer.ec_transfer_params["error"]
     assert "nothing to encode" in text.ec_transfer_params["error"]
 
 
-# -- the last tests: what dies is not started again -------------------------------------------------------------------
+# -- the last tests: a killed engine is not started again --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["encoder", pytest.param("both", marks=pytest.mark.long)])
-def test_what_a_dead_engine_had_is_encoded_by_the_consumer(
-    source: str, stock: list[list[list[int]]], consumer: LLM, request: pytest.FixtureRequest
+def test_images_of_a_killed_engine_are_encoded_by_the_consumer(
+    source: str, upstream: list[list[list[int]]], consumer: LLM, request: pytest.FixtureRequest
 ) -> None:
     seed = 8 + (source == "both")
     prompts = make_prompts(seed)
@@ -176,5 +176,5 @@ def test_what_a_dead_engine_had_is_encoded_by_the_consumer(
     params = encode_on(engine, prompts)
     kill(engine)
     outputs = run(consumer, prompts, params)
-    assert tokens(outputs) == stock[seed]
+    assert tokens(outputs) == upstream[seed]
     assert sum(num_encoded(outputs)) == 4

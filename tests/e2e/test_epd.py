@@ -32,7 +32,7 @@ def make_prompts() -> list[dict[str, Any]]:
 
 
 class Run:
-    """What an engine answers, and every step that it took."""
+    """The replies of an engine, and its steps."""
 
     def __init__(self, checkpoint: Path, **engine: Any) -> None:
         self.steps: list[SchedulerOutput] = []
@@ -61,7 +61,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def stock(llava_checkpoint: Path) -> Run:
+def upstream(llava_checkpoint: Path) -> Run:
     return Run(llava_checkpoint)
 
 
@@ -99,28 +99,28 @@ COST = CostModel(
         pytest.param({"tpot_ms": 5.0, "encode_in": "thread"}, id="costs measured, in a thread", marks=pytest.mark.long),
     ],
 )
-def test_with_budgets_it_answers_as_stock_does(llava_checkpoint: Path, stock: Run, epd: dict[str, Any]) -> None:
+def test_with_budgets_it_answers_as_upstream_does(llava_checkpoint: Path, upstream: Run, epd: dict[str, Any]) -> None:
     run = Run(llava_checkpoint, **EPD_ENGINE, additional_config={EPD_CONFIG: epd})
-    assert run.tokens == stock.tokens
-    assert len({tuple(tokens) for tokens in stock.tokens[4:9]}) > 1  # or the images would not matter
+    assert run.tokens == upstream.tokens
+    assert len({tuple(tokens) for tokens in upstream.tokens[4:9]}) > 1  # or the images would not matter
     assert {run.texts[1].strip(), run.texts[5].strip()} <= set(CHOICES)
     assert not any(step.scheduled_encoder_inputs for step in run.steps)
-    # Each image once, and its embeddings but for how a batch is summed.
-    begun = [item.feature.identifier for step in run.steps for item in getattr(step, "encodes", ())]
-    begun = [name for name in begun if not name.startswith(PREFIX)]  # of the profile at the start
-    assert sorted(begun) == sorted(stock.embeds)
-    assert run.embeds.keys() == stock.embeds.keys()
+    # Each image is encoded once; its embeddings differ by the order of sums in a batch.
+    encoded = [item.feature.identifier for step in run.steps for item in getattr(step, "encodes", ())]
+    encoded = [name for name in encoded if not name.startswith(PREFIX)]  # of the profile at the start
+    assert sorted(encoded) == sorted(upstream.embeds)
+    assert run.embeds.keys() == upstream.embeds.keys()
     for name, embeds in run.embeds.items():
-        torch.testing.assert_close(embeds, stock.embeds[name], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(embeds, upstream.embeds[name], rtol=1e-4, atol=1e-4)
     if "num_encode_layers" in epd:
         assert run.num_layers_of_batch == llava.NUM_TOWER_LAYERS - 1
         sliced = [step for step in run.steps if getattr(step, "num_encode_layers", None)]
         assert sliced and all(step.num_scheduled_tokens for step in sliced)
 
 
-def test_without_budgets_images_are_encoded_where_stock_does(llava_checkpoint: Path, stock: Run) -> None:
+def test_without_budgets_images_are_encoded_where_upstream_does(llava_checkpoint: Path, upstream: Run) -> None:
     run = Run(llava_checkpoint, **EPD_ENGINE)
-    assert run.tokens == stock.tokens
+    assert run.tokens == upstream.tokens
     assert run.num_layers_of_batch is None
     assert sum(len(step.scheduled_encoder_inputs) for step in run.steps) == 6
     assert not any(isinstance(step, EPDSchedulerOutput) for step in run.steps)
@@ -128,7 +128,7 @@ def test_without_budgets_images_are_encoded_where_stock_does(llava_checkpoint: P
 
 @pytest.mark.parametrize("encode_in", ["slices", pytest.param("thread", marks=pytest.mark.long)])
 def test_an_image_that_cannot_be_encoded_fails_its_request_alone(
-    llava_checkpoint: Path, stock: Run, encode_in: str, monkeypatch: pytest.MonkeyPatch
+    llava_checkpoint: Path, upstream: Run, encode_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epd = {"token_budget": 24, "image_budget": 2 * llava.NUM_IMAGE_TOKENS, "encode_in": encode_in}
     epd["num_encode_layers"] = 1
@@ -137,26 +137,26 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_alone(
         model = core.model_executor.driver_worker.worker.model_runner.model
         embed_multimodal = model.embed_multimodal
 
-        def refuse_black(**inputs: Any) -> Any:
+        def reject_black(**inputs: Any) -> Any:
             for pixels in inputs["pixel_values"]:
                 if bool((pixels == pixels[..., :1, :1]).all()):
                     raise ValueError("nothing to be seen")
             return embed_multimodal(**inputs)
 
-        monkeypatch.setattr(model, "embed_multimodal", refuse_black)
+        monkeypatch.setattr(model, "embed_multimodal", reject_black)
         text, image = make_prompts()[0], make_prompts()[4]
         black = Image.new("RGB", (llava.IMAGE_SIZE, llava.IMAGE_SIZE))
         unseen = {"prompt": "<s> <image>", "multi_modal_data": {"image": black}}
         # In one batch with the other image.
         outputs = [one.outputs[0] for one in llm.generate([text, unseen, image], greedy(), use_tqdm=False)]
         assert [one.finish_reason for one in outputs] == ["length", "error", "length"]
-        assert [list(outputs[n].token_ids) for n in (0, 2)] == [stock.tokens[0], stock.tokens[4]]
+        assert [list(outputs[n].token_ids) for n in (0, 2)] == [upstream.tokens[0], upstream.tokens[4]]
 
-        # One that is given up while its image is encoded, and another with the same image.
+        # A request is aborted while its image is encoded; another has the same image.
         llm.llm_engine.add_request("decodes", text, greedy(max_tokens=50))
         llm.llm_engine.step()
-        llm.llm_engine.add_request("gives up", make_prompts()[6], greedy())
+        llm.llm_engine.add_request("aborted", make_prompts()[6], greedy())
         llm.llm_engine.step()
         assert core.scheduler._is_encoding
-        llm.llm_engine.abort_request(["gives up", "decodes"])
-        assert tokens_of(llm.generate([make_prompts()[6]], greedy(), use_tqdm=False)) == [stock.tokens[6]]
+        llm.llm_engine.abort_request(["aborted", "decodes"])
+        assert tokens_of(llm.generate([make_prompts()[6]], greedy(), use_tqdm=False)) == [upstream.tokens[6]]

@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.documents import ROOT, read_blocks
-from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
+from tests.e2e.engines import MARKS, NUM_TOKENS, UPSTREAM, engine_here, greedy, make_image, tokens_of
 from tests.processes import paused
 from vllm_omni import OmniLLM
 from vllm_omni.config.epd import Tasks
@@ -70,7 +70,7 @@ def make_params(number: int) -> SamplingParams:
     return greedy()
 
 
-class Stock(NamedTuple):
+class Upstream(NamedTuple):
     tokens: list[list[int]]
     of_images: list[list[int]]  # greedy replies to ``prompt_of(number)``
     long: list[int]  # a long one to the first
@@ -81,22 +81,22 @@ def prompt_of(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stock(llava_checkpoint: Path) -> Stock:
+def upstream(llava_checkpoint: Path) -> Upstream:
     """Replies of vLLM without this project."""
     prompts = make_prompts()
     with engine_here(llava_checkpoint) as llm:
         outputs = llm.generate(prompts, [make_params(number) for number in range(len(prompts))], use_tqdm=False)
         of_images = llm.generate([prompt_of(number) for number in range(4)], greedy(), use_tqdm=False)
         (long,) = tokens_of(llm.generate(prompt_of(0), greedy(max_tokens=LONG), use_tqdm=False))
-    return Stock(tokens_of(outputs), tokens_of(of_images), long)
+    return Upstream(tokens_of(outputs), tokens_of(of_images), long)
 
 
 @pytest.fixture(scope="module")
-def omni(llava_checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
+def omni(llava_checkpoint: Path, upstream: Upstream) -> Iterator[OmniLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # what is killed stays down
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
-        with OmniLLM(llava_checkpoint, **STOCK, epd=MIX, log_stats=True) as omni:
+        with OmniLLM(llava_checkpoint, **UPSTREAM, epd=MIX, log_stats=True) as omni:
             yield omni
 
 
@@ -207,25 +207,25 @@ def tasks_since(group: InstanceGroup, before: Any) -> dict[str, int]:
     ],
 )
 def test_every_mix_answers_as_one_engine_does(
-    omni: OmniLLM, group: InstanceGroup, stock: Stock, mix: str, encoder: str, decoder: str
+    omni: OmniLLM, group: InstanceGroup, upstream: Upstream, mix: str, encoder: str, decoder: str
 ) -> None:
     before = group.statistics()
     with only(group, mix):
         num_computed = num_computed_by(decoder)
-        assert ask_all(omni) == stock.tokens
+        assert ask_all(omni) == upstream.tokens
         first, tasks = group.statistics(), tasks_since(group, before)
-        assert ask_all(omni) == stock.tokens
+        assert ask_all(omni) == upstream.tokens
         second = group.statistics()
         num_computed = num_computed_by(decoder) - num_computed
     # Where another instance prefills, prompts arrive as pages.
     assert (num_computed == 0) == (first.num_migrations > before.num_migrations) == (mix not in ("E|PD", "PD"))
     # The second time prefixes and images are cached: the replies are the same, and nothing is encoded twice.
-    assert len({tuple(tokens) for tokens in stock.tokens}) == len(stock.tokens)
+    assert len({tuple(tokens) for tokens in upstream.tokens}) == len(upstream.tokens)
     if "E" in mix:
         # Where no instance encodes for others, the decoding one encodes the image with which a prompt ends.
         assert first.num_encoded - before.num_encoded == NUM_IMAGES + (mix == "EP|D")
         assert second.num_encoded == first.num_encoded
-    num_prompts, num_with_images = len(stock.tokens), len(stock.tokens) - 2
+    num_prompts, num_with_images = len(upstream.tokens), len(upstream.tokens) - 2
     want = {f"language/{part.partition('=')[0]}0": num_prompts for part in mix.split("|")}
     if encoder in ("E0", "ED0"):
         want[f"language/{encoder}"] = num_with_images + (num_prompts if encoder == "ED0" else 0)
@@ -369,7 +369,7 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
 
 
 def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
-    omni: OmniLLM, group: InstanceGroup, stock: Stock
+    omni: OmniLLM, group: InstanceGroup, upstream: Upstream
 ) -> None:
     """The other instance pulls the same pages."""
     reroute(group, admission_timeout_s=1.0)
@@ -383,7 +383,7 @@ def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
     before = group.statistics()
     with only(group, "E|P|D|PD"), pause(group, "D"):
         other_work = occupy(group, "PD")  # until P and D are assigned
-        assert omni._run(run(other_work)) == stock.long
+        assert omni._run(run(other_work)) == upstream.long
     after = group.statistics()
     assert (after.num_redone, after.num_migrations) == (1, before.num_migrations + 1)
     assert after.num_tasks["language/P0"] == 1
@@ -446,7 +446,7 @@ def test_a_waiting_request_resumes_when_an_instance_recovers(omni: OmniLLM, grou
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, stock: Stock, mode: Any) -> None:
+def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, upstream: Upstream, mode: Any) -> None:
     """Requests are anywhere between two instances when these go to sleep; one more arrives meanwhile."""
 
     async def run() -> list[Any]:
@@ -461,11 +461,11 @@ def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, stock:
 
     with only(group, "E|P|D"):
         *replies, late = omni._run(run())
-    assert late == stock.long
+    assert late == upstream.long
     if mode == "abort":
         assert all(isinstance(one, CallAborted) for one in replies)
     else:
-        assert replies == stock.of_images
+        assert replies == upstream.of_images
 
 
 # -- terminations, one after the other ---------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ async def tokens_through_a_kill(omni: OmniLLM, group: InstanceGroup, kind: str, 
     return tokens
 
 
-def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: InstanceGroup, stock: Stock) -> None:
+def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: InstanceGroup, upstream: Upstream) -> None:
     """The last test of these engines."""
 
     async def with_many(kind: str) -> list[list[int]]:
@@ -506,7 +506,7 @@ def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: Instanc
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(collect(omni, f"many-{number}", number) for number in range(4)))
 
-    want = stock.of_images
+    want = upstream.of_images
     with only(group, "E|P|D"):
         omni._run(omni.engine.reset_mm_cache())
         assert omni._run(with_many("E")) == want  # P encodes
@@ -517,7 +517,7 @@ def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: Instanc
         other_work = occupy(group, "PD")  # so that D is chosen
         tokens = omni._run(tokens_through_a_kill(omni, group, "D"))
         group.router.release(other_work)
-    assert tokens == stock.long  # resumed on PD
+    assert tokens == upstream.long  # resumed on PD
     assert group.statistics().num_redone == before + 1
     # The random numbers of a seed cannot be drawn again: the request fails.
     with (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import MARKS, STOCK, stock_answers, tokens_of
+from tests.e2e.engines import MARKS, UPSTREAM, tokens_of, upstream_answers
 from tests.e2e.test_epd_instances import ask_all, make_params, make_prompts, only
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
@@ -17,11 +17,11 @@ def test_instances_with_other_numbers_of_ranks_answer_as_one_engine_does(
 ) -> None:
     prompts = make_prompts()
     expected = tokens_of(
-        stock_answers(llava_checkpoint, prompts, [make_params(number) for number in range(len(prompts))])
+        upstream_answers(llava_checkpoint, prompts, [make_params(number) for number in range(len(prompts))])
     )
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
     epd = {"instances": "E:1,P:1,D:1,PD:1", "engine_args": {"PD": {"tensor_parallel_size": 2}}}
-    with OmniLLM(llava_checkpoint, **STOCK, epd=epd) as omni:
+    with OmniLLM(llava_checkpoint, **UPSTREAM, epd=epd) as omni:
         group = omni.engine.orchestrator.nodes["language"]
         assert isinstance(group, InstanceGroup)
         for mix in ("E|PD=P|D", "E|P|PD=D"):  # from two ranks to one, and back

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from tests.e2e.engines import MARKS, NUM_TOKENS, STOCK, engine_here, greedy, make_image, tokens_of
+from tests.e2e.engines import MARKS, NUM_TOKENS, UPSTREAM, engine_here, greedy, make_image, tokens_of
 from tests.e2e.test_epd_instances import assigned
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
@@ -24,7 +24,7 @@ pytestmark = MARKS
 LONG = 100
 RANK = 8
 # vLLM's CPU kernels take one request at a time where there are adapters; an instance that encodes has none.
-ENGINE: dict[str, Any] = {**STOCK, "enable_lora": True, "max_lora_rank": RANK}
+ENGINE: dict[str, Any] = {**UPSTREAM, "enable_lora": True, "max_lora_rank": RANK}
 ONE_AT_A_TIME = {"max_num_seqs": 1}
 NUM_IMAGES = 3
 
@@ -54,7 +54,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
     return LoRARequest("adapter", 1, str(path))
 
 
-class Stock(NamedTuple):
+class Upstream(NamedTuple):
     """Replies of vLLM without this project."""
 
     plain: list[list[int]]
@@ -63,7 +63,7 @@ class Stock(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stock(llava_checkpoint: Path, adapter: LoRARequest) -> Stock:
+def upstream(llava_checkpoint: Path, adapter: LoRARequest) -> Upstream:
     prompts = make_prompts()
     with engine_here(llava_checkpoint, **ENGINE | ONE_AT_A_TIME) as llm:
         plain, adapted = (
@@ -71,11 +71,11 @@ def stock(llava_checkpoint: Path, adapter: LoRARequest) -> Stock:
         )
         (long,) = tokens_of(llm.generate(prompts[0], greedy(max_tokens=LONG), lora_request=adapter, use_tqdm=False))
     assert all(one != other for one, other in zip(plain, adapted, strict=True))
-    return Stock(plain, adapted, long)
+    return Upstream(plain, adapted, long)
 
 
 @pytest.fixture(scope="module")
-def omni(llava_checkpoint: Path, stock: Stock) -> Iterator[OmniLLM]:
+def omni(llava_checkpoint: Path, upstream: Upstream) -> Iterator[OmniLLM]:
     epd = {"instances": {"E": 1, "PD": 1}, "engine_args": {"PD": ONE_AT_A_TIME}}
     with OmniLLM(llava_checkpoint, **ENGINE, epd=epd) as omni:
         yield omni
@@ -102,30 +102,30 @@ async def read_all(omni: OmniLLM, adapter: LoRARequest) -> tuple[list[list[int]]
 
 
 def test_an_adapter_answers_as_in_one_engine(
-    omni: OmniLLM, group: InstanceGroup, stock: Stock, adapter: LoRARequest
+    omni: OmniLLM, group: InstanceGroup, upstream: Upstream, adapter: LoRARequest
 ) -> None:
     for _ in range(2):  # the second time with images and prefixes that are cached
-        assert omni._run(read_all(omni, adapter)) == (stock.plain, stock.adapted)
+        assert omni._run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
     assert omni._run(omni.engine.list_loras()) == {1}
     # The adapter is the language model's alone, so an image is one with it and without.
     assert group.statistics().num_encoded == NUM_IMAGES
 
 
 def test_an_adapter_that_is_not_there_fails_its_request_alone(
-    omni: OmniLLM, stock: Stock, adapter: LoRARequest
+    omni: OmniLLM, upstream: Upstream, adapter: LoRARequest
 ) -> None:
     async def run() -> list[Any]:
         (prompt, *_), missing = make_prompts(), LoRARequest("missing", 2, "/nowhere")
         return await asyncio.gather(read(omni, prompt, missing), read(omni, prompt, adapter), return_exceptions=True)
 
-    refused, answered = omni._run(run())
-    assert isinstance(refused, InvalidRequest) and "/nowhere" in str(refused)
-    assert answered == stock.adapted[0]
+    rejected, answered = omni._run(run())
+    assert isinstance(rejected, InvalidRequest) and "/nowhere" in str(rejected)
+    assert answered == upstream.adapted[0]
 
 
 @pytest.mark.long
 def test_killed_instances_restart_and_no_request_is_lost(
-    omni: OmniLLM, group: InstanceGroup, stock: Stock, adapter: LoRARequest
+    omni: OmniLLM, group: InstanceGroup, upstream: Upstream, adapter: LoRARequest
 ) -> None:
     async def while_it_encodes() -> Any:
         omni.engine.orchestrator.forget_images()
@@ -147,14 +147,14 @@ def test_killed_instances_restart_and_no_request_is_lost(
             while not all(map(group.is_available, group.engines)):  # noqa: ASYNC110  # a thread changes it
                 await asyncio.sleep(0.05)
 
-    assert omni._run(while_it_encodes()) == (stock.plain, stock.adapted)  # by PD alone
+    assert omni._run(while_it_encodes()) == (upstream.plain, upstream.adapted)  # by PD alone
     assert group.statistics().num_redone
     assert group.engines["language/E0"].current_status().state is StageState.RESTARTING
     # No other instance has the language model: the reply continues when the instance has restarted.
-    assert omni._run(while_it_writes()) == stock.long
+    assert omni._run(while_it_writes()) == upstream.long
     omni._run(back())
     before = group.statistics()
-    assert omni._run(read_all(omni, adapter)) == (stock.plain, stock.adapted)
+    assert omni._run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
     after = group.statistics()
     assert after.num_redone == before.num_redone
     # The image of the long reply may have been encoded once more while no instance could resume it.

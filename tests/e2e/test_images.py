@@ -161,9 +161,7 @@ def test_fields_of_openai_without_a_meaning_here_are_taken(server: Server) -> No
         ({"image": "x"}, "image", "/v1/images/edits"),
     ],
 )
-def test_a_bad_field_is_refused_by_its_name(
-    server: Server, change: dict[str, Any], param: str | None, said: str
-) -> None:
+def test_a_bad_field_is_rejected_by_name(server: Server, change: dict[str, Any], param: str | None, said: str) -> None:
     response = post(server, **{**SMALL, **change})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -171,7 +169,7 @@ def test_a_bad_field_is_refused_by_its_name(
     assert said in error["message"]
 
 
-def test_a_bad_request_is_refused_before_its_stream_begins(server: Server) -> None:
+def test_a_bad_request_is_rejected_before_its_stream_starts(server: Server) -> None:
     response = post(server, **{**SMALL, "num_inference_steps": 0, "stream": True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "num_inference_steps")
 
@@ -180,7 +178,7 @@ def test_a_bad_request_is_refused_before_its_stream_begins(server: Server) -> No
     ("body", "said"),
     [(b"{", "not valid JSON"), (b"[]", "must be an object"), (b"", "not valid JSON"), (b"\xff", "not valid JSON")],
 )
-def test_a_body_that_is_no_object_is_refused(server: Server, body: bytes, said: str) -> None:
+def test_a_body_that_is_not_an_object_is_rejected(server: Server, body: bytes, said: str) -> None:
     response = httpx.post(server.url + "/v1/images/generations", content=body, timeout=60)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
@@ -242,7 +240,7 @@ def num_running(server: Server) -> float:
     return server.metric(r"vllm:num_requests_running\{.*\}")
 
 
-def test_who_leaves_a_stream_ends_the_request(server: Server) -> None:
+def test_a_client_that_leaves_a_stream_ends_the_request(server: Server) -> None:
     body = {**LONG, "stream": True, "progress": True}
     with httpx.stream("POST", server.url + "/v1/images/generations", json=body, timeout=60) as response:
         event = next(events_of(response))
@@ -250,7 +248,7 @@ def test_who_leaves_a_stream_ends_the_request(server: Server) -> None:
     wait_for("the end of the request", lambda: num_running(server) == 0 and server.holds_nothing())
 
 
-def test_who_leaves_before_the_answer_ends_the_request(server: Server) -> None:
+def test_a_client_that_leaves_before_the_answer_ends_the_request(server: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/images/generations", json=LONG, timeout=1)
     wait_for("the end of the request", lambda: num_running(server) == 0 and server.holds_nothing())
@@ -302,21 +300,21 @@ def test_chat_streams_the_image_in_one_piece(server: Server) -> None:
         ({"height": 0, "size": "auto"}, "height"),
     ],
 )
-def test_a_bad_field_of_a_chat_is_refused_by_its_name(server: Server, change: dict[str, Any], param: str) -> None:
+def test_a_bad_field_of_a_chat_is_rejected_by_name(server: Server, change: dict[str, Any], param: str) -> None:
     body = {"messages": [{"role": "user", "content": "a cat"}], "num_inference_steps": 1, "size": "64x48"}
     response = post(server, "/v1/chat/completions", **{**body, **change})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/v1/videos/sync", "/v1/audio/generate"])
-def test_what_the_pipeline_does_not_make_is_refused_with_what_it_does(server: Server, path: str) -> None:
+def test_a_modality_that_the_pipeline_lacks_is_rejected(server: Server, path: str) -> None:
     response = post(server, path, prompt="a cat", input="a cat")
     assert response.status_code == 400
     assert "output of this model is image" in response.json()["error"]["message"]
     assert "/v1/images/generations" in response.json()["error"]["message"]
 
 
-def test_an_image_for_a_pipeline_that_takes_none_is_refused(server: Server) -> None:
+def test_an_image_for_a_pipeline_without_input_images_is_rejected(server: Server) -> None:
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
     response = httpx.post(

@@ -1,4 +1,4 @@
-"""Prefill in one process, decode in another: a tiny LLaVA-1.5 answers as one stock engine does."""
+"""Prefill in one process, decode in another: a tiny LLaVA-1.5 answers as one upstream engine does."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from tests.e2e.engines import (
     MARKS,
     NUM_TOKENS,
     OMNI,
-    STOCK,
+    UPSTREAM,
     engine_apart,
     engine_here,
     kill,
     make_image,
-    stock_answers,
     tokens_of,
+    upstream_answers,
 )
 from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.payload import decode
@@ -26,7 +26,7 @@ from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 pytestmark = MARKS
 
-PAGE_BYTES = 2 * 2 * STOCK["block_size"] * 64 * 4  # layers, heads, tokens, keys and values of 32 numbers, float32
+PAGE_BYTES = 2 * 2 * UPSTREAM["block_size"] * 64 * 4  # layers, heads, tokens, keys and values of 32 numbers, float32
 
 
 def kv_config(role: str) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[list[dict[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def stock(llava_checkpoint: Path) -> list[RequestOutput]:
-    return stock_answers(llava_checkpoint, make_prompts(), make_params())
+def upstream(llava_checkpoint: Path) -> list[RequestOutput]:
+    return upstream_answers(llava_checkpoint, make_prompts(), make_params())
 
 
 class Router:
@@ -146,7 +146,7 @@ def num_encodes(steps: list[SchedulerOutput]) -> int:
 
 
 @pytest.fixture(scope="module")
-def target(llava_checkpoint: Path, stock: list[RequestOutput]) -> Iterator[Target]:
+def target(llava_checkpoint: Path, upstream: list[RequestOutput]) -> Iterator[Target]:
     engine = {
         "kv_transfer_config": kv_config("kv_consumer"),
         "additional_config": {
@@ -172,26 +172,26 @@ def source(llava_checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("round", ["fresh", "cached"])
 def test_a_pair_answers_as_one_engine_does(
-    source: LLM, target: Target, router: Router, stock: list[RequestOutput], round: str
+    source: LLM, target: Target, router: Router, upstream: list[RequestOutput], round: str
 ) -> None:
     prompts, params = make_prompts(), make_params()
     target.take_steps()
     announced = router.prefill(source, prompts)
-    assert [one["num_tokens"] for one in announced] == [len(output.prompt_token_ids or ()) for output in stock]
+    assert [one["num_tokens"] for one in announced] == [len(output.prompt_token_ids or ()) for output in upstream]
     answers = router.decode(target.llm, announced, prompts, params)
     router.release(announced)
-    assert tokens_of(answers) == tokens_of(stock)
+    assert tokens_of(answers) == tokens_of(upstream)
     assert logprobs_of(answers) == [
-        [pytest.approx(position, abs=1e-4) for position in positions] for positions in logprobs_of(stock)
+        [pytest.approx(position, abs=1e-4) for position in positions] for positions in logprobs_of(upstream)
     ]
     steps = target.take_steps()
     assert num_encodes(steps) == 0, "the source has encoded the images"
     assert num_computed(steps) == len(prompts) * NUM_TOKENS, "and computed the prompts"
-    assert len({tuple(tokens) for tokens in tokens_of(stock)[7:]}) > 1  # or the images would not matter
+    assert len({tuple(tokens) for tokens in tokens_of(upstream)[7:]}) > 1  # or the images would not matter
 
 
 def test_pages_of_a_source_that_was_killed_are_computed(
-    source: LLM, target: Target, router: Router, stock: list[RequestOutput]
+    source: LLM, target: Target, router: Router, upstream: list[RequestOutput]
 ) -> None:
     # The last test of this source.
     prompts, params = make_prompts(), make_params()
@@ -203,6 +203,6 @@ def test_pages_of_a_source_that_was_killed_are_computed(
     assert num_computed(steps) == num_pulled * NUM_TOKENS
     kill(source)
     answers += router.decode(target.llm, announced[num_pulled:], prompts[num_pulled:], params[num_pulled:])
-    assert tokens_of(answers) == tokens_of(stock)
+    assert tokens_of(answers) == tokens_of(upstream)
     assert num_computed(target.take_steps()) > len(prompts[num_pulled:]) * NUM_TOKENS
     assert not target.scheduler.requests

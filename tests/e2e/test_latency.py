@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.e2e.engines import STOCK, make_image
+from tests.e2e.engines import UPSTREAM, make_image
 from vllm_omni import OmniLLM
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.errors import InvalidRequest
@@ -21,7 +21,7 @@ STAGE = "language"
 
 @pytest.fixture(scope="module")
 def llm(llava_checkpoint: Path) -> Iterator[OmniLLM]:
-    with OmniLLM(llava_checkpoint, **STOCK, epd=BUDGETS, log_stats=True) as llm:
+    with OmniLLM(llava_checkpoint, **UPSTREAM, epd=BUDGETS, log_stats=True) as llm:
         yield llm
 
 
@@ -38,7 +38,7 @@ def total(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"vllm_omni:{name}", {"stage": STAGE, **labels}) or 0.0
 
 
-def test_parts_of_an_image_and_a_text_sum_to_what_they_took(llm: OmniLLM) -> None:
+def test_parts_of_an_image_and_a_text_sum_to_their_latency(llm: OmniLLM) -> None:
     outputs = ask(llm, *(make_prompt(seed, has_image=seed % 2 == 0) for seed in range(4)))
     for index, output in enumerate(outputs):
         parts = output.latency_parts[STAGE]
@@ -57,7 +57,7 @@ def test_parts_of_an_image_and_a_text_sum_to_what_they_took(llm: OmniLLM) -> Non
     assert (REGISTRY.get_sample_value("vllm_omni:read_seconds_count") or 0) >= 4
 
 
-def test_who_asks_for_a_token_alone_has_no_decode(llm: OmniLLM) -> None:
+def test_a_reply_of_one_token_has_no_decode(llm: OmniLLM) -> None:
     (output,) = ask(llm, make_prompt(9, has_image=True), max_tokens=1)
     parts = output.latency_parts[STAGE]
     assert parts["encode_execution"] and parts["prefill_execution"]
@@ -96,7 +96,7 @@ def test_slos_of_the_deployment_and_of_requests_are_judged(llm: OmniLLM) -> None
 
 
 @pytest.mark.parametrize("slo", [{"tpot_ms": -1}, "fast", {"tpot": 30}, {"ttft_ms": "soon"}, [30]])
-def test_what_is_no_slo_fails_alone(llm: OmniLLM, slo: Any) -> None:
+def test_an_invalid_slo_fails_alone(llm: OmniLLM, slo: Any) -> None:
     async def both() -> list[Any]:
         async def one(extra_args: dict[str, Any] | None) -> Any:
             params = {"temperature": 0.0, "max_tokens": 4, "extra_args": extra_args}
@@ -106,6 +106,6 @@ def test_what_is_no_slo_fails_alone(llm: OmniLLM, slo: Any) -> None:
 
         return await asyncio.gather(one({"slo": slo}), one(None), return_exceptions=True)
 
-    refused, answered = llm._run(both())
-    assert isinstance(refused, InvalidRequest) and "slo" in str(refused)
+    rejected, answered = llm._run(both())
+    assert isinstance(rejected, InvalidRequest) and "slo" in str(rejected)
     assert answered.finished

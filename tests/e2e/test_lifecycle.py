@@ -1,8 +1,8 @@
-"""However a server ends, nothing of it is left: no process, no socket, no file, nothing in /dev/shm.
+"""However a server ends, it leaves no process, no socket, no file, and nothing in /dev/shm.
 
-Each test runs a user's program in a session of its own, so that its processes, whoever their parent is by then, can be
-told from all others, and gives it a directory of its own for everything that it writes. A program has three stages
-where it matters that there are several, and else one, which starts sooner.
+Each test runs a user's program in a session of its own, which identifies its processes even after their parent has
+ended, and in a directory of its own for everything that it writes. A program has three stages where several are needed,
+and otherwise one, which starts sooner.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from tests.e2e import server_program
 
 START_TIMEOUT_S = 120.0
-# How long what is left may need to be gone: on two busy cores Python takes seconds to end.
+# Time for processes to end: on two busy cores Python takes seconds.
 END_TIMEOUT_S = 20.0
-# A child that is importing vLLM learns of its parent's end after that: 5 s alone, three times that on busy cores.
+# A child that is importing vLLM notices its parent's end only afterwards: after 5 s, or 15 s on busy cores.
 IMPORT_TIMEOUT_S = 60.0
 STAGES = ("thinker", "talker", "token2wav")
 
@@ -79,7 +79,7 @@ class Program:
         found: list[re.Match[str]] = []
 
         def has_come() -> bool:
-            ended = self.process.poll() is not None  # asked first: what it told is then in the log
+            ended = self.process.poll() is not None  # read first: all of its events are in the log then
             found.extend(match for event in self.events() if (match := re.fullmatch(pattern, event)))
             assert found or not ended, f"ended with {self.process.returncode} before {pattern!r}:\n{self.log()}"
             return bool(found)
@@ -89,7 +89,7 @@ class Program:
         return found[0]
 
     def processes(self) -> list[psutil.Process]:
-        """What lives of the program, itself included, whoever the parent is by now."""
+        """The program's living processes, itself included, also those whose parent has ended."""
         found = []
         for pid in psutil.pids():
             try:
@@ -128,7 +128,7 @@ class Program:
         self.note_shared_memory()
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Give the line of input that the program waits for."""
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -143,7 +143,7 @@ class Program:
         assert self.leftovers() == []
 
     def expect_only_the_parent_left(self) -> None:
-        """After ``close``, while the user's program goes on."""
+        """After ``close``, while the user's program continues."""
 
         def only_parent() -> bool:
             return all(is_parent_or_tracker(process, self.process.pid) for process in self.processes())
@@ -209,11 +209,11 @@ def one_stage(tiny_pipeline: Callable[[str], Path]) -> Path:
 
 @pytest.mark.long
 def test_close_ends_everything_and_is_quiet(run: Run) -> None:
-    """The program's ``with`` is left by an exception of its own, which it catches, and goes on."""
+    """The program leaves its ``with`` by an exception of its own, catches it, and continues."""
     program = run("close", log="INFO")
     program.wait_for_event("closed after the user's own ArithmeticError")
     program.expect_only_the_parent_left()
-    program.go_on()
+    program.resume()
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
     log = program.log()
@@ -302,14 +302,14 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
     (message,) = program.wait_for_event("talker failed: (.*)").groups()
     assert re.match(r"stage 'talker': did not start: \w+Error: .*\b3\b", message), message
     program.expect_only_the_parent_left()
-    program.go_on()
+    program.resume()
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
 
 
 @pytest.mark.long
 def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run, llava_checkpoint: Path) -> None:
-    """One of two workers; nothing of the dead engine stays while the server lives. (A core: test_stage_death.py.)"""
+    """One of two workers is killed; nothing of its engine stays while the server runs. (A core: test_stage_death.)"""
     program = run("lose a stage", "language.tensor_parallel_size=2", model=llava_checkpoint)
     (pid,) = program.wait_for_event(r"language has pid (\d+), life 1").groups()
     program.wait_for_event("generating")
@@ -329,7 +329,7 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     assert len(program.sockets()) <= num_sockets
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
-    program.go_on()
+    program.resume()
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
     assert "leaked" not in program.log()

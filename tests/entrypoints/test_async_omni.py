@@ -1,4 +1,4 @@
-"""What an operator asks of a running ``AsyncOmni``, with real engines on a tiny checkpoint."""
+"""An operator's commands to a running ``AsyncOmni``, with real engines on a tiny checkpoint."""
 
 import asyncio
 import json
@@ -43,9 +43,9 @@ async def ask(omni: AsyncOmni, params: Any = SHORT, **more: Any) -> tuple[str, l
     return text, codes
 
 
-async def begin(omni: AsyncOmni, request_id: str, modality: str) -> asyncio.Task[Any]:
-    """A long request that has come as far as to give something of this modality."""
-    begun = asyncio.Event()
+async def start(omni: AsyncOmni, request_id: str, modality: str) -> asyncio.Task[Any]:
+    """Start a long request, and wait for its first output of a modality."""
+    has_started = asyncio.Event()
 
     async def read() -> tuple[str, list[Any]]:
         text, codes = "", []
@@ -53,11 +53,11 @@ async def begin(omni: AsyncOmni, request_id: str, modality: str) -> asyncio.Task
             text += "".join(completion.text for completion in output.outputs)
             codes += output.multimodal_output.get("codec_ids", [])
             if codes or modality == "text":
-                begun.set()
+                has_started.set()
         return text, codes
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(has_started.wait(), 60)
     return task
 
 
@@ -73,7 +73,7 @@ def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM
     async def run() -> None:
         for number in range(12):
             modality, stage = (("text", "thinker"), ("codec_ids", "talker"))[number % 2]
-            task = await begin(omni, f"long {number}", modality)
+            task = await start(omni, f"long {number}", modality)
             assert not await holds_no_blocks(omni, stage)
             await omni.abort(f"long {number}")
             assert await holds_no_blocks(omni, "thinker")
@@ -93,10 +93,10 @@ def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM
 
 
 @pytest.mark.parametrize("modality", ["text", "codec_ids"])
-def test_a_request_that_is_kept_goes_on_where_it_was(llm: OmniLLM, omni: AsyncOmni, modality: str) -> None:
+def test_a_request_that_is_kept_resumes_where_it_was(llm: OmniLLM, omni: AsyncOmni, modality: str) -> None:
     async def run() -> None:
         expected = await ask(omni, LONG)
-        task = await begin(omni, "kept", modality)
+        task = await start(omni, "kept", modality)
         await omni.pause_generation(mode="keep", clear_cache=False)
         assert await omni.is_paused()
         assert not task.done()
@@ -108,7 +108,7 @@ def test_a_request_that_is_kept_goes_on_where_it_was(llm: OmniLLM, omni: AsyncOm
 
 def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni: AsyncOmni) -> None:
     async def run() -> None:
-        task = await begin(omni, "runs", "text")
+        task = await start(omni, "runs", "text")
         await omni.pause_generation(mode="wait")
         assert omni.orchestrator.gate.admitted == set()
         assert len((await task)[1]) == LONG["talker"]["max_tokens"]
@@ -120,7 +120,7 @@ def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni
 def test_a_request_that_comes_during_a_pause_waits_and_can_be_aborted(llm: OmniLLM, omni: AsyncOmni) -> None:
     async def run() -> None:
         expected = await ask(omni)
-        running = await begin(omni, "runs", "codec_ids")
+        running = await start(omni, "runs", "codec_ids")
         await omni.pause_generation()
         with pytest.raises(CallAborted, match="paused"):
             await running
@@ -155,7 +155,7 @@ def test_engines_sleep_and_wake_up(llm: OmniLLM, omni: AsyncOmni, level: int) ->
     llm._run(run())
 
 
-# -- what else an operator asks ----------------------------------------------------------------------------------------
+# -- caches, traces, health, metrics -----------------------------------------------------------------------------------
 
 
 def test_caches_of_every_stage_are_reset(llm: OmniLLM, omni: AsyncOmni) -> None:
@@ -184,7 +184,7 @@ def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, engines: SharedEng
         assert list(traces.glob(f"run_{stage}_*")), [path.name for path in traces.iterdir()]
 
 
-def test_health_is_told_by_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
+def test_health_is_reported_by_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
     llm._run(omni.check_health())
     llm._run(omni.check_health("talker"))
     assert {name: status.state for name, status in omni.stage_report().items()} == dict.fromkeys(
@@ -265,7 +265,7 @@ def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: As
     assert llm._run(run())
 
 
-def test_a_stage_that_dies_leaves_no_lease_in_the_one_before(llm: OmniLLM, omni: AsyncOmni) -> None:
+def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: AsyncOmni) -> None:
     talker = omni.orchestrator.engines["talker"]
 
     async def has_lease() -> bool:

@@ -1,4 +1,4 @@
-"""Every command of the documents, run as it stands but for what a small machine without a network has not.
+"""Every command of the documents, run as it stands, except what needs a network or a large machine.
 
 Those of the documents about HTTP are run against a server in ``openai/test_documented_requests.py``.
 """
@@ -86,7 +86,7 @@ def test_the_commands_of_the_documents_are_these() -> None:
 
 @pytest.mark.long
 def test_make_demo(checkout: Path) -> None:
-    """In the environment of this test, which `make` has set up or somebody else."""
+    """In this test's environment, which `make` need not have set up."""
     assert ["make", "demo"] in commands("README.md")
     out = run(["make", "--no-print-directory", "demo", f"VENV={sys.prefix}", "STAMP=installed.stamp"], checkout)
     assert "text    '" in out
@@ -104,7 +104,7 @@ def test_extras_that_are_installed_exist() -> None:
 
 @pytest.mark.long
 def test_the_offline_program_of_the_readme(checkout: Path) -> None:
-    """With the threads of a user, who sets no number: steps take cores by their size."""
+    """With a user's number of threads, which is unset: steps take cores by their size."""
     (program,) = [block for block in BLOCKS["README.md"] if block.is_program and "OmniLLM" in block.text]
     path = checkout / "program.py"
     path.write_text(program.text)
@@ -153,8 +153,8 @@ def test_commands_of_the_guide_to_instances(checkout: Path, monkeypatch: pytest.
     (stage,) = load_config("llava-hf/llava-1.5-7b-hf", deploy_config="deploy.yaml").stages
     assert set(stage.epd) == {*stage.deployment.__struct_fields__, "tpot_ms", "ttft_ms"}
     assert make_instances(stage)[2].engine_args["max_num_seqs"] == 64
-    told = (ROOT / "docs" / "epd.md").read_text()
-    assert all(f"`{key}`" in told for key in (*stage.deployment.__struct_fields__, *BUDGET_KEYS))
+    guide = (ROOT / "docs" / "epd.md").read_text()
+    assert all(f"`{key}`" in guide for key in (*stage.deployment.__struct_fields__, *BUDGET_KEYS))
 
 
 def test_the_generate_of_the_readme_is_valid(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Python reads this first in every process that a test starts: ``tests/conftest.py`` puts it into PYTHONPATH.
+"""Fewer garbage collections in every process that a test starts: ``tests/conftest.py`` puts this into PYTHONPATH.
 
-They import vLLM, and looking for garbage among what stays takes a seventh of that time.
+A seventh of the time that importing vLLM takes goes into collections that find nothing.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What clients see while stages die and come back. The last file of this directory's server, which it ends."""
+"""What clients see while killed stages restart. The last file that uses the shared server, which it stops."""
 
 import openai
 import pytest
