@@ -29,23 +29,29 @@ def make_instances(config: StageConfig) -> list[Instance]:
     Raises:
         ConfigError: an engine argument that the mix sets itself, or one for an instance that does not exist.
     """
-    deployment = config.deployment
-    where = f"stage {config.name!r}: epd.engine_args"
-    for name in _SET_BY_THE_MIX:
-        for of, args in (("", config.engine_args), *deployment.engine_args.items()):
-            if args.get(name):
-                at = f"{where}.{of}" if of else f"stage {config.name!r}: engine_args"
-                raise ConfigError(f"{at}.{name}: set by the mix of instances (epd.instances), and cannot be changed")
-    front = next(kind for kind in deployment.mix if kind != Tasks.E)
-    kinds = [(kind, number) for kind, count in deployment.mix.items() for number in range(count)]
-    known = [*deployment.instances, *(f"{kind}{number}" for kind, number in kinds)]
-    for of in deployment.engine_args:
-        if of not in known:
-            raise ConfigError(f"{where}.{of}: there is no such instance: {suggest(of, known)}")
+    mix = config.deployment.mix
+    _check_args(config)
+    front = next(kind for kind in mix if kind != Tasks.E)
     return [
         Instance(config.name, kind, number, instance_args(config, kind, number), (kind, number) == (front, 0))
-        for kind, number in kinds
+        for kind, count in mix.items()
+        for number in range(count)
     ]
+
+
+def _check_args(config: StageConfig) -> None:
+    deployment = config.deployment
+    where = f"stage {config.name!r}: epd.engine_args"
+    known = [*deployment.instances, *(f"{kind}{n}" for kind, count in deployment.mix.items() for n in range(count))]
+    for name in deployment.engine_args:
+        if name not in known:
+            raise ConfigError(f"{where}.{name}: there is no such instance: {suggest(name, known)}")
+    places = {f"stage {config.name!r}: engine_args": config.engine_args}
+    places |= {f"{where}.{name}": args for name, args in deployment.engine_args.items()}
+    for key in _SET_BY_THE_MIX:
+        for place, args in places.items():
+            if args.get(key):
+                raise ConfigError(f"{place}.{key}: set by the mix of instances (epd.instances), and cannot be changed")
 
 
 def check_mix(config: StageConfig, model: ModelConfig) -> None:

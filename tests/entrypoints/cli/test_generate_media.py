@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from tests.media.test_image import decode, make_pixels
 from tests.media.test_video import decode as decode_video
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.entrypoints.cli.generate_media import write_answer
+from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.testing import diffusion as tiny
-
-VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +104,15 @@ def test_json_has_the_channels_and_rate_of_a_sound(tmp_path: Path) -> None:
 # -- a video of an image (images: test_documented_commands.py) ---------------------------------------------------------
 
 
-def test_a_video_of_an_image(directory: Path, tmp_path: Path) -> None:
+def test_a_video_of_an_image(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+) -> None:
+    """In this process; ``test_generate.py`` and ``test_documented_commands.py`` start the program itself."""
+    monkeypatch.chdir(directory)
     args = ["wan2.2-i2v", "--prompt=a tram", "--image=picture.png", "--size=32x32", "--num-frames=5", "--fps=8"]
-    command = [VLLM_OMNI, "generate", *args, "--seed=1", "--steps=2", "-o", str(tmp_path), "--json"]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout)
+    main(["generate", *args, "--seed=1", "--steps=2", "-o", str(tmp_path), "--json"])
+    (line,) = capfd.readouterr().out.splitlines()  # nothing that stages and libraries print
+    answer: dict[str, Any] = json.loads(line)
     path = tmp_path / "answer.mp4"
     assert answer["video"] == [{"path": str(path), "num_frames": 5, "height": 32, "width": 32, "fps": 8}]
     assert answer["stage_seconds"].keys() == {"diffusion", "total"}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from msgspec import to_builtins
 from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 
@@ -119,45 +118,55 @@ def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_
     at = ("stages", stage.name)
     for key in ("engine_type", "model", "input_modalities", "output_modalities", "executor_class"):
         yield _of_deployment(deployment, (*at, key), getattr(stage, key))
+    yield from _engine_args(deployment, stage, spec, vllm_config)
+    sections: dict[str, Mapping[str, Any]] = {}
+    if stage.is_diffusion:
+        sections["diffusion"] = dataclasses.asdict(stage.diffusion_config)
+    if stage.epd:
+        sections["epd"] = {**dataclasses.asdict(stage.deployment), **stage.budgets}
+    for name, section in sections.items():
+        for key, value in section.items():
+            yield _of_deployment(deployment, (*at, name, key), value)
+    yield from _sampling_params(deployment, stage, spec, vllm_config)
 
-    def pinned(path: tuple[str, ...], value: Any) -> Value:
-        over = deployment.origins.get(path)
-        origin = "set by the model" + (f", overriding {_describe(over)}" if over else "")
-        return Value(path, _plain(value), "model", origin)
 
+def _engine_args(
+    deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig
+) -> Iterator[Value]:
+    """Engine arguments: those of the deployment, those that the model pins, and those that vLLM resolves."""
+    at = ("stages", stage.name, "engine_args")
     architecture = spec.architecture or vllm_config.model_config.architecture
-    yield Value((*at, "engine_args", "architecture"), architecture, "model", "set by the model", is_set=False)
-    for key, value in stage.engine_args.items():
-        if key not in spec.engine_args:
-            yield _of_deployment(deployment, (*at, "engine_args", key), value)
-    for key, value in spec.engine_args.items():
-        yield pinned((*at, "engine_args", key), value)
-    known = {*stage.engine_args, *spec.engine_args}
+    yield Value((*at, "architecture"), architecture, "model", "set by the model", is_set=False)
+    yield from _with_pinned(deployment, at, stage.engine_args, spec.engine_args)
     for key in (*RESOLVED, *(RESOLVED_OF_AR if stage.is_autoregressive else ())):
-        if key not in known:
-            path = (*at, "engine_args", key.replace("cache_dtype", "kv_cache_dtype"))
+        if key not in stage.engine_args and key not in spec.engine_args:
+            path = (*at, key.replace("cache_dtype", "kv_cache_dtype"))
             yield Value(path, _plain(_resolved(vllm_config, key)), "default", "default", is_set=False)
 
-    if stage.is_diffusion:
-        for key, value in dataclasses.asdict(stage.diffusion_config).items():
-            yield _of_deployment(deployment, (*at, "diffusion", key), value)
 
-    if stage.epd:
-        for key, value in {**to_builtins(stage.deployment), **stage.budgets}.items():
-            yield _of_deployment(deployment, (*at, "epd", key), value)
-
-    params = (*at, "default_sampling_params")
-    for key, value in stage.default_sampling_params.items():
-        if key not in spec.sampling_params:
-            yield _of_deployment(deployment, (*params, key), value)
+def _sampling_params(
+    deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig
+) -> Iterator[Value]:
+    at = ("stages", stage.name, "default_sampling_params")
+    yield from _with_pinned(deployment, at, stage.default_sampling_params, spec.sampling_params)
     if stage.stage_id == 0:
+        origin = "the checkpoint's generation_config.json"
         for key, value in vllm_config.model_config.get_diff_sampling_param().items():
             if key not in stage.default_sampling_params and key not in spec.sampling_params:
-                yield Value(
-                    (*params, key), value, "generation_config", "the checkpoint's generation_config.json", False
-                )
-    for key, value in spec.sampling_params.items():
-        yield pinned((*params, key), value)
+                yield Value((*at, key), value, "generation_config", origin, is_set=False)
+
+
+def _with_pinned(
+    deployment: OmniConfig, at: tuple[str, ...], values: Mapping[str, Any], pinned: Mapping[str, Any]
+) -> Iterator[Value]:
+    """Values of the deployment, then those that the model pins."""
+    for key, value in values.items():
+        if key not in pinned:
+            yield _of_deployment(deployment, (*at, key), value)
+    for key, value in pinned.items():
+        over = deployment.origins.get((*at, key))
+        origin = "set by the model" + (f", overriding {_describe(over)}" if over else "")
+        yield Value((*at, key), _plain(value), "model", origin)
 
 
 def _resolved(vllm_config: VllmConfig, key: str) -> Any:

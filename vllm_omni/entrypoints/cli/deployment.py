@@ -107,20 +107,7 @@ def parse_deployment(
         check: rejects combinations of arguments, by ``parser.error`` or ``ValueError``.
         parser_options: keywords of the command's ``ArgumentParser``.
     """
-    # vLLM's parser must be a subcommand: it inspects the first word.
-    root = DeploymentParser(prog="vllm-omni")
-    parser = root.add_subparsers(dest="subparser").add_parser(
-        command,
-        allow_abbrev=False,  # a misspelled flag is rejected rather than taken for another
-        formatter_class=_HelpFormatter,
-        epilog=EPILOG.format(prog=f"vllm-omni {command}"),
-        **parser_options,
-    )
-    assert isinstance(parser, DeploymentParser), "argparse makes subparsers of the root's class"
-    _add_deployment_group(parser)
-    add_arguments(parser)
-    root.prog = parser.prog
-    root.options = list(parser._option_string_actions)
+    root, parser = _make_parsers(command, add_arguments, parser_options)
     command_line = [command, *args]
     try:
         parsed = root.parse_args(command_line)
@@ -140,6 +127,27 @@ def parse_deployment(
         parser.error(f"--model: give it without the flag, {parser.prog} MODEL")
     names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
     return Deployment(parsed, {name: value for name, value in given.items() if name in names})
+
+
+def _make_parsers(
+    command: str, add_arguments: Callable[[DeploymentParser], None], options: Mapping[str, Any]
+) -> tuple[DeploymentParser, DeploymentParser]:
+    """Return the parser to call, and the command's, which is its subparser."""
+    # vLLM's parser must be a subcommand: it inspects the first word.
+    root = DeploymentParser(prog="vllm-omni")
+    parser = root.add_subparsers(dest="subparser").add_parser(
+        command,
+        allow_abbrev=False,  # a misspelled flag is rejected rather than taken for another
+        formatter_class=_HelpFormatter,
+        epilog=EPILOG.format(prog=f"vllm-omni {command}"),
+        **options,
+    )
+    assert isinstance(parser, DeploymentParser), "argparse makes subparsers of the root's class"
+    _add_deployment_group(parser)
+    add_arguments(parser)
+    root.prog = parser.prog
+    root.options = list(parser._option_string_actions)
+    return root, parser
 
 
 def _add_deployment_group(parser: DeploymentParser) -> None:

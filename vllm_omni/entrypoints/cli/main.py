@@ -5,8 +5,10 @@ Each command imports its modules when it is called: help, wrong commands and ``t
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from vllm_omni import __version__
+from vllm_omni.compat import require_vllm
 from vllm_omni.entrypoints.cli.quiet import hush
 from vllm_omni.errors import ConfigError, MissingDependency, OmniError
 from vllm_omni.names import suggest
@@ -19,6 +21,9 @@ COMMANDS = {
     "doctor": "check whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
+
+NEED_VLLM = ("serve", "generate", "config")
+QUIET = ("generate", "config", "graph")  # without the log lines of libraries
 
 HELP = f"""usage: vllm-omni COMMAND ...
 
@@ -64,38 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(command: str, args: list[str]) -> None:
-    from vllm_omni.compat import require_vllm
-
-    if command == "serve":
-        require_vllm("vllm-omni serve")
-        from vllm_omni.entrypoints.cli.serve import serve
-
-        serve(args)
-    elif command == "generate":
+    """Call the function of the command's name, in its module."""
+    if command in QUIET:
         hush()
-        require_vllm("vllm-omni generate")
-        from vllm_omni.entrypoints.cli.generate import generate
-
-        generate(args)
-    elif command == "config":
-        hush()
-        require_vllm("vllm-omni config")
-        from vllm_omni.entrypoints.cli.config import config
-
-        config(args)
-    elif command == "graph":
-        hush()
-        from vllm_omni.entrypoints.cli.graph import graph
-
-        graph(args)
-    elif command == "doctor":
-        from vllm_omni.entrypoints.cli.doctor import doctor
-
-        doctor(args)
-    else:
-        from vllm_omni.entrypoints.cli.tiny import tiny
-
-        tiny(args)
+    if command in NEED_VLLM:
+        require_vllm(f"vllm-omni {command}")
+    getattr(import_module(f"vllm_omni.entrypoints.cli.{command}"), command)(args)
 
 
 def _fail(message: str, code: int) -> None:

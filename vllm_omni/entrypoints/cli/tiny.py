@@ -31,17 +31,15 @@ def tiny(args: Sequence[str]) -> None:
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists, and is not an empty directory: choose another")
+    if options.variant != "base" and options.name not in model_types:
+        raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
     try:
         if options.name in model_types:
             module = import_module(f"vllm_omni.testing.{options.name}")
             module.build(directory, seed=options.seed, variant=options.variant)
-        elif options.variant != "base":
-            raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
         elif options.name == LLAVA:
             # Imported here because it takes seconds, and --help does not need it.
-            from vllm_omni.testing import llava as tiny_llava
-
-            tiny_llava.build(directory, seed=options.seed)
+            import_module("vllm_omni.testing.llava").build(directory, seed=options.seed)
         else:
             diffusers_tiny.build(directory, options.name, seed=options.seed)
     except (ValueError, OSError) as exc:

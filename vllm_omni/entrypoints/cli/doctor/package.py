@@ -28,46 +28,56 @@ def examine_package(report: Report, path: Sequence[str], here: Path) -> None:
         path: ``sys.path``.
         here: directory of the package that is imported.
     """
-    installed: list[dict[str, Any]] = []
-    for found in metadata.distributions(name=DISTRIBUTION, path=list(path)):
-        place = str(found.locate_file(""))
-        if any(one["place"] == place for one in installed):  # on sys.path twice
-            continue
-        installed.append({"version": found.version, "place": place, "is_ours": _is_ours(found)})
-        if not installed[-1]["is_ours"]:
-            report.problem(
-                f"{place} has the distribution {DISTRIBUTION} {found.version} of another project (on PyPI, by the "
-                "vllm-project): its plugin, and its code where it comes first on sys.path, run in place of this one's",
-                f"{sys.executable} -m pip uninstall {DISTRIBUTION}; then, {INSTALL}",
-            )
-    if not installed:
-        report.problem(
-            f"no distribution {DISTRIBUTION} is installed, so vLLM's processes do not find the plugin", INSTALL
-        )
-    copies: list[Path] = []
-    for entry in dict.fromkeys(path):
-        package = Path(entry or ".").resolve() / "vllm_omni"
-        if not (package / "__init__.py").is_file() or package in (here.resolve(), *copies):
-            continue
-        copies.append(package)
-        is_ours = (package / "plugin.py").is_file() and (package / "flow").is_dir()
-        is_reported = any(not one["is_ours"] and Path(one["place"]).resolve() == package.parent for one in installed)
-        if is_ours:
-            report.warn(
-                f"{package} is a second copy of this project on sys.path; {here} is the one that is imported",
-                "leave one of them on sys.path",
-            )
-        elif not is_reported:
-            report.problem(
-                f"{package} is another project's package of the same name, and is on sys.path",
-                f"take {package.parent} from sys.path (PYTHONPATH, the current directory), or remove the package",
-            )
+    installed = _examine_distributions(report, path)
+    others = [Path(one["place"]).resolve() for one in installed if not one["is_ours"]]
+    copies = _examine_copies(report, path, here, others)
     report.sections["package"] = {
         "version": vllm_omni.__version__,
         "imported_from": str(here),
         "distributions": installed,
         "other_copies": [str(copy) for copy in copies],
     }
+
+
+def _examine_distributions(report: Report, path: Sequence[str]) -> list[dict[str, Any]]:
+    installed: dict[str, dict[str, Any]] = {}  # by place, as a directory may be on sys.path twice
+    for found in metadata.distributions(name=DISTRIBUTION, path=list(path)):
+        place = str(found.locate_file(""))
+        installed.setdefault(place, {"version": found.version, "place": place, "is_ours": _is_ours(found)})
+    for one in installed.values():
+        if not one["is_ours"]:
+            report.problem(
+                f"{one['place']} has the distribution {DISTRIBUTION} {one['version']} of another project (on PyPI, by "
+                "the vllm-project): its plugin, and its code where it comes first on sys.path, run in place of this "
+                "one's",
+                f"{sys.executable} -m pip uninstall {DISTRIBUTION}; then, {INSTALL}",
+            )
+    if not installed:
+        report.problem(
+            f"no distribution {DISTRIBUTION} is installed, so vLLM's processes do not find the plugin", INSTALL
+        )
+    return list(installed.values())
+
+
+def _examine_copies(report: Report, path: Sequence[str], here: Path, reported: Sequence[Path]) -> list[Path]:
+    """Find further packages of this name; those of ``reported`` distributions have a finding already."""
+    copies: list[Path] = []
+    for entry in dict.fromkeys(path):
+        package = Path(entry or ".").resolve() / "vllm_omni"
+        if not (package / "__init__.py").is_file() or package in (here.resolve(), *copies):
+            continue
+        copies.append(package)
+        if (package / "plugin.py").is_file() and (package / "flow").is_dir():
+            report.warn(
+                f"{package} is a second copy of this project on sys.path; {here} is the one that is imported",
+                "leave one of them on sys.path",
+            )
+        elif package.parent not in reported:
+            report.problem(
+                f"{package} is another project's package of the same name, and is on sys.path",
+                f"take {package.parent} from sys.path (PYTHONPATH, the current directory), or remove the package",
+            )
+    return copies
 
 
 def _is_ours(found: metadata.Distribution) -> bool:
