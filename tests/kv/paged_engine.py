@@ -289,8 +289,7 @@ class PagedEngine:
         assert not self.scheduler.has_requests() and not self.scheduler.requests
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # the null block
-        side = self.connector.scheduler
-        assert not (side.prefills or side.decodes or side.reserves or side.loads or side.drops)
+        self.connector.scheduler.check_idle()
         for connector in self.ranks:
             assert connector.worker is not None
             source, target = connector.worker.source, connector.worker.target

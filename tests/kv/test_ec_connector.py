@@ -215,10 +215,10 @@ def test_who_is_aborted_just_after_its_end_has_its_images_released(producer: Hal
     producer.connector.add_image("request", "image", put(producer))
     request.status = RequestStatus.FINISHED_STOPPED
     producer.connector.request_finished(request)
-    producer.connector.abort_told(["another"])
+    producer.connector.abort_announced(["another"])
     assert num_leases(producer) == 1
     for _ in range(2):
-        producer.connector.abort_told(["request"])
+        producer.connector.abort_announced(["request"])
     assert until(lambda: not num_leases(producer))
 
 

@@ -168,7 +168,7 @@ def test_chunks_go_out_with_the_steps_that_compute_them(engines: Engines) -> Non
     source, target = engines(max_num_batched_tokens=10), engines()
     prompt = make_prompt(35)
     assert migrate(source, target, prompt) == answer(prompt, NUM_TOKENS)
-    saves = [save for step in source.steps for save in step.kv_connector_metadata.saves]  # type: ignore[union-attr]
+    saves = [save for step in source.steps for save in step.kv_connector_metadata.actions.saves]  # type: ignore[union-attr]
     assert [(save.first_page, len(save.blocks), save.is_last) for save in saves] == [
         (0, 2, False),
         (2, 3, False),
@@ -191,11 +191,11 @@ def test_pages_of_the_targets_prefix_cache_are_not_pulled(engines: Engines) -> N
     prompt = make_prompt(30)
     migrate(source, target, prompt[:18], "1")
     assert migrate(source, target, prompt, "2") == answer(prompt, NUM_TOKENS)
-    loads = [load for step in target.steps for load in step.kv_connector_metadata.loads]  # type: ignore[union-attr]
+    loads = [load for step in target.steps for load in step.kv_connector_metadata.actions.loads]  # type: ignore[union-attr]
     assert [(load.first_page, len(load.blocks)) for load in loads] == [(0, 5), (4, 4)]  # the fifth page was not full
     # All but the last token are here: nothing is worth being pulled.
     assert migrate(source, target, prompt[:29], "3") == answer(prompt[:29], NUM_TOKENS)
-    assert len([1 for step in target.steps for _ in step.kv_connector_metadata.loads]) == 2  # type: ignore[union-attr]
+    assert len([1 for step in target.steps for _ in step.kv_connector_metadata.actions.loads]) == 2  # type: ignore[union-attr]
     engines.assert_nothing_is_left()
 
 
@@ -318,7 +318,7 @@ def test_a_prefill_that_is_preempted_goes_on_where_it_was(engines: Engines) -> N
     pages = [
         save.first_page + number
         for step in source.steps
-        for save in step.kv_connector_metadata.saves  # type: ignore[union-attr]
+        for save in step.kv_connector_metadata.actions.saves  # type: ignore[union-attr]
         for number in range(len(save.blocks))
     ]
     assert pages == list(range(15)), "each page once"

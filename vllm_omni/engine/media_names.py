@@ -8,11 +8,13 @@ from typing import Any
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalKwargsItems
 
+from vllm_omni.kv.identifiers import is_counter
+
 
 def has_counted_media(prompt: Any) -> bool:
     """Whether vLLM has named media by a counter, as it does when its caches are off."""
     hashes: Mapping[str, Sequence[str]] = prompt.get("mm_hashes") or {}
-    return any(_is_counter(one) for names in hashes.values() for one in names)
+    return any(is_counter(one) for names in hashes.values() for one in names)
 
 
 def name_media(prompt: Any) -> Any:
@@ -22,7 +24,7 @@ def name_media(prompt: Any) -> Any:
     """
     named = {
         modality: [
-            MultiModalHasher.hash_kwargs("blake3", modality=modality, item=_content(item)) if _is_counter(one) else one
+            MultiModalHasher.hash_kwargs("blake3", modality=modality, item=_content(item)) if is_counter(one) else one
             for one, item in zip(names, prompt["mm_kwargs"][modality], strict=True)
         ]
         for modality, names in prompt["mm_hashes"].items()
@@ -45,10 +47,6 @@ def without_media(prompt: Mapping[str, Any], is_known: Callable[[str], bool]) ->
         "mm_kwargs": MultiModalKwargsItems(pick(prompt["mm_kwargs"])),
         "mm_placeholders": pick(prompt["mm_placeholders"]),
     }
-
-
-def _is_counter(name: str) -> bool:
-    return name.startswith("renderer") and "-mm-" in name
 
 
 def _content(item: Any) -> dict[str, Any]:

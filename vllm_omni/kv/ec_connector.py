@@ -4,11 +4,11 @@ An *encode task* is a request with ``extra_args["ec_transfer_params"] = {"encode
 ``RequestOutput.ec_transfer_params = {"images": {identifier: payload}, "num_encoded": n}``. A consumer's request carries
 ``{"images": {identifier: payload}}``, and ends with ``{"num_encoded": n}``: how many images it had to encode itself.
 
-``EPDScheduler`` books a pull as it books an encode: the image takes its room, is in flight, and then is ready or lost.
-vLLM's own way (``has_cache_item``: room and load in one step) is not taken, so that no step waits for another process,
-and an image that is lost is encoded as one that was never elsewhere.
+``EPDScheduler`` accounts for a pull as for an encode: the image takes its room, is in flight, and then is ready or
+lost. vLLM's own way (``has_cache_item``: room and load in one step) is not used, so that no step waits for another
+process; a lost image is encoded here.
 
-Leases are the front end's: a put ends when it is released for all. Whoever pulls releases its own reading.
+The front end owns the leases: a put ends when it is released for all. An engine that pulls releases its own read.
 
 From: HydraInfer, section 4.3 (pull-based migration of the image cache).
 """
@@ -16,7 +16,6 @@ From: HydraInfer, section 4.3 (pull-based migration of the image cache).
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken
+from vllm_omni.kv.identifiers import is_counter
 from vllm_omni.messages.payload import Payload, decode, encode
 from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, process_hub
 
@@ -45,28 +45,25 @@ logger = logging.getLogger(__name__)
 EMBEDS = "embeds"
 """Path of the tensor in an image's payload: [num_embeds, width], the model's dtype."""
 
-COUNTER = re.compile(r"renderer\d+-mm-\d+-")
-"""What vLLM names an image when it hashes no content: another engine gives the same name to another image."""
-
 NUM_PULL_THREADS = 4
 PULL_TIMEOUT_S = 10.0
 PUT_TIMEOUT_S = 30.0
-MAX_TOLD = 256
-"""Encode tasks that may still be aborted when they have ended; beyond it their leases end by themselves."""
+MAX_ANNOUNCED = 256
+"""Encode tasks that a late abort can still take back; the leases of older ones expire."""
 
 
-# -- what a request says ----------------------------------------------------------------------------------------------
+# -- a request's parameters -------------------------------------------------------------------------------------------
 
 
 class ECParams(NamedTuple):
     """A request's ``ec_transfer_params``, checked."""
 
     encode_only: bool = False
-    images: dict[str, bytes] = {}  # identifier -> payload; the images whose embeddings are elsewhere
+    images: dict[str, bytes] = {}  # identifier -> payload, of images whose embeddings lie in another engine
 
 
 def parse_params(request: Request) -> ECParams:
-    """Raises ``InvalidRequest``: it says what is wrong."""
+    """Check a request's ``ec_transfer_params``. Raises ``InvalidRequest``."""
     given = request.ec_transfer_params
     if given is None:
         return ECParams()
@@ -84,7 +81,7 @@ def parse_params(request: Request) -> ECParams:
     if encode_only and not identifiers:
         raise InvalidRequest("ec_transfer_params: encode_only, and the request has nothing to encode")
     for name in sorted(identifiers if encode_only else images):
-        if COUNTER.match(name):
+        if is_counter(name):
             raise InvalidRequest(
                 f"ec_transfer_params: {name!r} is a counter and names another image in another engine; "
                 "give multi_modal_uuids made from the content"
@@ -100,14 +97,14 @@ def parse_params(request: Request) -> ECParams:
 
 
 class Put(NamedTuple):
-    """An image that a request wants in the relay: each has a lease of its own."""
+    """An image to put into the relay for a request, with a lease of its own."""
 
     request_id: str
     identifier: str
 
 
 class Pull(NamedTuple):
-    """An image that is to come into the encoder cache."""
+    """An image to pull into the encoder cache."""
 
     identifier: str
     payload: bytes
@@ -115,21 +112,23 @@ class Pull(NamedTuple):
 
 
 class PutRefusal(NamedTuple):
+    """Why an image could not be put."""
+
     message: str
-    is_final: bool  # there will not be room, however much is released
+    is_final: bool  # it is larger than the whole pool
 
 
 @dataclass
 class RelayECMetadata(ECConnectorMetadata):
-    """What begins with a step."""
+    """Puts and pulls that start with a step."""
 
-    puts: list[Put] = field(default_factory=list)  # now, or when their encode has ended
+    puts: list[Put] = field(default_factory=list)  # at once, or when their encode has ended
     pulls: list[Pull] = field(default_factory=list)
 
 
 @dataclass
 class RelayECReport(ECConnectorWorkerMetadata):
-    """What has ended with a step."""
+    """Puts and pulls that ended with a step."""
 
     put: dict[Put, bytes] = field(default_factory=dict)
     refused: dict[Put, PutRefusal] = field(default_factory=dict)
@@ -150,7 +149,7 @@ class RelayECReport(ECConnectorWorkerMetadata):
 
 
 class RelayECConnector(ECConnectorBase):
-    """Scheduler's and worker's half; which one says its role.
+    """The scheduler's and the worker's half, depending on the role.
 
     Options (``ec_connector_extra_config``): ``pull_timeout_s``, ``put_timeout_s``.
     """
@@ -166,19 +165,19 @@ class RelayECConnector(ECConnectorBase):
         self.hub = process_hub(vllm_config.additional_config)
         # The scheduler's half.
         self._next = RelayECMetadata()
-        self._images: dict[str, dict[str, bytes]] = {}  # of encode tasks: what is put
-        self._told: dict[str, tuple[bytes, ...]] = {}  # of tasks that have ended, the oldest first
+        self._images: dict[str, dict[str, bytes]] = {}  # of encode tasks: identifier -> payload
+        self._announced: dict[str, tuple[bytes, ...]] = {}  # payloads of tasks that have ended, the oldest first
         self._num_encoded: Counter[str] = Counter()  # by request
         # The worker's half.
         parallel = vllm_config.parallel_config
         self._puts = parallel.rank % parallel.tensor_parallel_size == 0
-        self._wanted: dict[str, list[str]] = {}  # identifier -> requests that it is put for when it is encoded
+        self._wanted: dict[str, list[str]] = {}  # identifier -> requests for which it is put when it is encoded
         self._encoder_cache: dict[str, torch.Tensor] = {}  # the runner's
         self._pulling: dict[str, Future[torch.Tensor]] = {}
         self._report = RelayECReport()
         self._threads: ThreadPoolExecutor | None = None
         if role is ECConnectorRole.WORKER and self.is_producer and self._puts:
-            self.hub.prepare()  # what is wrong with its relay is told at the start
+            self.hub.prepare()  # a relay that cannot work fails at start
 
     def shutdown(self) -> None:
         if self._threads is not None:
@@ -187,15 +186,16 @@ class RelayECConnector(ECConnectorBase):
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     @property
-    def has_news(self) -> bool:
-        """Whether something is to begin with the next metadata."""
+    def has_work(self) -> bool:
+        """Whether puts or pulls start with the next metadata."""
         return bool(self._next.puts or self._next.pulls)
 
-    def begin_put(self, request_id: str, identifier: str) -> None:
+    def start_put(self, request_id: str, identifier: str) -> None:
         """Put an image that is in the encoder cache, or will be when its encode has ended."""
         self._next.puts.append(Put(request_id, identifier))
 
-    def begin_pull(self, identifier: str, payload: bytes, num_embeds: int) -> None:
+    def start_pull(self, identifier: str, payload: bytes, num_embeds: int) -> None:
+        """Pull an image into the encoder cache."""
         self._next.pulls.append(Pull(identifier, payload, num_embeds))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RelayECMetadata:
@@ -203,7 +203,7 @@ class RelayECConnector(ECConnectorBase):
         return metadata
 
     def add_image(self, request_id: str, identifier: str, payload: bytes) -> None:
-        """An image of an encode task is in the relay."""
+        """Take note that an image of an encode task is in the relay."""
         images = self._images.setdefault(request_id, {})
         if identifier in images:
             self.release(payload)
@@ -214,7 +214,7 @@ class RelayECConnector(ECConnectorBase):
         self._num_encoded[request_id] += 1
 
     def release(self, payload: bytes) -> None:
-        """Nobody will read it."""
+        """Release a payload that no engine will read."""
         self.hub.release_payload(decode(payload), for_all=True)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -222,22 +222,22 @@ class RelayECConnector(ECConnectorBase):
         result: dict[str, Any] = {"num_encoded": self._num_encoded.pop(request.request_id, 0)}
         if images and request.status is RequestStatus.FINISHED_STOPPED:
             result["images"] = images
-            self._told[request.request_id] = tuple(images.values())
-            while len(self._told) > MAX_TOLD:
-                del self._told[next(iter(self._told))]
+            self._announced[request.request_id] = tuple(images.values())
+            while len(self._announced) > MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
         else:
             for payload in images.values():
                 self.release(payload)
         return False, result
 
-    def abort_told(self, request_ids: Iterable[str]) -> None:
-        """Encode tasks that were aborted just after they had ended: nobody may have read what they were told."""
+    def abort_announced(self, request_ids: Iterable[str]) -> None:
+        """Release the payloads of encode tasks that were aborted after they had ended: no consumer may know of them."""
         for request_id in request_ids:
-            for payload in self._told.pop(request_id, ()):
+            for payload in self._announced.pop(request_id, ()):
                 self.release(payload)
 
     def has_cache_item(self, identifier: str) -> bool:
-        return False  # see above: nothing is loaded with the step that needs it
+        return False  # see the module: nothing is loaded in the step that needs it
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         pass
@@ -245,7 +245,7 @@ class RelayECConnector(ECConnectorBase):
     # -- worker -------------------------------------------------------------------------------------------------------
 
     def start_save_caches(self, *, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Put what is in the encoder cache; remember what is not encoded yet."""
+        """Put the images that are in the encoder cache; the others follow when they are encoded."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RelayECMetadata)
         for request_id, identifier in metadata.puts:
@@ -259,11 +259,11 @@ class RelayECConnector(ECConnectorBase):
             self._put(request_id, mm_hash, encoder_cache[mm_hash])
 
     def forget_wanted(self) -> None:
-        """What was being encoded will not be."""
+        """Drop puts of images whose encode was cancelled."""
         self._wanted.clear()
 
     def _put(self, request_id: str, identifier: str, embeds: torch.Tensor) -> None:
-        if not self._puts:  # all ranks have the same
+        if not self._puts:  # all ranks have the same embeddings; the first one puts them
             return
         put = Put(request_id, identifier)
         try:
@@ -274,12 +274,12 @@ class RelayECConnector(ECConnectorBase):
         self._report.put[put] = encode(Payload({EMBEDS: ref}))
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Begin the step's pulls; ``get_finished``, at the step's end, takes in what has come."""
+        """Start the step's pulls; ``get_finished``, at the step's end, stores what has arrived."""
         self._encoder_cache = encoder_cache
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RelayECMetadata)
         device = torch.device(self._vllm_config.device_config.device_type)
-        if device.type != "cpu":  # of this thread: those that pull know of no other than the first
+        if device.type != "cpu":  # this thread's device: in pulling threads the first is current
             device = torch.device(device.type, torch.accelerator.current_device_index())
         for pull in metadata.pulls:
             if pull.identifier not in self._pulling:
@@ -294,7 +294,7 @@ class RelayECConnector(ECConnectorBase):
             del self._pulling[identifier]
             try:
                 self._encoder_cache[identifier] = pulling.result()
-            except Exception as exc:  # whatever it is, the image can be encoded here
+            except Exception as exc:  # any failure: the image can be encoded here
                 logger.warning("the embeddings of image %s are lost: %s", identifier, exc)
                 self._report.lost[identifier] = str(exc)
                 self._wanted.pop(identifier, None)
@@ -308,7 +308,7 @@ class RelayECConnector(ECConnectorBase):
         return report or None
 
     def _fetch(self, pull: Pull, device: torch.device) -> torch.Tensor:
-        """A copy of its own: what is pulled may be a view of the producer's memory, and lives no longer than it."""
+        """Pull an image and copy it: the pulled tensor may be a view of the producer's memory."""
         payload = decode(pull.payload)
         ref = payload.tensors.get(EMBEDS)
         if ref is None:
@@ -316,7 +316,7 @@ class RelayECConnector(ECConnectorBase):
         model_config = self._vllm_config.model_config
         embeds = self.hub.get_blocking(ref, self.pull_timeout_s)
         try:
-            # Some towers give several layers' embeddings side by side.
+            # Some towers return several layers' embeddings side by side.
             width = model_config.get_inputs_embeds_size()
             if embeds.dim() != 2 or embeds.shape[0] != pull.num_embeds or embeds.shape[1] % width:
                 raise RelayBroken(

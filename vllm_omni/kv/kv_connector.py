@@ -1,21 +1,22 @@
 """``RelayKVConnector``: prefill on one engine, decode on another; the KV cache of the prompt goes over the relay.
 
-vLLM's contract (``KVConnectorBase_V1``), on both of its sides. A *prefill task* is a request whose ``extra_args`` have
+This file is vLLM's contract (``KVConnectorBase_V1``) on both of its sides; ``migration.py`` decides which pages travel,
+``page_relay.py`` moves them. A *prefill task* is a request whose ``extra_args`` have
 ``kv_transfer_params = {"do_remote_decode": True}``; it ends with an announcement as its output's
 ``kv_transfer_params``, which names where the pages of its prompt lie. The *decode task*, the same prompt on another
-engine, brings that announcement; its blocks are allocated as soon as there is room, its pages are pulled beside the
-steps, and then the engine computes the prompt's last token again and samples the first one as if the prompt had been
-computed here. Whatever goes wrong with the pages, the engine computes the prompt itself.
+engine, brings that announcement; its blocks are allocated as soon as there is room, its pages are pulled in parallel
+to the steps, and then the engine computes the prompt's last token again and samples the first one as if the prompt had
+been computed here. If anything goes wrong with the pages, the engine computes the prompt itself.
 
-Where vLLM 0.32 calls what, as far as it matters here:
+When vLLM 0.32 calls the methods that matter here:
 
 * A prefill task waits (``get_num_new_matched_tokens`` -> None) until every rank has leased buffers for its whole
-  prompt. So the references are with the scheduler before the prefill begins: vLLM frees a finished request, and asks
-  for its announcement, before it hands over what the workers said of that step.
-* ``start_load_kv`` comes behind the forward when nothing of the step waits for it. A pull that began there would begin
-  a step late, so that it begins when the step's metadata is bound.
-* ``request_finished`` comes once for whatever way a request ends; a pull under way keeps its blocks until the worker
-  says that it has ended.
+  prompt. So the scheduler has the references before the prefill starts: vLLM frees a finished request, and asks for its
+  announcement, before it passes on the workers' output of that step.
+* ``start_load_kv`` is called after the forward if nothing in the step waits for it. A pull that started there would be
+  a step late, so it starts when the step's metadata is bound.
+* ``request_finished`` is called once, however a request ends; a running pull keeps its blocks until the worker reports
+  that it has ended.
 
 From: HydraInfer, section 4.3 (migration: announce, admit, pull, release).
 """
@@ -24,10 +25,9 @@ from __future__ import annotations
 
 import array
 import hashlib
-import logging
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +45,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from vllm_omni.errors import ConfigError, RelayBroken
-from vllm_omni.kv.page_relay import Load, PageSource, PageTable, PageTarget, Reserve, Save
+from vllm_omni.errors import ConfigError
+from vllm_omni.kv.identifiers import is_counter
+from vllm_omni.kv.migration import Actions, MigrationScheduler, Scheduled
+from vllm_omni.kv.page_relay import PageSource, PageTarget
 from vllm_omni.kv.pages import CacheFormat, PagedCaches
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.hub import OPTIONS, RelayHub, process_hub
@@ -59,67 +61,58 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
-
-MAX_ANNOUNCED = 4096  # announcements that an abort may still overtake
 _FAILED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
-# Names that vLLM counts up where it hashes no images; the same one means something else in another process.
-_COUNTED = re.compile(r"renderer\d+-mm-\d+")
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's side tells every worker's with a step."""
+    """What the scheduler's side sends every worker's with a step."""
 
-    reserves: list[Reserve] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    # Requests whose buffers nobody is told of, or will use.
-    drops: list[str] = field(default_factory=list)
+    actions: Actions = field(default_factory=Actions)
 
 
 @dataclass
 class Leased(KVConnectorWorkerMetadata):
-    """What the workers' sides tell the scheduler's: buffers that were leased in a step, by request and rank."""
+    """What the workers' sides send the scheduler's: buffers that were leased in a step, by request and rank."""
 
     refs: dict[str, dict[int, list[list[TensorRef]]]] = field(default_factory=dict)
-    # Request -> why a rank has no buffers for it, and never will.
-    refused: dict[str, str] = field(default_factory=dict)
+    # Request -> why a rank will never have buffers for it.
+    rejected: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Leased), "one kind of connector at a time"
         refs = {request_id: dict(ranks) for request_id, ranks in self.refs.items()}
         for request_id, ranks in other.refs.items():
             refs.setdefault(request_id, {}).update(ranks)
-        return Leased(refs, self.refused | other.refused)
+        return Leased(refs, self.rejected | other.rejected)
 
 
 @dataclass
 class Caches(KVConnectorHandshakeMetadata):
-    """A rank's caches, which the scheduler's side hears of once, at start."""
+    """A rank's caches, which the scheduler's side receives once, at start."""
 
     format: CacheFormat
 
 
 class RelayKVConnector(KVConnectorBase_V1):
-    """See the module.
+    """Moves the KV cache of a prompt between engines; see the module.
 
-    One KV cache group, whose blocks hold every token of a request: vLLM arranges that for models with sliding windows
-    where a connector does not say that it can do with less. Pipeline and context parallelism are refused.
+    There must be one KV cache group, whose blocks hold every token of a request: vLLM makes one for models with sliding
+    windows too, unless a connector says that it supports several. Pipeline and context parallelism are not supported.
 
     Raises:
-        ConfigError: a model or a parallelism that it cannot move; the message says which.
+        ConfigError: an unsupported model or parallelism; the message says which.
     """
 
     _cache_hit_source = CacheHitSource.P2P
-    scheduler: SchedulerSide  # of the scheduler's role alone
+    scheduler: MigrationScheduler  # in the scheduler's role only
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         _check(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerSide(kv_cache_config)
-        self.worker: WorkerSide | None = None  # with the caches
+            self.scheduler = MigrationScheduler(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self.worker: WorkerSide | None = None  # made with the caches
 
     # -- worker -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +131,7 @@ class RelayKVConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata), "made by build_connector_meta"
         assert self.worker is not None, "steps come after the caches"
-        self.worker.begin_step(connector_metadata)
+        self.worker.start_step(connector_metadata.actions)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         return  # bind_connector_metadata did
@@ -178,42 +171,53 @@ class RelayKVConnector(KVConnectorBase_V1):
         self.scheduler.ranks = tuple(one.format for one in ranks)
 
     def on_new_request(self, request: Request) -> None:
-        self.scheduler.add(request)
+        if request.kv_transfer_params:
+            digest = partial(_digest, request)
+            self.scheduler.add(request.request_id, request.num_prompt_tokens, request.kv_transfer_params, digest)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.num_new_tokens(request, num_computed_tokens)
+        num_tokens = self.scheduler.num_new_tokens(request.request_id, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self.scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
+            self.scheduler.load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler.build_metadata(scheduler_output)
+        def blocks_of(request_id: str) -> list[int]:
+            state = scheduler_output.kv_connector_block_state
+            assert state is not None, "vLLM sets it before it calls this method"
+            blocks = state.get_block_ids(request_id)
+            assert blocks is not None, "the request is scheduled"
+            return blocks[0]
+
+        return StepMetadata(self.scheduler.take_actions(_scheduled(scheduler_output), blocks_of))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output.kv_connector_worker_meta is not None:
             assert isinstance(connector_output.kv_connector_worker_meta, Leased)
-            self.scheduler.take_leased(connector_output.kv_connector_worker_meta)
+            leased = connector_output.kv_connector_worker_meta
+            self.scheduler.add_leased(leased.refs, leased.rejected)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler.finish(request)
+        return False, self.scheduler.finish(request.request_id, is_failed=request.status in _FAILED)
 
     def has_pending_push_work(self) -> bool:
-        # Or the last request's buffers would be dropped with the next request's first step.
-        return bool(self.scheduler.drops)
+        # Otherwise the last request's buffers would stay until the next request's first step.
+        return self.scheduler.has_drops
 
     def num_announced_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request's prompt whose pages will be pulled when it is admitted, the last one's as well,
-        which is computed again."""
-        return self.scheduler.num_announced_tokens(request)
+        """Tokens of a waiting request's prompt whose pages will be pulled when it is admitted; the last one counts,
+        though it is computed again."""
+        return self.scheduler.num_announced_tokens(request.request_id)
 
     def abort_announced(self, request_ids: Iterable[str]) -> None:
-        """Prefill tasks that had ended when they were aborted: nobody may have heard of their pages."""
+        """Drop the pages of prefill tasks that were aborted after they had ended: no decode task may know of them."""
         for request_id in request_ids:
             self.scheduler.abort_announced(request_id)
 
     def reset_cache(self) -> bool:
-        return True  # nothing is kept beyond a request
+        return True  # nothing outlives its request
 
 
 def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -245,11 +249,36 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         )
 
 
+def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
+    num_tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    for new in output.scheduled_new_reqs:
+        yield Scheduled(new.req_id, new.num_computed_tokens, num_tokens[new.req_id])
+    for request_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield Scheduled(request_id, num_computed_tokens, num_tokens[request_id])
+
+
+def _digest(request: Request) -> str:
+    """Name a prompt by its tokens, images and adapter.
+
+    Raises:
+        ValueError: a prompt of embeddings, which has no tokens.
+    """
+    if request.prompt_token_ids is None:
+        raise ValueError("a prompt of embeddings is not moved between engines")
+    digest = hashlib.blake2b(array.array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    for feature in request.mm_features:
+        identifier = "" if is_counter(feature.identifier) else feature.identifier
+        digest.update(f"\n{feature.mm_position.offset} {identifier}".encode())
+    if request.lora_request is not None:
+        digest.update(f"\n{request.lora_request.lora_name}".encode())
+    return digest.hexdigest()
+
+
 # -- the worker's side ------------------------------------------------------------------------------------------------
 
 
 class WorkerSide:
-    """One rank: its caches, and what it puts and pulls."""
+    """One rank's caches, and the pages that it saves and pulls."""
 
     def __init__(self, hub: RelayHub, caches: PagedCaches, rank: int) -> None:
         self.rank = rank
@@ -258,18 +287,18 @@ class WorkerSide:
         self.target = PageTarget(hub, caches, rank)
         self.leased: Leased | None = None
 
-    def begin_step(self, metadata: StepMetadata) -> None:
-        for request_id in metadata.drops:
+    def start_step(self, actions: Actions) -> None:
+        for request_id in actions.drops:
             self.source.drop(request_id)
-        for reserve in metadata.reserves:
+        for reserve in actions.reserves:
             self.source.reserve(reserve)
-        granted, refused = self.source.grant()
-        if granted or refused:
+        granted, rejected = self.source.grant()
+        if granted or rejected:
             refs = {request_id: {self.rank: of_groups} for request_id, of_groups in granted.items()}
-            self.leased = Leased(refs, refused)
-        self.source.begin_step(metadata.saves)
-        for load in metadata.loads:
-            self.target.begin(load)
+            self.leased = Leased(refs, rejected)
+        self.source.start_step(actions.saves)
+        for load in actions.loads:
+            self.target.start(load)
 
     def save_layer(self, layer_name: str) -> None:
         self.source.save_layer(self.caches.owner(layer_name))
@@ -288,7 +317,7 @@ def _paged_caches(
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = {name: spec.kv_cache_specs.get(name, next(iter(spec.kv_cache_specs.values()))) for name in names}
     layers = vllm_config.compilation_config.static_forward_context
-    # The CPU's backend has several ways to lay out a page; which one, it has told its layers.
+    # The CPU's attention backend has several page layouts; its layers know which one it uses.
     ways = {getattr(layers[name], "isa", "") for name in names if name in layers}
     backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config, names)}
     content = "/".join(
@@ -305,7 +334,7 @@ def _paged_caches(
     total_heads: dict[str, int] = {}
     for name in names:
         shards = specs[name].max_tp_shards
-        if shards is not None:  # a latent that every rank has
+        if shards is not None:  # a latent that is replicated on every rank
             total_heads[name] = specs[name].num_heads * min(shards, tp_size)
         elif tp_size == 1:
             total_heads[name] = specs[name].num_heads
@@ -321,192 +350,3 @@ def _paged_caches(
         tp_rank=rank,
         tp_size=tp_size,
     )
-
-
-# -- the scheduler's side ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _PrefillTask:
-    num_tokens: int
-    num_pages: int
-    digest: str
-    refs: dict[int, list[list[TensorRef]]] = field(default_factory=dict)  # by rank
-    num_saved: int = 0  # pages, of this request, that a worker has been told to save
-    error: str = ""
-
-
-@dataclass
-class _DecodeTask:
-    page_table: bytes
-    is_loaded: bool = False  # or was, or could not be: a request's pages are pulled once
-
-
-class SchedulerSide:
-    """Which requests' pages go out and come in. Decides; what it decides goes out with ``build_metadata``."""
-
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        self.ranks: tuple[CacheFormat, ...] = ()
-        self.block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.prefills: dict[str, _PrefillTask] = {}
-        self.decodes: dict[str, _DecodeTask] = {}
-        self.reserves: list[Reserve] = []
-        self.loads: list[Load] = []
-        self.drops: list[str] = []
-        self._announced: dict[str, None] = {}  # requests, the oldest first
-
-    def add(self, request: Request) -> None:
-        params = request.kv_transfer_params
-        if not params:
-            return
-        if params.get("do_remote_prefill"):
-            try:
-                self.decodes[request.request_id] = _DecodeTask(self._read(request, params))
-            except (RelayBroken, ValueError) as exc:
-                logger.warning("request %s: its prompt is computed here: %s", request.request_id, exc)
-        if params.get("do_remote_decode"):
-            num_pages = -(-request.num_prompt_tokens // self.block_size)
-            task = self.prefills[request.request_id] = _PrefillTask(request.num_prompt_tokens, num_pages, "")
-            try:
-                task.digest = _digest(request)
-                self.reserves.append(Reserve(request.request_id, num_pages))
-            except ValueError as exc:
-                task.error = str(exc)
-
-    def _read(self, request: Request, params: dict[str, Any]) -> bytes:
-        """The page table of an announcement, looked over."""
-        if error := params.get("error"):
-            raise ValueError(f"the source has announced no pages: {error}")
-        pages, num_tokens = params.get("pages"), params.get("num_tokens")
-        if not isinstance(pages, bytes):
-            raise ValueError(f"kv_transfer_params have no page table in 'pages', but {type(pages).__name__}")
-        if num_tokens != request.num_prompt_tokens or params.get("prompt") != _digest(request):
-            raise ValueError(
-                f"the announcement is of another prompt, of {num_tokens} tokens; this one has "
-                f"{request.num_prompt_tokens}"
-            )
-        table = PageTable.decode(pages)
-        for rank, target in enumerate(self.ranks):
-            if reason := table.why_not(target, rank):
-                raise ValueError(f"the pages that were announced cannot be used here: {reason}")
-        if table.num_pages != -(-request.num_prompt_tokens // self.block_size):
-            raise ValueError(f"a page table of {table.num_pages} pages for {num_tokens} tokens")
-        return pages
-
-    def num_new_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        prefill = self.prefills.get(request.request_id)
-        if prefill is not None and not prefill.error and len(prefill.refs) < len(self.ranks):
-            return None, False
-        num_tokens = self.num_announced_tokens(request)
-        # The last token is computed here in any case.
-        if num_tokens - 1 <= num_computed_tokens:
-            return 0, False
-        return num_tokens - num_computed_tokens, True
-
-    def num_announced_tokens(self, request: Request) -> int:
-        decode = self.decodes.get(request.request_id)
-        return 0 if decode is None or decode.is_loaded else request.num_prompt_tokens
-
-    def load(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
-        decode = self.decodes[request.request_id]
-        first = (request.num_prompt_tokens - num_external_tokens) // self.block_size
-        num_pages = -(-request.num_prompt_tokens // self.block_size)
-        decode.is_loaded = True
-        self.loads.append(Load(request.request_id, first, blocks[first:num_pages], decode.page_table))
-        decode.page_table = b""
-
-    def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        metadata = StepMetadata(self.reserves, [], self.loads, self.drops)
-        self.reserves, self.loads, self.drops = [], [], []
-        if self.prefills:
-            for new in output.scheduled_new_reqs:
-                self._save(metadata, output, new.req_id, new.num_computed_tokens)
-            cached = output.scheduled_cached_reqs
-            for request_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-                self._save(metadata, output, request_id, num_computed_tokens)
-        return metadata
-
-    def _save(self, metadata: StepMetadata, output: SchedulerOutput, request_id: str, num_computed_tokens: int) -> None:
-        """The pages that are full behind this step, and behind the last one of a prompt also the one that is not.
-
-        Those that were not computed in this step, but found in the prefix cache or pulled, as well. What was saved
-        before a preemption is not saved again: it is the same.
-        """
-        task = self.prefills.get(request_id)
-        if task is None or task.error or task.num_saved == task.num_pages:
-            return
-        num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id]
-        num_pages = task.num_pages if num_tokens >= task.num_tokens else num_tokens // self.block_size
-        if num_pages <= task.num_saved:
-            return
-        assert output.kv_connector_block_state is not None, "vLLM gives it to whoever builds this metadata"
-        blocks = output.kv_connector_block_state.get_block_ids(request_id)
-        assert blocks is not None, "the request is scheduled"
-        is_last = num_pages == task.num_pages
-        metadata.saves.append(Save(request_id, task.num_saved, blocks[0][task.num_saved : num_pages], is_last))
-        task.num_saved = num_pages
-
-    def take_leased(self, leased: Leased) -> None:
-        for request_id, refs in leased.refs.items():
-            if (task := self.prefills.get(request_id)) is not None:  # otherwise it is on the list of drops
-                task.refs |= refs
-        for request_id, reason in leased.refused.items():
-            if (task := self.prefills.get(request_id)) is not None:
-                logger.warning("request %s: its pages cannot be announced: %s", request_id, reason)
-                task.error = reason
-                self.drops.append(request_id)  # of the other ranks
-
-    def finish(self, request: Request) -> dict[str, Any] | None:
-        """The announcement of a prefill task."""
-        self.decodes.pop(request.request_id, None)
-        task = self.prefills.pop(request.request_id, None)
-        if task is None:
-            return None
-        self.reserves = [one for one in self.reserves if one.request_id != request.request_id]
-        if task.error:
-            return {"do_remote_prefill": True, "error": task.error}
-        if request.status in _FAILED or task.num_saved < task.num_pages:
-            self.drops.append(request.request_id)
-            return None
-        table = PageTable(
-            task.num_pages,
-            self.ranks,
-            {
-                f"{rank}/{group}/{buffer}": ref
-                for rank, of_groups in sorted(task.refs.items())
-                for group, refs in enumerate(of_groups)
-                for buffer, ref in enumerate(refs)
-            },
-        )
-        self._announced[request.request_id] = None
-        while len(self._announced) > MAX_ANNOUNCED:
-            del self._announced[next(iter(self._announced))]
-        return {
-            "do_remote_prefill": True,
-            "num_tokens": request.num_prompt_tokens,
-            "prompt": task.digest,
-            "block_size": self.block_size,
-            "pages": table.encode(),
-        }
-
-    def abort_announced(self, request_id: str) -> None:
-        if request_id in self._announced:
-            del self._announced[request_id]
-            self.drops.append(request_id)
-
-
-def _digest(request: Request) -> str:
-    """Names a prompt: its tokens, images and adapter.
-
-    Raises:
-        ValueError: a prompt of embeddings, which has no tokens.
-    """
-    if request.prompt_token_ids is None:
-        raise ValueError("a prompt of embeddings is not moved between engines")
-    digest = hashlib.blake2b(array.array("q", request.prompt_token_ids).tobytes(), digest_size=16)
-    for feature in request.mm_features:
-        identifier = "" if _COUNTED.match(feature.identifier) else feature.identifier
-        digest.update(f"\n{feature.mm_position.offset} {identifier}".encode())
-    if request.lora_request is not None:
-        digest.update(f"\n{request.lora_request.lora_name}".encode())
-    return digest.hexdigest()

@@ -36,28 +36,28 @@ from vllm_omni.relay.slab import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
-PULL_TIMEOUT_S = TIMEOUT_S  # of all pages of a request
-NUM_THREADS = 4  # that pull: one waits for the network while another copies
+PULL_TIMEOUT_S = TIMEOUT_S  # for all pages of a request
+NUM_THREADS = 4  # pulls in parallel: one waits for the network while another copies
 
 
 # -- the announcement ------------------------------------------------------------------------------------------------
 
 
 class PageTable(msgspec.Struct, frozen=True):
-    """Where the pages of a prompt lie: what a source announces of its caches."""
+    """Where the pages of a prompt lie, as a source announces it."""
 
     num_pages: int
-    ranks: tuple[CacheFormat, ...]  # of the source, by tensor-parallel rank
+    ranks: tuple[CacheFormat, ...]  # the source's caches, by tensor-parallel rank
     refs: dict[str, TensorRef]  # "rank/group/buffer" -> a buffer of ``GroupFormat.buffer_shapes``
 
     def encode(self) -> bytes:
-        """A packed ``Payload``: who only passes it on can release it by ``release_payload``."""
+        """Serialize as a ``Payload``, so that a process that only forwards it can release it by ``release_payload``."""
         values = {"num_pages": self.num_pages, "ranks": msgspec.to_builtins(self.ranks)}
         return encode(Payload(self.refs, values))
 
     @staticmethod
     def decode(data: bytes) -> PageTable:
-        """Raises ``RelayBroken``: the bytes are no page table."""
+        """Parse a page table. Raises ``RelayBroken`` for other bytes."""
         payload = decode(data)
         try:
             ranks = msgspec.convert(payload.values["ranks"], tuple[CacheFormat, ...])
@@ -66,7 +66,7 @@ class PageTable(msgspec.Struct, frozen=True):
             raise RelayBroken(f"not a page table: {exc}") from exc
 
     def ref(self, rank: int, group: int, buffer: int) -> TensorRef:
-        """Raises ``RelayBroken``: there is none, or it is of another shape than its rank's format says."""
+        """Return a buffer's reference. Raises ``RelayBroken`` if it is missing, or its shape is not the format's."""
         path = f"{rank}/{group}/{buffer}"
         ref = self.refs.get(path)
         if ref is None:
@@ -77,7 +77,7 @@ class PageTable(msgspec.Struct, frozen=True):
         return ref
 
     def why_not(self, target: CacheFormat, rank: int = 0) -> str:
-        """Why a rank of a target cannot use these pages; empty if it can."""
+        """Return why a rank of a target cannot use these pages; empty if it can."""
         if not self.ranks:
             return "no rank has announced its caches"
         for source in self.ranks:
@@ -106,12 +106,12 @@ class Reserve(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Pages that are complete when a step has been computed, or were before it."""
+    """Pages that are complete after a step."""
 
     request_id: str
     first_page: int
-    blocks: list[int]  # of page ``first_page`` and those behind it
-    is_last: bool  # of the request
+    blocks: list[int]  # of page ``first_page`` and the following ones
+    is_last: bool  # these are the request's last pages
 
 
 class _Buffers(NamedTuple):
@@ -120,43 +120,44 @@ class _Buffers(NamedTuple):
 
 
 class PageSource:
-    """One rank's buffers. For the engine's thread alone."""
+    """Copies pages of one rank into leased buffers. Used by the engine's thread only."""
 
     def __init__(self, hub: RelayHub, caches: PagedCaches):
         self._hub = hub
         self._caches = caches
         self._waiting: deque[Reserve] = deque()
         self._buffers: dict[str, _Buffers] = {}
-        self._saves: list[tuple[Save, Tensor]] = []  # of this step
+        self._saves: list[tuple[Save, Tensor]] = []  # in this step
         self._layers_left: set[str] = set()
 
     def reserve(self, reserve: Reserve) -> None:
+        """Queue a request for buffers."""
         self._waiting.append(reserve)
 
     def drop(self, request_id: str) -> None:
-        """Nobody was told of the request's buffers, or will ask for them."""
+        """Free a request's buffers, which no reader will ask for."""
         self._waiting = deque(one for one in self._waiting if one.request_id != request_id)
         self._buffers.pop(request_id, None)
         self._hub.abort(_key(request_id))
 
     def grant(self) -> tuple[dict[str, list[list[TensorRef]]], dict[str, str]]:
-        """Lease what there is room for, in the order in which it was asked for.
+        """Lease buffers for the queued requests, in order, as far as there is room.
 
         Returns:
-            References by request, group and buffer; and by request why it will never have any.
+            References by request, group and buffer; and by request the reason why it will never get any.
         """
         granted: dict[str, list[list[TensorRef]]] = {}
-        refused: dict[str, str] = {}
+        rejected: dict[str, str] = {}
         while self._waiting:
             request_id, num_pages = self._waiting[0]
             shapes = [group.buffer_shapes(num_pages) for group in self._caches.format.groups]
             num_bytes = sum(_size(shape) for of_group in shapes for shape in of_group)
             if num_bytes > (of_relay := self._hub.options.num_bytes):
-                refused[request_id] = (
+                rejected[request_id] = (
                     f"the pages of its prompt take {num_bytes} bytes of the relay, which has {of_relay} in all; "
                     "VLLM_OMNI_RELAY_BYTES makes it larger"
                 )
-            # Asked first: to lease a part and to give it back would tell the readers, in every step.
+            # Checked first: leasing a part and giving it back would wake the readers in every step.
             elif num_bytes > of_relay - self._hub.num_bytes_leased:
                 break
             else:
@@ -165,11 +166,11 @@ class PageSource:
                     granted[request_id] = buffers.refs
                 except RelayError as exc:
                     self._hub.abort(_key(request_id))
-                    if isinstance(exc, PoolExhausted):  # in pieces too small, or a large prompt's place is taken
+                    if isinstance(exc, PoolExhausted):  # fragmented, or another prompt has taken the room
                         break
-                    refused[request_id] = str(exc)
+                    rejected[request_id] = str(exc)
             self._waiting.popleft()
-        return granted, refused
+        return granted, rejected
 
     def _lease(self, request_id: str, shapes: list[list[tuple[int, ...]]]) -> _Buffers:
         buffers = _Buffers([], [])
@@ -179,23 +180,23 @@ class PageSource:
             buffers.refs.append([ref for _, ref in leased])
         return buffers
 
-    def begin_step(self, saves: list[Save]) -> None:
-        """What the step that begins is to save."""
+    def start_step(self, saves: list[Save]) -> None:
+        """Set what the step that starts will save."""
         self._saves = []
         for save in saves:
             buffers = self._buffers.get(save.request_id)
             if buffers is None:
                 continue
-            # Written only what is ours: a lease may have expired while its request waited.
+            # A lease may have expired while its request waited; its memory may then have another owner.
             if all(self._hub.renew(ref) for of_group in buffers.refs for ref in of_group):
                 self._saves.append((save, torch.tensor(save.blocks, dtype=torch.int64)))
             else:
-                logger.warning("request %s: its pages waited too long for being computed", save.request_id)
+                logger.warning("request %s: its pages were not computed before their lease expired", save.request_id)
                 self.drop(save.request_id)
         self._layers_left = set(self._caches.layer_names) if self._saves else set()
 
     def save_layer(self, name: str) -> None:
-        """A layer has been computed. Within a step no layer is written again."""
+        """Copy the pages of a layer that has been computed. Within a step no layer is written twice."""
         if name not in self._layers_left:
             return
         self._layers_left.remove(name)
@@ -203,7 +204,7 @@ class PageSource:
             self._caches.gather(name, blocks, save.first_page, self._buffers[save.request_id].tensors)
 
     def end_step(self) -> None:
-        """All is computed; what nobody told of (a graph runs without telling) is saved now. Returns when it is."""
+        """Save the layers that were not reported (a CUDA graph reports none); returns when all are saved."""
         for name in list(self._layers_left):
             self.save_layer(name)
         if self._saves and self._caches.device.type == "cuda":
@@ -219,12 +220,12 @@ class PageSource:
 
 
 def _size(shape: tuple[int, ...]) -> int:
-    """Bytes of a slab that a buffer takes."""
+    """Return the bytes of a slab that a buffer takes."""
     return -(-prod(shape) // CHUNK_BYTES) * CHUNK_BYTES
 
 
 def _key(request_id: str) -> str:
-    """A request's images may lie in the same relay, and outlive its pages."""
+    """Return the relay's request id for pages: a request's images may lie in the same relay, and outlive its pages."""
     return f"kv/{request_id}"
 
 
@@ -233,8 +234,8 @@ def _key(request_id: str) -> str:
 
 class Load(NamedTuple):
     request_id: str
-    first_page: int  # that is not here yet
-    blocks: list[int]  # for it and those behind it
+    first_page: int  # the first that is missing here
+    blocks: list[int]  # for this page and the following ones
     page_table: bytes
 
 
@@ -246,10 +247,10 @@ class _Pull:
 
 
 class PageTarget:
-    """Pulls pages into one rank's caches, beside the engine's steps.
+    """Pulls pages into one rank's caches, in parallel to the engine's steps.
 
     Args:
-        rank: tensor-parallel, of this target.
+        rank: this target's tensor-parallel rank.
     """
 
     def __init__(self, hub: RelayHub, caches: PagedCaches, rank: int = 0, *, clock: Clock = time.monotonic):
@@ -259,32 +260,33 @@ class PageTarget:
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
         self._lock = threading.Lock()
-        self._done: dict[str, bool] = {}  # request -> whether all its pages are here
+        self._done: dict[str, bool] = {}  # request -> whether all its pages were pulled
         self._reading: Counter[TensorRef] = Counter()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull")
         self._streams = threading.local()
 
-    def begin(self, load: Load) -> None:
+    def start(self, load: Load) -> None:
+        """Start to pull a request's pages."""
         pull = self._pulls[load.request_id] = _Pull(load)
         pull.running = self._threads.submit(self._run, pull)
 
     def wait(self, timeout_s: float = PULL_TIMEOUT_S) -> None:
-        """Until every pull that has begun has ended.
+        """Wait until every pull has ended.
 
         Raises:
-            RelayTimeout: one has not, in time.
+            RelayTimeout: one has not ended in time.
         """
         running = [pull.running for pull in self._pulls.values() if pull.running is not None]
         if concurrent.futures.wait(running, timeout_s).not_done:
             raise RelayTimeout(f"pages are being pulled for more than {timeout_s:g} s")
 
     def cancel(self, request_id: str) -> None:
-        """Its pages are not needed any more; it is done as soon as nothing writes into its blocks."""
+        """Stop a pull; it is done as soon as nothing writes into the request's blocks."""
         if (pull := self._pulls.get(request_id)) is not None:
             pull.is_cancelled = True
 
     def take_done(self) -> tuple[set[str], set[str]]:
-        """Requests whose pull has ended since the last call, and which of them do not have their pages."""
+        """Return requests whose pull has ended since the last call, and those of them that failed."""
         with self._lock:
             done, self._done = self._done, {}
         for request_id in done:
@@ -294,12 +296,12 @@ class PageTarget:
     def _run(self, pull: _Pull) -> None:
         is_loaded = False
         try:
-            with torch.inference_mode(), self._stream():  # by thread, both
+            with torch.inference_mode(), self._stream():  # both are thread-local
                 self._pull(pull)
             is_loaded = not pull.is_cancelled
         except RelayError as exc:
             logger.warning("request %s: its pages could not be pulled: %s", pull.load.request_id, exc)
-        except Exception:  # a request alone is at stake: the engine computes it itself
+        except Exception:  # affects this request only: the engine computes the prompt itself
             logger.exception("request %s: its pages could not be pulled", pull.load.request_id)
         with self._lock:
             self._done[pull.load.request_id] = is_loaded
@@ -336,7 +338,7 @@ class PageTarget:
                     self._copy(ref, seconds, group, pages, blocks[of_blocks], run)
 
     def _copy(self, ref: TensorRef, seconds: float, group: int, pages: slice, blocks: Tensor, run: HeadRun) -> None:
-        # A release is for the whole process: another request of this one may be reading the same buffer.
+        # A release counts for the whole process, in which another request may be reading the same buffer.
         with self._lock:
             self._reading[ref] += 1
         try:

@@ -1,9 +1,9 @@
-"""Paged caches of all layers behind one door: pages of a request go out into a buffer of the relay, and back in.
+"""Copy pages of a request out of the paged caches of all layers into buffers of the relay, and back in.
 
-vLLM gives every layer's cache as a logical [B, H, N, C]: blocks, heads of this rank, tokens of a block, and what one
-head keeps of one token; the strides say how it lies in memory. What [N, C] means is the attention backend's (the CPU's
-packs keys so that a token is no row), so that nothing is ever cut inside the page of a head: a page travels whole, the
-last one of a prompt as well, which is filled in part.
+vLLM gives every layer's cache as a logical [B, H, N, C]: blocks, heads of this rank, tokens of a block, and the content
+that one head keeps of one token; strides say how it lies in memory. The attention backend defines the meaning of [N, C]
+(the CPU's packs keys so that a token is not a row), so the page of a head is never cut: a page travels whole, also the
+last one of a prompt, which is partly filled.
 
 Pages lie in a buffer as bytes [L, pages, H, ...], in this logical order: two caches that differ in their strides, or
 in how heads are spread over tensor-parallel ranks, can read each other's.
@@ -23,21 +23,21 @@ from torch import Tensor
 
 from vllm_omni.ops.block_copy import gather_pages, scatter_pages
 
-BUFFER_BYTES = 16 << 20  # of one buffer at most, unless a single page of all layers has more
+BUFFER_BYTES = 16 << 20  # a buffer is not larger, unless it holds a single page of all layers
 
 
 class GroupFormat(msgspec.Struct, frozen=True, array_like=True):
-    """Layers whose pages look alike."""
+    """Layers whose pages have the same shape."""
 
     num_layers: int
     num_heads: int  # of this rank
     head_page: tuple[int, ...]  # shape of one head's page, the last in bytes
     total_heads: int | None = None  # of the whole model; None: not known, and ranks cannot be matched by heads
-    first_head: int = 0  # of the model's, that this rank has
+    first_head: int = 0  # index in the model of this rank's first head
 
     @property
     def page_bytes(self) -> int:
-        """Of a page of all these layers."""
+        """Bytes of one page of all these layers."""
         return self.num_layers * self.num_heads * prod(self.head_page)
 
     @property
@@ -45,7 +45,7 @@ class GroupFormat(msgspec.Struct, frozen=True, array_like=True):
         return max(1, BUFFER_BYTES // self.page_bytes)
 
     def buffer_shapes(self, num_pages: int) -> list[tuple[int, ...]]:
-        """Of the buffers that so many pages take, all but the last full."""
+        """Return the shapes of the buffers for a number of pages; all but the last are full."""
         per_buffer = self.pages_per_buffer
         return [
             (self.num_layers, min(per_buffer, num_pages - first), self.num_heads, *self.head_page)
@@ -53,7 +53,7 @@ class GroupFormat(msgspec.Struct, frozen=True, array_like=True):
         ]
 
     def overlaps(self, first_page: int, num_pages: int) -> Iterator[tuple[int, slice, slice]]:
-        """Which buffers hold so many pages: the buffer's index, the pages in it, and which of the many those are."""
+        """Yield the buffers that hold a run of pages: index, the pages in the buffer, and their places in the run."""
         page, end = first_page, first_page + num_pages
         while page < end:
             buffer, offset = divmod(page, self.pages_per_buffer)
@@ -63,15 +63,15 @@ class GroupFormat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheFormat(msgspec.Struct, frozen=True, array_like=True):
-    """What the caches of one rank look like."""
+    """The layout of one rank's caches."""
 
-    content: str  # whatever else must be equal for pages to be understood: backend, dtype, names of the layers
+    content: str  # everything else that must be equal: backend, dtype, names of the layers
     block_size: int  # tokens
     groups: tuple[GroupFormat, ...]
 
 
 class HeadRun(NamedTuple):
-    """Heads that one rank takes from another, as the two count them."""
+    """Heads that one rank takes from another, in the indices of both."""
 
     source_rank: int
     source_first: int
@@ -80,13 +80,13 @@ class HeadRun(NamedTuple):
 
 
 def match_heads(target: GroupFormat, sources: Sequence[GroupFormat], rank: int) -> list[HeadRun]:
-    """Which heads a target rank takes from which source ranks, so that it has each of its own once.
+    """Assign each head of a target rank to one source rank.
 
     Args:
-        rank: the target's own, to spread replicated heads over those that have them.
+        rank: the target's own, which spreads reads of replicated heads over the ranks that have them.
 
     Raises:
-        ValueError: the ranks' heads are not known and their numbers differ, or nobody has some of them.
+        ValueError: the ranks' heads are not known and their numbers differ, or no source has some of them.
     """
     if target.total_heads is None or any(one.total_heads != target.total_heads for one in sources):
         totals = {one.total_heads for one in (target, *sources)}
@@ -98,7 +98,7 @@ def match_heads(target: GroupFormat, sources: Sequence[GroupFormat], rank: int) 
     for source_rank in sorted(range(len(sources)), key=lambda one: one != rank % len(sources)):
         source = sources[source_rank]
         theirs = range(source.first_head, source.first_head + source.num_heads)
-        shared = [head for head in missing if head in theirs]  # a run: both are
+        shared = [head for head in missing if head in theirs]  # contiguous, since both sides are
         if shared:
             first = shared[0]
             runs.append(HeadRun(source_rank, first - source.first_head, first - target.first_head, len(shared)))
@@ -124,8 +124,7 @@ class PagedCaches:
         num_blocks: B.
         block_size: tokens of a block.
         content: see ``CacheFormat``.
-        total_heads: heads of the whole model by layer; a layer that is not in it has as many as it has here, and
-            every rank the same ones.
+        total_heads: heads of the whole model by layer; a layer that is missing in it has the same heads on every rank.
         tp_rank, tp_size: of this rank.
 
     Raises:
@@ -144,7 +143,7 @@ class PagedCaches:
         tp_size: int = 1,
     ):
         if not caches:
-            raise ValueError("a model without caches has no pages that could travel")
+            raise ValueError("a model without caches has no pages to move")
         by_shape: dict[tuple[int | None, ...], list[str]] = {}
         pages: dict[str, Tensor] = {}
         seen: dict[tuple[int, ...], str] = {}
@@ -159,7 +158,7 @@ class PagedCaches:
         self.num_blocks = num_blocks
         self.device = next(iter(pages.values())).device
         self._groups: list[_Group] = []
-        self._place: dict[str, tuple[int, int]] = {}  # of a layer: its group and its index there
+        self._place: dict[str, tuple[int, int]] = {}  # layer -> its group and its index there
         for (total, num_heads, *_), names in by_shape.items():
             assert num_heads is not None
             first_head = 0 if total is None or total == num_heads else tp_rank * total // tp_size
@@ -169,18 +168,18 @@ class PagedCaches:
 
     @property
     def layer_names(self) -> list[str]:
-        """One name for each cache."""
+        """One name for each cache; layers may share one."""
         return list(self._place)
 
     def owner(self, name: str) -> str:
-        """The name in ``layer_names`` under which a layer's cache goes."""
+        """Return the name in ``layer_names`` of a layer's cache."""
         return self._owner[name]
 
     def gather(self, name: str, blocks: Tensor, first_page: int, buffers: Sequence[Sequence[Tensor]]) -> None:
         """Copy a layer's blocks out.
 
         Args:
-            blocks: [num], int64, on the CPU; what becomes page ``first_page`` of the request and the pages behind it.
+            blocks: [num], int64, on the CPU; they become page ``first_page`` of the request and the following ones.
             buffers: by group, those of ``GroupFormat.buffer_shapes`` for the whole request; written in place.
         """
         group, layer = self._place[name]
@@ -197,8 +196,8 @@ class PagedCaches:
 
         Args:
             buffer: [L, num, heads of the source rank, ...], uint8.
-            blocks: [num], int64, on the CPU: where they go.
-            run: which of the source's heads go to which of these.
+            blocks: [num], int64, on the CPU: the destination.
+            run: the source's heads and the heads here that they become.
         """
         source_heads = slice(run.source_first, run.source_first + run.num_heads)
         target_heads = slice(run.target_first, run.target_first + run.num_heads)
@@ -211,7 +210,7 @@ class PagedCaches:
 
 
 def _as_pages(name: str, cache: Tensor, num_blocks: int) -> Tensor:
-    """[B, H, ..., bytes] of a layer: a view."""
+    """Return a layer's cache as a view [B, H, ..., bytes]."""
     if cache.dim() != 4 or not num_blocks or cache.shape[0] % num_blocks or cache.stride(-1) != 1:
         raise ValueError(
             f"layer {name}: a cache of {cache.dtype} {list(cache.shape)}, strides {cache.stride()}, has no pages of "

@@ -246,7 +246,7 @@ class EPDScheduler(StreamScheduler):
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status is RequestStatus.FINISHED_ABORTED and self.relay_ec is not None:
             ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
-            self.relay_ec.abort_told(ids - {request.request_id for request in finished})
+            self.relay_ec.abort_announced(ids - {request.request_id for request in finished})
         return finished
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -610,7 +610,7 @@ class EPDScheduler(StreamScheduler):
             for identifier in self._encoding:
                 self._note_image_start(identifier, Mark.ENCODE_BEGAN)
         values = dict(vars(output))
-        if self.relay_ec is not None and self.relay_ec.has_news:
+        if self.relay_ec is not None and self.relay_ec.has_work:
             values["ec_connector_metadata"] = self.relay_ec.build_connector_meta(output)
         elif not self._is_encoding:
             return output
@@ -706,7 +706,7 @@ class EPDScheduler(StreamScheduler):
                     assert self.relay_ec is not None
                     self._pulls[feature.identifier] = request.request_id
                     self._note_image_start(feature.identifier, Mark.PULL_BEGAN)
-                    self.relay_ec.begin_pull(feature.identifier, payload, size)
+                    self.relay_ec.start_pull(feature.identifier, payload, size)
                 else:
                     batch.append(EncodeItem(request.request_id, feature))
                     num_embeds += size
@@ -719,7 +719,7 @@ class EPDScheduler(StreamScheduler):
         if task is not None and identifier not in task.asked:
             assert self.relay_ec is not None
             task.asked.add(identifier)
-            self.relay_ec.begin_put(request.request_id, identifier)
+            self.relay_ec.start_put(request.request_id, identifier)
 
     def _make_cache_room(self, output: SchedulerOutput, order: list[Request], place: int, needed: list[int]) -> bool:
         """For the first of the images needed, at the cost of what is behind its request: who loses encodes again."""
