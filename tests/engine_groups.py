@@ -4,23 +4,22 @@ A group is the unit of work of ``pytest -n N --dist loadgroup``: one worker runs
 so that their engines are started once. Groups that start engines come first, the longest at the front; every other test
 file is a group of its own and fills the workers at the end.
 
-Engines of each group in ``make test``, with their processes beside the test's own. Two workers run any two neighbouring
-rows at the same time, which together must fit into 24 GB; a row needs 8 GB at most.
+Engines of each group in ``make test``, and the processes that they need beside the test's own. Any two neighbouring
+rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at most.
 
 | group | engines | processes |
 |---|---|---|
 | server | ``vllm serve`` with Qwen2.5-Omni | 4 |
-| instances | LLaVA as six instances, and as two with adapters | 8, 2 |
-| omni | Qwen2.5-Omni in the test's program, plain and with adapters | 3, 3 |
-| parity | Qwen2.5-Omni, beside transformers' model of it | 3 |
-| lifecycle | a program for each test, which is killed | 2 each |
-| documents | a program for each documented command | 2 each |
-| transports | none: all of its tests are long | |
-| language | LLaVA in the test's process, once for each kind of budgets; in a process of its own | 0, 1 |
-| migration | LLaVA that prefills, and that encodes, each beside a LLaVA in the test's process | 1, 1 |
-| images | Qwen-Image twice, Stable Audio twice, image to video, edits of images | 1 each |
+| instances | LLaVA as six instances; then as two, with adapters | 6; 2 |
+| omni | Qwen2.5-Omni (``OmniLLM``), beside transformers' model of it | 3 |
+| images | Qwen-Image, Stable Audio, image to video, edits of images | 1, 2, 1, 1 |
+| language | LLaVA in the test's process, once for each kind of budgets; one in a process of its own | 1 |
+| migration | LLaVA that prefills, and one that encodes, each beside a LLaVA in the test's process | 1; 1 |
+| lifecycle | a program for each test, with one stage | 2 |
 | image server | ``vllm serve`` with Qwen-Image | 2 |
-| commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 2 |
+| commands | ``vllm-omni generate`` with Qwen2.5-Omni | 4 |
+| documents | none: what starts engines is long | |
+| transports | none: all tests are long; in ``make test-long``, three to five processes for each | |
 """
 
 from pathlib import PurePosixPath
@@ -38,25 +37,26 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_qwen2_5_omni_parity.py",
         "tests/entrypoints/test_async_omni.py",  # last: it kills a stage
     ),
+    "images": (
+        "tests/e2e/test_diffusion.py",
+        "tests/entrypoints/test_omni_llm_diffusion.py",
+        "tests/entrypoints/openai/test_media_routes.py",
+    ),
+    "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
+    "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
+    "image server": ("tests/e2e/test_images.py",),
+    "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
     "documents": ("tests/entrypoints/test_documented_commands.py", "tests/entrypoints/test_examples.py"),
     "transports": (
         "tests/e2e/test_transports.py",
         "tests/e2e/test_epd_transports.py",
         "tests/e2e/test_epd_models.py",
         "tests/e2e/test_tensor_parallel.py",
+        "tests/e2e/test_epd_ranks.py",
         "tests/e2e/test_kv_tensor_parallel.py",
         "tests/e2e/test_nixl_connector.py",
     ),
-    "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
-    "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
-    "images": (
-        "tests/e2e/test_diffusion.py",
-        "tests/entrypoints/test_omni_llm_diffusion.py",
-        "tests/entrypoints/openai/test_media_routes.py",
-    ),
-    "image server": ("tests/e2e/test_images.py",),
-    "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
 }
 
 _PLACES = {

@@ -265,6 +265,7 @@ def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: As
     assert llm._run(run())
 
 
+@pytest.mark.long
 def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: AsyncOmni) -> None:
     talker = omni.orchestrator.engines["talker"]
 

@@ -204,6 +204,7 @@ def test_commands_of_the_command_line(
     assert yaml.safe_load((checkout / "build" / "deploy.yaml").read_text())["model_type"] == "qwen2_5_omni"
 
 
+@pytest.mark.long
 def test_commands_of_the_guide_to_diffusion(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its requests to a server, which are asked in ``tests/e2e/test_images.py``."""
     make_checkpoint, generate, serve, _ = commands("diffusion.md")

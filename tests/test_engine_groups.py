@@ -1,0 +1,14 @@
+from tests.documents import ROOT
+from tests.engine_groups import GROUPS, place_of
+
+
+def test_files_of_groups_exist() -> None:
+    files = [file for files in GROUPS.values() for file in files]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert len(files) == len(set(files))
+
+
+def test_groups_come_before_other_files() -> None:
+    assert place_of(GROUPS["omni"][0])[2] == "omni"
+    assert place_of("tests/flow/test_fuzz.py")[2] == "fuzz"
+    assert all(place_of(file) < place_of("tests/flow/test_fuzz.py") for files in GROUPS.values() for file in files)
