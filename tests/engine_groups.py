@@ -9,22 +9,34 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 
 | group | engines | processes |
 |---|---|---|
+| lifecycle | a program for each test, with one stage | 2 |
+| omni | Qwen2.5-Omni (``OmniLLM``), beside transformers' model of it | 3 |
 | server | ``vllm serve`` with Qwen2.5-Omni | 4 |
 | instances | LLaVA as six instances; then as two, with adapters | 6; 2 |
-| omni | Qwen2.5-Omni (``OmniLLM``), beside transformers' model of it | 3 |
 | images | Qwen-Image, Stable Audio, image to video, edits of images | 1, 2, 1, 1 |
 | language | LLaVA in the test's process, once for each kind of budgets; one in a process of its own | 1 |
 | migration | LLaVA that prefills, and one that encodes, each beside a LLaVA in the test's process | 1; 1 |
-| lifecycle | a program for each test, with one stage | 2 |
 | image server | ``vllm serve`` with Qwen-Image | 2 |
-| commands | ``vllm-omni generate`` with Qwen2.5-Omni | 4 |
-| documents | none: what starts engines is long | |
-| transports | none: all tests are long; in ``make test-long``, three to five processes for each | |
+| commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 1 |
+
+The groups before "omni" are mostly long tests, with two to five processes for each.
 """
 
 from pathlib import PurePosixPath
 
 GROUPS: dict[str, tuple[str, ...]] = {
+    "documented commands": ("tests/entrypoints/test_documented_commands.py",),
+    "examples": ("tests/entrypoints/test_examples.py",),
+    "transports": ("tests/e2e/test_transports.py", "tests/e2e/test_tensor_parallel.py"),
+    "epd models": ("tests/e2e/test_epd_models.py",),
+    "epd transports": ("tests/e2e/test_epd_transports.py", "tests/e2e/test_epd_ranks.py"),
+    "pages": ("tests/e2e/test_kv_tensor_parallel.py", "tests/e2e/test_nixl_connector.py"),
+    "lifecycle": ("tests/e2e/test_lifecycle.py",),
+    "omni": (
+        "tests/entrypoints/test_omni_llm.py",
+        "tests/e2e/test_qwen2_5_omni_parity.py",
+        "tests/entrypoints/test_async_omni.py",  # last: it kills a stage
+    ),
     "server": (
         "tests/entrypoints/openai/test_server.py",
         "tests/entrypoints/openai/test_speech.py",
@@ -32,11 +44,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/entrypoints/openai/test_stage_death.py",  # last: it stops the server
     ),
     "instances": ("tests/e2e/test_epd_instances.py", "tests/e2e/test_epd_recovery.py"),
-    "omni": (
-        "tests/entrypoints/test_omni_llm.py",
-        "tests/e2e/test_qwen2_5_omni_parity.py",
-        "tests/entrypoints/test_async_omni.py",  # last: it kills a stage
-    ),
     "images": (
         "tests/e2e/test_diffusion.py",
         "tests/entrypoints/test_omni_llm_diffusion.py",
@@ -44,19 +51,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
     "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
-    "lifecycle": ("tests/e2e/test_lifecycle.py",),
     "image server": ("tests/e2e/test_images.py",),
     "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
-    "documents": ("tests/entrypoints/test_documented_commands.py", "tests/entrypoints/test_examples.py"),
-    "transports": (
-        "tests/e2e/test_transports.py",
-        "tests/e2e/test_epd_transports.py",
-        "tests/e2e/test_epd_models.py",
-        "tests/e2e/test_tensor_parallel.py",
-        "tests/e2e/test_epd_ranks.py",
-        "tests/e2e/test_kv_tensor_parallel.py",
-        "tests/e2e/test_nixl_connector.py",
-    ),
 }
 
 _PLACES = {
