@@ -28,11 +28,9 @@ PARTS = tuple(Part)
 _QUEUEING = (Part.ENCODE_QUEUEING, Part.PREFILL_QUEUEING, Part.DECODE_QUEUEING)
 _EXECUTION = (Part.ENCODE_EXECUTION, Part.PREFILL_EXECUTION, Part.DECODE_EXECUTION)
 
-# Where tasks of one request overlap (several answers, images encoded in several places): work before waiting, and of
-# two works the earlier stage's, which the later one waits for in the end.
+# Where tasks of one request overlap (several answers, images encoded in several places), execution counts before
+# queueing, and the earlier stage before the later one, which waits for it in the end.
 _PRECEDENCE = {part: index for index, part in enumerate((*(p for p in PARTS if p not in _QUEUEING), *_QUEUEING))}
-
-_BEGIN_OF = {Mark.ENCODE_ENDED: Mark.ENCODE_BEGAN, Mark.PULL_ENDED: Mark.PULL_BEGAN}
 
 
 class _Phase(NamedTuple):
@@ -42,17 +40,17 @@ class _Phase(NamedTuple):
 
 
 def break_down(arrived_at: float, ended_at: float, timelines: Sequence[Timeline]) -> dict[str, float]:
-    """Seconds of a request by part; they sum to the whole, ``ended_at - arrived_at``. A stage that it did not have: 0.
+    """Split a request's latency into seconds by part, which sum to ``ended_at - arrived_at``. An unused part is 0.
 
-    What no task covers belongs to what it was a wait for: before the first task, to that task's queueing (the prompt is
-    read there, its images prepared); between two stages, to the migration; before a task that is done again, to its
-    queueing; behind the last, to its execution (the answer travels to its reader).
+    Time that no task covers counts as waiting for the next one: before the first task, as its queueing (the prompt is
+    read then, and its images processed); between two stages, as the migration; before a repeated task, as its queueing;
+    after the last task, as its execution (the answer travels to its reader).
 
-    A decode that was preempted and is computed again counts as decode: queueing, then execution.
+    A decode that was preempted and is recomputed counts as decode: queueing, then execution.
 
     Args:
-        arrived_at, ended_at: seconds of ``time.time``; an ``ended_at`` before the arrival is taken for it.
-        timelines: of all tasks, those that failed included; none: everything is prefill queueing.
+        arrived_at, ended_at: seconds of ``time.time``; an earlier ``ended_at`` is taken as ``arrived_at``.
+        timelines: of all tasks, including failed ones; without any, all the time is prefill queueing.
     """
     ended_at = max(arrived_at, ended_at)
     phases = sorted((one for line in timelines for one in _phases(line, ended_at)), key=lambda one: one.begin)
@@ -68,49 +66,70 @@ def break_down(arrived_at: float, ended_at: float, timelines: Sequence[Timeline]
 
 
 def _phases(timeline: Timeline, ended_at: float) -> Iterator[_Phase]:
-    """What the marks of one task are the begins and ends of; the last lasts until ``ended_at``."""
-    marks = sorted(timeline.marks, key=lambda mark: mark[1])  # stable: equal times stay in the order of what happened
-    is_scheduled = False
-    num_under_way = {Mark.ENCODE_BEGAN: 0, Mark.PULL_BEGAN: 0}  # of its images several may be
-    is_decoding = timeline.task is Task.DECODE
+    """The time from each mark of a task to the next; the last phase lasts until ``ended_at``."""
+    marks = sorted(timeline.marks, key=lambda mark: mark[1])  # stable: marks of equal time keep their order
+    progress = _TaskProgress(timeline.task)
     for index, (mark, begin) in enumerate(marks):
         if mark is Mark.ENDED:
             return
-        if mark in num_under_way:
-            num_under_way[mark] += 1
-        elif mark in _BEGIN_OF:
-            num_under_way[_BEGIN_OF[mark]] -= 1
-        elif mark in (Mark.SCHEDULED, Mark.PREEMPTED):
-            is_scheduled = mark is Mark.SCHEDULED
-        elif mark is Mark.TOKEN:
-            is_decoding = timeline.task is not Task.PREFILL  # whose token is thrown away
-        elif mark is Mark.RECOMPUTES and not any(one is Mark.TOKEN for one, _ in marks[:index]):
-            is_decoding = False
         later = marks[index + 1 :]
-        if num_under_way[Mark.PULL_BEGAN] > 0:
-            part = Part.PD_MIGRATION if timeline.task is Task.DECODE else Part.EP_MIGRATION
-        elif num_under_way[Mark.ENCODE_BEGAN] > 0:
-            part = Part.ENCODE_EXECUTION
-        elif is_scheduled:
-            part = Part.DECODE_EXECUTION if is_decoding else Part.PREFILL_EXECUTION
-        elif is_decoding:
-            part = Part.DECODE_QUEUEING
-        elif any(one is Mark.ENCODE_BEGAN for one, _ in later):
-            part = Part.ENCODE_QUEUEING
-        elif timeline.task is Task.ENCODE:  # what is encoded is put where the next instance finds it
-            has_encoded = any(one is Mark.ENCODE_ENDED for one, _ in marks[: index + 1])
-            part = Part.EP_MIGRATION if has_encoded else Part.ENCODE_QUEUEING
-        else:
-            part = Part.PREFILL_QUEUEING
+        progress.apply(mark)
+        part = progress.part(will_encode=any(one is Mark.ENCODE_BEGAN for one, _ in later))
         yield _Phase(part, begin, later[0][1] if later else max(begin, ended_at))
 
 
+class _TaskProgress:
+    """What one task is doing, mark by mark."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._is_scheduled = False
+        self._is_decoding = task is Task.DECODE
+        self._num_encoding = self._num_pulling = 0  # images of the task, which may overlap
+        self._has_encoded = self._has_token = False
+
+    def apply(self, mark: Mark) -> None:
+        match mark:
+            case Mark.ENCODE_BEGAN:
+                self._num_encoding += 1
+            case Mark.ENCODE_ENDED:
+                self._num_encoding -= 1
+                self._has_encoded = True
+            case Mark.PULL_BEGAN:
+                self._num_pulling += 1
+            case Mark.PULL_ENDED:
+                self._num_pulling -= 1
+            case Mark.SCHEDULED | Mark.PREEMPTED:
+                self._is_scheduled = mark is Mark.SCHEDULED
+            case Mark.TOKEN:
+                self._has_token = True
+                self._is_decoding = self._task is not Task.PREFILL  # the token of a prefill task is discarded
+            case Mark.RECOMPUTES:
+                self._is_decoding = self._is_decoding and self._has_token
+
+    def part(self, *, will_encode: bool) -> Part:
+        """The part to which the time until the next mark counts."""
+        if self._num_pulling > 0:
+            return Part.PD_MIGRATION if self._task is Task.DECODE else Part.EP_MIGRATION
+        if self._num_encoding > 0:
+            return Part.ENCODE_EXECUTION
+        if self._is_scheduled:
+            return Part.DECODE_EXECUTION if self._is_decoding else Part.PREFILL_EXECUTION
+        if self._is_decoding:
+            return Part.DECODE_QUEUEING
+        if will_encode:
+            return Part.ENCODE_QUEUEING
+        if self._task is Task.ENCODE:  # once encoded, an image is put where the next instance finds it
+            return Part.EP_MIGRATION if self._has_encoded else Part.ENCODE_QUEUEING
+        return Part.PREFILL_QUEUEING
+
+
 def _part_of_gap(begin: float, end: float, phases: Sequence[_Phase]) -> Part:
-    # What took no time says what begins, and not what ended: a first token that was the last began no decode.
+    # A zero-length phase is attributed to the next task: a first token that was the last started no decode.
     before = max((one for one in phases if one.begin < one.end <= begin), key=lambda one: one.end, default=None)
     before = before or max((one for one in phases if one.end <= begin), key=lambda one: one.end, default=None)
     after = min((one for one in phases if one.begin >= end), key=lambda one: one.begin, default=None)
-    # Stages by number: encode, prefill, decode. A migration is the end of one and the begin of the next.
+    # Stages by number: encode, prefill, decode. A migration is the end of one and the start of the next.
     left = None if before is None else PARTS.index(before.part) // 3
     if after is None:
         return Part.PREFILL_QUEUEING if left is None else _EXECUTION[left]

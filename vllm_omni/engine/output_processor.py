@@ -1,4 +1,4 @@
-"""``MultimodalOutputProcessor``: tokens and tensors of one engine step, in one output.
+"""``MultimodalOutputProcessor``: joins the tokens and tensors of one engine step in one output.
 
 From: vLLM-Omni design document, sections 12 and 13.
 """
@@ -26,14 +26,14 @@ Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 
 
 def forward_references(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
-    """Hidden states and latents: the front end passes references on and opens none."""
+    """Pass references to hidden states and latents on; the front end does not fetch these."""
     output.payloads.append(payload)
 
 
 def open_media(payload: Payload, output: OmniRequestOutput, hub: RelayHub) -> None:
-    """Sound, images, video: the user gets tensors, of its own. With them, or without, comes how far the request is.
+    """Fetch audio, images or video, and the request's progress; the user gets tensors that it owns.
 
-    ``images`` [N, H, W, C] and ``frames`` [N, T, H, W, C], uint8 or float32 as asked for; ``audio``, with
+    ``images`` [N, H, W, C] and ``frames`` [N, T, H, W, C], uint8 or float32 as requested; ``audio``, with
     ``sample_rate`` in Hz; ``latents``; ``preview`` [H, W, 3], uint8; ``step`` of ``num_steps``.
     """
     media = hub.pull_blocking(payload)
@@ -49,10 +49,10 @@ HANDLERS: Mapping[str, Handler] = {
     "latents": forward_references,
     "audio": open_media,
     "image": open_media,
-    "text+image": open_media,  # beside the text, which is upstream's
+    "text+image": open_media,  # the text is upstream's
     "video": open_media,
 }
-"""By a stage's output type; another type is added here."""
+"""By a stage's output type; a new type is added here."""
 
 
 class OmniRequestState(RequestState):
@@ -61,7 +61,7 @@ class OmniRequestState(RequestState):
     handler: Handler
     hub: RelayHub
     new_payloads: list[Payload]
-    is_watched: bool  # whether it is to be known when its tokens came
+    is_watched: bool  # whether to record the times of its tokens
 
     def _new_request_output(self, *args: Any, **kwargs: Any) -> RequestOutput | PoolingRequestOutput[Any]:
         output = super()._new_request_output(*args, **kwargs)
@@ -80,15 +80,15 @@ class MultimodalOutputProcessor(OutputProcessor):
     """vLLM's output processor for stages whose steps yield tokens, tensors or both.
 
     Upstream treats a step with a tensor as the end of a pooling request and drops its tokens; here the tensor is taken
-    out first, and what upstream makes of the tokens carries it. A reader slower than the engine gets merged outputs
+    out first, and upstream's output of the tokens carries it. A reader slower than the engine gets merged outputs
     (``OmniRequestOutput.add``), so no chunk is lost.
 
     Args:
-        hub: opens what is for the user.
-        published: filled with the payloads of each request, by its external id; whoever takes them out releases them. A
-            reader that leaves early has not seen all of its outputs.
-        notes: likewise filled with what is known of each request's times.
-        has_slo: every request has one, also that does not say so.
+        hub: fetches media for the user.
+        published: receives the payloads of each request, by its external id; the caller that takes them out releases
+            them. A reader that leaves early has not seen all of its outputs.
+        notes: likewise receives the times of each request.
+        has_slo: whether the deployment has latency targets, so that every request is watched.
         clock: the engine's (``TimedScheduler``).
     """
 
@@ -132,44 +132,48 @@ class MultimodalOutputProcessor(OutputProcessor):
         now = self._clock()
         for output in engine_core_outputs:
             state = self.request_states.get(output.request_id)
-            if output.kv_transfer_params is not None:
-                self._take_timeline(output, state)
-            if isinstance(state, OmniRequestState) and state.is_watched and output.new_token_ids:
-                times = self.notes.setdefault(state.external_req_id, TaskNotes()).token_times
-                times.append((state.request_index, len(output.new_token_ids), now))
+            assert state is None or isinstance(state, OmniRequestState)
+            self._note_times(output, state, now)
             for payload in _announced(output):
-                if isinstance(state, OmniRequestState):
-                    self.published.setdefault(state.external_req_id, []).append(payload)
-                else:  # the request was aborted meanwhile
-                    self.hub.release_payload(payload, for_all=True)
-            if output.pooling_output is None:
-                continue
-            assert isinstance(output.pooling_output, torch.Tensor)
-            payload = unpack(output.pooling_output)
-            if isinstance(state, OmniRequestState):
-                state.new_payloads.append(payload)
-                self.published.setdefault(state.external_req_id, []).append(payload)
-            else:  # the request was aborted meanwhile
-                self.hub.release_payload(payload, for_all=True)
-            output.pooling_output = None
+                self._take(payload, state)
+            if output.pooling_output is not None:
+                assert isinstance(output.pooling_output, torch.Tensor)
+                payload = unpack(output.pooling_output)
+                output.pooling_output = None
+                self._take(payload, state)
+                if state is not None:
+                    state.new_payloads.append(payload)
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
 
-    def _take_timeline(self, output: EngineCoreOutput, state: RequestState | None) -> None:
-        """Out of what the engine says of its caches, which goes to the user."""
-        assert output.kv_transfer_params is not None
-        packed = output.kv_transfer_params.pop(TIMELINE, None)
-        output.kv_transfer_params = output.kv_transfer_params or None
-        if packed is None or state is None:
+    def _take(self, payload: Payload, state: OmniRequestState | None) -> None:
+        if state is None:  # the request was aborted meanwhile
+            self.hub.release_payload(payload, for_all=True)
+        else:
+            self.published.setdefault(state.external_req_id, []).append(payload)
+
+    def _note_times(self, output: EngineCoreOutput, state: OmniRequestState | None, now: float) -> None:
+        """Record when tokens arrived, and the engine's timeline, which the user must not see."""
+        packed = None
+        if output.kv_transfer_params is not None:
+            packed = output.kv_transfer_params.pop(TIMELINE, None)
+            output.kv_transfer_params = output.kv_transfer_params or None
+        if state is None:
             return
-        timeline = Timeline.unpack(packed)
-        timelines = self.notes.setdefault(state.external_req_id, TaskNotes()).timelines
-        known = timelines.setdefault(state.request_id, timeline)
-        if known is not timeline:
-            known.marks += timeline.marks
+        if packed is not None:
+            timeline = Timeline.unpack(packed)
+            timelines = self._notes_of(state).timelines
+            known = timelines.setdefault(state.request_id, timeline)
+            if known is not timeline:
+                known.marks += timeline.marks
+        if state.is_watched and output.new_token_ids:
+            self._notes_of(state).token_times.append((state.request_index, len(output.new_token_ids), now))
+
+    def _notes_of(self, state: OmniRequestState) -> TaskNotes:
+        return self.notes.setdefault(state.external_req_id, TaskNotes())
 
 
 def _announced(output: EngineCoreOutput) -> Iterator[Payload]:
-    """Caches that the engine's connectors have put for another instance: a KV cache, embeddings of images."""
+    """Caches that the engine's connectors have published for another instance: a KV cache, embeddings of images."""
     packed = [] if output.kv_transfer_params is None else [output.kv_transfer_params.get("pages")]
     if output.ec_transfer_params is not None:
         packed += (output.ec_transfer_params.get("images") or {}).values()
