@@ -4,21 +4,16 @@
 """
 
 import argparse
-import base64
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-from vllm.connections import global_http_connection
 from vllm.logger import configure_logging_from_args
-from vllm.multimodal.media.connector import MediaConnector
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.generate_media import add_arguments as add_diffusion_arguments
 from vllm_omni.entrypoints.cli.generate_media import generate_media, reject_diffusion_options
@@ -28,10 +23,10 @@ from vllm_omni.entrypoints.cli.output import (
     check_writable,
     print_start,
     print_times,
-    reason,
     save_files,
     stage_seconds,
 )
+from vllm_omni.entrypoints.cli.prompt import read_media, read_prompt
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest
@@ -42,20 +37,7 @@ paths and times to stderr. Images, videos and sounds of a diffusion pipeline go 
 
 USAGE = "vllm-omni generate MODEL --prompt TEXT [--image FILE] [--audio FILE] [--video FILE] [options]"
 
-FETCH_TIMEOUT_S = 30.0
 MAX_SEED = 2**63 - 1
-
-
-class Media(NamedTuple):
-    """One image, sound or video of the prompt."""
-
-    kind: str  # "image", "audio" or "video"
-    url: str  # file: or data:
-
-    @property
-    def part(self) -> dict[str, Any]:
-        """Content part of a message in OpenAI's API."""
-        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
 
 
 def generate(args: Sequence[str]) -> None:
@@ -80,7 +62,7 @@ def parse_generate_args(args: Sequence[str]) -> Deployment:
 
 def _generate(parsed: Deployment, stdout: TextIO) -> None:
     options = parsed.args
-    prompt = _read_prompt(options)
+    prompt = read_prompt(options)
     answer_path(options.output)  # rejects a suffix that no modality has
     # The files are the user's own, and this engine has no other user.
     config = parsed.load_config(allowed_local_media_path="/")
@@ -94,7 +76,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
     if "audio" in modalities:
         check_writable(audio_path)
     allowed = config.stages[0].engine_args["allowed_local_media_path"]
-    media = [_read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
+    media = [read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
 
     content = [*(one.part for one in media), {"type": "text", "text": prompt}]
     messages = [{"role": "user", "content": content if media else prompt}]
@@ -202,22 +184,6 @@ def _at_least(least: int, most: int | None = None) -> Any:
 # -- before any stage starts -------------------------------------------------------------------------------------------
 
 
-def _read_prompt(options: argparse.Namespace) -> str:
-    source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
-    try:
-        if options.prompt_file is not None:
-            text = Path(options.prompt_file).read_text(encoding="utf-8")
-        elif options.prompt == "-":
-            text = sys.stdin.read()
-        else:
-            text = options.prompt
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{source}: cannot be read: {reason(exc)}") from exc
-    if not text.strip():
-        raise ConfigError(f"{source}: the prompt is empty")
-    return str(text)
-
-
 def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[str]:
     """Return the modalities of the answer. Raise ``ConfigError`` if the model lacks one of them, or the speaker."""
     orchestrator = Orchestrator(config)
@@ -228,34 +194,6 @@ def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
     return options.modalities or tuple(orchestrator.pipeline.modalities)
-
-
-def _read_media(kind: str, named: str, allowed_local_media_path: str, with_sound: bool) -> Media:
-    """Fetch remote media, and decode all of them: a start takes longer. Raise ``ConfigError`` if that fails."""
-    flag = f"--{kind} {named if len(named) <= 80 else named[:77] + '...'}"
-    try:
-        if re.match(r"https?:", named, re.IGNORECASE):
-            data = global_http_connection.get_bytes(named, timeout=FETCH_TIMEOUT_S)
-            url = f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"
-        elif re.match(r"(data|file):", named, re.IGNORECASE):
-            url = named
-        else:
-            with Path(named).open("rb"):
-                url = Path(named).resolve().as_uri()
-    except Exception as exc:  # the HTTP client's errors have no class in common
-        raise ConfigError(f"{flag}: {reason(exc)}") from exc
-    connector = MediaConnector(allowed_local_media_path=allowed_local_media_path)
-    fetch = {"image": connector.fetch_image, "audio": connector.fetch_audio, "video": connector.fetch_video}[kind]
-    try:
-        fetch(url)
-    except Exception as exc:
-        raise ConfigError(f"{flag}: not a readable {kind}: {reason(rejection(exc))}") from exc
-    if kind == "video" and with_sound:
-        try:
-            connector.fetch_audio(url)
-        except Exception as exc:
-            raise ConfigError(f"{flag}: no readable sound (--use-audio-in-video): {reason(rejection(exc))}") from exc
-    return Media(kind, url)
 
 
 def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:

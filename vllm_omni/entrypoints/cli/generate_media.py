@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from PIL import Image, UnidentifiedImageError
-
 from vllm_omni.config import OmniConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.cli.output import (
@@ -16,10 +14,10 @@ from vllm_omni.entrypoints.cli.output import (
     check_writable,
     print_start,
     print_times,
-    reason,
     save_files,
     stage_seconds,
 )
+from vllm_omni.entrypoints.cli.prompt import read_image
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -83,7 +81,7 @@ def generate_media(config: OmniConfig, modality: str, options: argparse.Namespac
     path = answer_path(options.output, modality)
     check_writable(path)
     params = _read_params(config, options)
-    images = [_read_image(named) for _, named in options.media]
+    images = [read_image(named) for _, named in options.media]
     media = {"multi_modal_data": {"image": images}} if images else {}
     print_start(config)
     with OmniLLM(config=config) as omni:
@@ -140,16 +138,6 @@ def _read_params(config: OmniConfig, options: argparse.Namespace) -> DiffusionPa
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
     return params
-
-
-def _read_image(named: str) -> Image.Image:
-    try:
-        with Image.open(named) as image:
-            return image.convert("RGB")
-    except UnidentifiedImageError:
-        raise ConfigError(f"--image {named}: not a readable image") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as exc:
-        raise ConfigError(f"--image {named}: {reason(exc)}") from exc
 
 
 def _as_data(output: OmniRequestOutput, config: OmniConfig, modality: str, paths: Sequence[Path]) -> dict[str, Any]:
