@@ -1,55 +1,50 @@
-"""Tiny pipelines, each built, loaded and tested at start once."""
+"""Tiny pipelines, each built, loaded and checked at start once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
+from vllm_omni.diffusion.merge_check import find_merging_rules
+from vllm_omni.diffusion.merge_rules import MergeRule
 from vllm_omni.diffusion.stepper import PipelineStepper
-from vllm_omni.testing import diffusion as tiny
 
 
 @pytest.fixture(scope="session")
-def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Name -> the pipeline, always the same one; tests that change it copy it first."""
-    root = tmp_path_factory.mktemp("tiny_pipelines")
+def load_tiny(tiny_pipeline: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
+    """Name -> the pipeline, the same one for all tests; a test that changes it copies it first."""
     patch = pytest.MonkeyPatch()
-    # They bring every input image to a million pixels, and have no argument against it.
+    # These pipelines scale every input image to a million pixels, and have no argument against it.
     patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (64, 64, None))
     patch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda area, ratio: (64, 64))
-
-    @cache
-    def load(name: str) -> Any:
-        return load_diffusers_pipeline(str(tiny.build(root / name, name)))
-
-    yield load
+    yield cache(lambda name: load_diffusers_pipeline(str(tiny_pipeline(name))))
     patch.undo()
 
 
 @pytest.fixture(scope="session")
-def tested_rules(load_tiny: Callable[[str], Any]) -> Callable[[str], PipelineStepper]:
-    """Name -> a stepper whose test at the start has run; ``make_stepper`` takes its result."""
+def checked_rules(load_tiny: Callable[[str], Any]) -> Callable[[str], Mapping[str, MergeRule]]:
+    """Name -> the merge rules that hold for the pipeline."""
 
     @cache
-    def test(name: str) -> PipelineStepper:
-        return PipelineStepper(load_tiny(name))
+    def check(name: str) -> Mapping[str, MergeRule]:
+        with torch.no_grad():
+            return find_merging_rules(load_tiny(name))
 
-    return test
+    return check
 
 
 @pytest.fixture
 def make_stepper(
-    load_tiny: Callable[[str], Any], tested_rules: Callable[[str], PipelineStepper]
+    load_tiny: Callable[[str], Any], checked_rules: Callable[[str], Mapping[str, MergeRule]]
 ) -> Callable[..., PipelineStepper]:
-    """Name and arguments -> a new stepper, without another test at the start."""
+    """Name and arguments -> a new stepper, without another check at start."""
 
-    def make(name: str, **arguments: Any) -> PipelineStepper:
-        rules = arguments.pop("rules", None)
-        if rules is None:
-            rules = tested_rules(name).rules
-        return PipelineStepper(load_tiny(name), rules=rules, **arguments)
+    def make(name: str, rules: Mapping[str, MergeRule] | None = None, **arguments: Any) -> PipelineStepper:
+        return PipelineStepper(load_tiny(name), rules=checked_rules(name) if rules is None else rules, **arguments)
 
     return make

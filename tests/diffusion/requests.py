@@ -1,4 +1,4 @@
-"""Requests to tiny pipelines, and what diffusers alone makes of them."""
+"""Requests to tiny pipelines, and their results in diffusers alone."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,12 @@ from vllm_omni.diffusion.merge_check import SHORT_CUTS
 from vllm_omni.diffusion.pipeline_arguments import needs_image, pipeline_arguments
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
+from vllm_omni.testing import diffusion as tiny
+
+# One tiny pipeline for each mechanism: guidance in two calls and padded texts; a video by two experts; images as lists;
+# guidance in one call; a multistep scheduler; sound, and a shared tensor; input images.
+REPRESENTATIVE = ("qwen-image", "wan2.2-t2v", "z-image", "sd3", "sana", "stable-audio", "qwen-image-edit-plus")
+OTHERS = tuple(name for name in tiny.PIPELINES if name not in REPRESENTATIVE)
 
 PROMPTS = ("a red fox", "a lighthouse on a cliff, seen from the sea", "rain", "two people at a table by the window")
 NEGATIVE_PROMPTS = ("blurred", "grey and out of focus", "dark", "a frame")
@@ -22,7 +28,7 @@ SIDES = (32, 32, 64, 32)  # pixels, where 8 or 16 are one latent
 
 
 def make_request(pipeline: Any, index: int = 0, **values: Any) -> DiffusionRequest:
-    """The ``index``-th of four that differ in all that the pipeline takes; ``values`` replace its own."""
+    """Make request ``index`` of four, which differ in all parameters of the pipeline; ``values`` replace its own."""
     accepted = inspect.signature(type(pipeline).__call__).parameters
     side = SIDES[index] * (2 if getattr(pipeline, "vae_scale_factor", 8) >= 32 else 1)
     own: dict[str, Any] = {
@@ -46,7 +52,7 @@ def make_image(index: int) -> Image.Image:
 
 
 def run_diffusers(pipeline: Any, request: DiffusionRequest) -> dict[str, Any]:
-    """The pipeline's own call, as its users make it."""
+    """Call the pipeline as diffusers' users do."""
     result = pipeline(**pipeline_arguments(pipeline, request))
     return outputs.collect(pipeline, result, request.params.output_type)
 
@@ -54,7 +60,7 @@ def run_diffusers(pipeline: Any, request: DiffusionRequest) -> dict[str, Any]:
 def run(
     stepper: PipelineStepper, requests: Mapping[str, DiffusionRequest], *, together: int = 4
 ) -> dict[str, list[StepOutcome]]:
-    """All outcomes of each request: ``together`` at first, then one more arrives with every step."""
+    """Run requests to their end: ``together`` at first, then one more with every step; all outcomes of each."""
     waiting = list(requests)
     outcomes: dict[str, list[StepOutcome]] = {name: [] for name in requests}
     running: list[str] = []
@@ -70,7 +76,7 @@ def run(
                 running.remove(name)
         if not running and not waiting:
             return outcomes
-    raise AssertionError(f"{running} do not end")
+    raise AssertionError(f"requests that do not end: {running}")
 
 
 def results(outcomes: Mapping[str, Sequence[StepOutcome]]) -> dict[str, dict[str, Any]]:
@@ -86,13 +92,13 @@ def results(outcomes: Mapping[str, Sequence[StepOutcome]]) -> dict[str, dict[str
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """Largest of all tensors of two outputs, which must be of the same kinds and shapes."""
+    """Largest difference between two outputs, whose kinds and shapes must be equal."""
     assert ours.keys() == theirs.keys()
     largest = 0.0
     for name, value in theirs.items():
         if isinstance(value, torch.Tensor):
             assert ours[name].shape == value.shape and ours[name].dtype == value.dtype
-            assert value.isfinite().all() and value.float().std() > 1e-3, "an output that shows nothing"
+            assert value.isfinite().all() and value.float().std() > 1e-3, "the output is not finite, or constant"
             largest = max(largest, (ours[name].double() - value.double()).abs().max().item())
         else:
             assert ours[name] == value

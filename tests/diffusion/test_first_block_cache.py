@@ -526,8 +526,8 @@ def test_a_compiled_module_is_not_supported():
     assert not make_cache().supports(module)
 
 
-@pytest.mark.parametrize("change", ["compiled blocks", "layerwise casting"])
-def test_blocks_that_are_called_in_another_way_are_still_left_out(change):
+@pytest.mark.parametrize("change", [pytest.param("compiled blocks", marks=pytest.mark.long), "layerwise casting"])
+def test_blocks_that_are_called_in_another_way_are_skipped_too(change):
     family, requests = FAMILIES["wan"], make_requests("wan")
     module = family.build()
     if change == "compiled blocks":

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from vllm_omni.messages.payload import unpack
 from vllm_omni.model_executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.plugin import register
 from vllm_omni.relay import hub
-from vllm_omni.testing import diffusion as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")
 
@@ -32,10 +32,10 @@ SECTION = {"cache_threshold": 0.4, "cache_bytes": 1 << 30}
 
 
 @pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+def vllm_config(tiny_pipeline: Callable[[str], Path]) -> VllmConfig:
     register()
     config = EngineArgs(
-        model=str(tiny.build(tmp_path_factory.mktemp("tiny") / "pipeline", "qwen-image")),
+        model=str(tiny_pipeline("qwen-image")),
         config_format="diffusers",
         dtype="float32",
         skip_tokenizer_init=True,
@@ -267,23 +267,25 @@ def test_a_lost_device_is_the_end_of_the_engine(
 # -- abort ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", range(9))
-def test_an_abort_behind_any_step_leaves_nothing_and_changes_no_other(engine: Engine, num_steps: int) -> None:
-    """Before it has begun; between the two calls of a denoise step; between two steps; when it has ended."""
+def test_an_abort_after_any_step_leaves_nothing_and_changes_no_other_request(engine: Engine) -> None:
+    """Before the request starts; between the two calls of a denoise step; between two steps; after its end."""
     guided = {"negative_prompt": "grey", "true_cfg_scale": 4.0}
     expected = alone(engine, num_inference_steps=5, **guided)
-    engine.add("aborted", **guided, seed=2)
-    engine.add("other", num_inference_steps=5, **guided)
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort("aborted")
-    assert "aborted" not in engine.step()
-    assert "aborted" not in engine.executor.runner.stepper.running
-    engine.run()
-    assert ("aborted" in engine.finished) == (num_steps == 8)
-    assert (engine.images("other") - expected).abs().max() < 1e-5
-    if "aborted" in engine.finished:
-        engine.images("aborted")
+    for num_steps in range(9):
+        engine.finished.clear()
+        engine.add("aborted", **guided, seed=2)
+        engine.add("other", num_inference_steps=5, **guided)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("aborted")
+        assert "aborted" not in engine.step(), num_steps
+        assert "aborted" not in engine.executor.runner.stepper.running, num_steps
+        engine.run()
+        assert ("aborted" in engine.finished) == (num_steps == 8), num_steps
+        assert (engine.images("other") - expected).abs().max() < 1e-5, num_steps
+        if "aborted" in engine.finished:
+            engine.images("aborted")
+        assert engine.is_empty(), num_steps
 
 
 def test_an_id_may_be_used_again_in_the_step_that_tells_of_its_abort(engine: Engine) -> None:
