@@ -1,8 +1,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,24 +25,28 @@ def small_inputs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+class Tiny(NamedTuple):
+    """A tiny pipeline, and the output of its usual call."""
+
+    path: Path
+    pipeline: DiffusionPipeline
+    output: Tensor
 
 
 @pytest.fixture(scope="module")
-def path(name: str, tiny_pipeline: Callable[[str], Path]) -> Path:
-    return tiny_pipeline(name)
+def tinies(tiny_pipeline: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    @cache
+    def make(name: str) -> Tiny:
+        pipeline = load(tiny_pipeline(name))
+        return Tiny(tiny_pipeline(name), pipeline, call(pipeline, name))
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def pipeline(path: Path) -> DiffusionPipeline:
-    return load(path)
-
-
-@pytest.fixture(scope="module")
-def output(pipeline: DiffusionPipeline, name: str) -> Tensor:
-    return call(pipeline, name)
+# One pipeline of each output in `make test`, all of them in `make test-long`.
+QUICK = ("qwen-image", "z-image", "wan2.2-t2v", "stable-audio")
+OTHERS = tuple(name for name in PIPELINES if name not in QUICK)
+all_pipelines = pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.long)])
 
 
 def load(path: Path) -> DiffusionPipeline:
@@ -58,47 +64,56 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().mean() / one.std())
 
 
-def test_output_has_the_shape_that_was_asked_for(name: str, output: Tensor) -> None:
-    assert tuple(output.shape) == SHAPES[name]
-
-
-def test_output_is_neither_flat_nor_saturated(name: str, output: Tensor) -> None:
-    assert 0.1 < output.std() < 0.4
-    if name != "stable-audio":
-        assert ((output <= 0) | (output >= 1)).float().mean() < 0.2
-
-
-def test_same_call_gives_the_same_output(pipeline: DiffusionPipeline, name: str, output: Tensor) -> None:
-    assert torch.equal(call(pipeline, name), output)
-
-
-@pytest.mark.parametrize("changed", [{"prompt": "two cats on a stage"}, {"seed": 1}, {"steps": 3}], ids=str)
-def test_each_argument_shows_in_the_output(
-    pipeline: DiffusionPipeline, name: str, output: Tensor, changed: dict[str, str | int]
+@all_pipelines
+def test_the_output_has_the_requested_shape_and_is_neither_flat_nor_saturated(
+    names: Sequence[str], tinies: Callable[[str], Tiny]
 ) -> None:
-    assert difference(output, call(pipeline, name, **changed)) > 0.05
+    for name in names:
+        output = tinies(name).output
+        assert tuple(output.shape) == SHAPES[name], name
+        assert 0.1 < output.std() < 0.4, name
+        if name != "stable-audio":
+            assert ((output <= 0) | (output >= 1)).float().mean() < 0.2, name
 
 
-def test_loads_without_missing_or_unexpected_keys(path: Path, pipeline: DiffusionPipeline) -> None:
-    for component, module in pipeline.components.items():
-        if isinstance(module, torch.nn.Module):
-            # A pretrained model of transformers reports by the base class alone.
-            base = transformers.PreTrainedModel if isinstance(module, transformers.PreTrainedModel) else type(module)
-            load = base.from_pretrained.__func__
-            _, report = load(type(module), path / component, output_loading_info=True)
-            assert not any(report.values()), (component, report)
+@all_pipelines
+def test_the_same_call_gives_the_same_output_and_each_argument_changes_it(
+    names: Sequence[str], tinies: Callable[[str], Tiny]
+) -> None:
+    changes: list[dict[str, Any]] = [{"prompt": "two cats on a stage"}, {"seed": 1}, {"steps": 3}]
+    for name in names:
+        _, pipeline, output = tinies(name)
+        assert torch.equal(call(pipeline, name), output), name
+        for changed in changes:
+            assert difference(output, call(pipeline, name, **changed)) > 0.05, (name, changed)
 
 
-def test_directory_is_small_and_in_float32(path: Path) -> None:
-    assert sum(map(len, read_files(path).values())) < 4_000_000
-    for file in path.rglob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
-        assert {dtype for key, dtype in dtypes.items() if "num_batches_tracked" not in key} == {"F32"}
+@all_pipelines
+def test_loads_without_missing_or_unexpected_keys(names: Sequence[str], tinies: Callable[[str], Tiny]) -> None:
+    for name in names:
+        path, pipeline, _ = tinies(name)
+        for component, module in pipeline.components.items():
+            if isinstance(module, torch.nn.Module):
+                # Of transformers' models, only the base class returns the report.
+                is_transformers = isinstance(module, transformers.PreTrainedModel)
+                base = transformers.PreTrainedModel if is_transformers else type(module)
+                _, report = base.from_pretrained.__func__(type(module), path / component, output_loading_info=True)
+                assert not any(report.values()), (name, component, report)
 
 
-def test_same_seed_gives_the_same_bytes(name: str, path: Path, tmp_path: Path) -> None:
-    assert read_files(build(tmp_path / "again", name)) == read_files(path)
+@all_pipelines
+def test_the_directory_is_small_in_float32_and_the_same_for_the_same_seed(
+    names: Sequence[str], tiny_pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name in names:
+        path = tiny_pipeline(name)
+        files = read_files(path)
+        assert sum(map(len, files.values())) < 4_000_000, name
+        for file in path.rglob("*.safetensors"):
+            with safe_open(file, "pt") as weights:
+                dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+            assert {dtype for key, dtype in dtypes.items() if "num_batches_tracked" not in key} == {"F32"}, name
+        assert read_files(build(tmp_path / name, name)) == files, name
 
 
 def test_another_seed_gives_other_weights_alone(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
@@ -124,14 +139,17 @@ def test_each_expert_takes_a_part_of_the_steps(tiny_pipeline: Callable[[str], Pa
     assert used == ["transformer"] * 4 + ["transformer_2"] * 4  # each step with and without the prompt
 
 
-def test_rounding_is_not_multiplied(name: str, path: Path, output: Tensor) -> None:
-    """Another order of sums must not look like another result: weights a millionth off change little more than that."""
-    nudged = load(path)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in nudged.transformer.parameters():
-            parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
-    assert (call(nudged, name) - output).abs().max() < 5e-5
+@all_pipelines
+def test_rounding_is_not_amplified(names: Sequence[str], tinies: Callable[[str], Tiny]) -> None:
+    """Weights changed by a millionth change the output little more, so that sums in another order compare equal."""
+    for name in names:
+        path, _, output = tinies(name)
+        nudged = load(path)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in nudged.transformer.parameters():
+                parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
+        assert (call(nudged, name) - output).abs().max() < 5e-5, name
 
 
 def test_every_pipeline_has_a_small_call() -> None:

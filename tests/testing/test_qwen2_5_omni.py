@@ -3,7 +3,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, Qwen2_5OmniForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+)
 
 from tests.reference.media import CASES
 from tests.reference.qwen2_5_omni import Reference
@@ -12,70 +18,78 @@ from vllm_omni.testing.qwen2_5_omni import SYSTEM_PROMPT, VARIANTS, TinyShape, b
 TEXT = next(case for case in CASES if case.name == "text")
 
 
-@pytest.fixture(scope="module", params=sorted(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Variant -> its checkpoint."""
+    return {variant: build(tmp_path_factory.mktemp(variant), variant=variant) for variant in VARIANTS}
 
 
 @pytest.fixture(scope="module")
-def path(variant: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp(variant), variant=variant)
+def path(paths: dict[str, Path]) -> Path:
+    return paths["base"]
 
 
 def read_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_loads_without_missing_or_unexpected_keys(path: Path):
+def test_loads_without_missing_or_unexpected_keys(paths: dict[str, Path]) -> None:
     # The class's own from_pretrained cannot return the loading report.
     load = PreTrainedModel.from_pretrained.__func__
-    _, report = load(Qwen2_5OmniForConditionalGeneration, path, output_loading_info=True)
-    assert not any(report.values()), report
+    for variant, path in paths.items():
+        _, report = load(Qwen2_5OmniForConditionalGeneration, path, output_loading_info=True)
+        assert not any(report.values()), (variant, report)
 
 
-def test_weights_have_the_real_names(path: Path):
-    with safe_open(path / "model.safetensors", "pt") as file:
-        prefixes = {".".join(name.split(".")[:2]) for name in file.keys()}  # noqa: SIM118 - not a mapping
+def test_weights_have_the_real_names(paths: dict[str, Path]) -> None:
     expected = {"thinker.model", "thinker.audio_tower", "thinker.visual", "talker.model", "talker.codec_head"}
     expected |= {"talker.thinker_to_talker_proj", "token2wav.code2wav_dit_model", "token2wav.code2wav_bigvgan_model"}
-    assert prefixes - {"thinker.lm_head"} == expected
+    for variant, path in paths.items():
+        with safe_open(path / "model.safetensors", "pt") as file:
+            prefixes = {".".join(name.split(".")[:2]) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        assert prefixes - {"thinker.lm_head"} == expected, variant
 
 
-def test_processor_loads(path: Path):
+def test_processor_loads(path: Path) -> None:
     processor = AutoProcessor.from_pretrained(path)
     assert type(processor).__name__ == "Qwen2_5OmniProcessor"
     text = "<|im_start|>héllo<|im_end|>"
     assert processor.tokenizer.decode(AutoTokenizer.from_pretrained(path)(text).input_ids) == text
 
 
-def test_every_special_id_has_a_row(path: Path):
-    config = Reference(path).config
-    talker, dit = config.talker_config, config.token2wav_config.dit_config
-    speakers = torch.load(path / "spk_dict.pt", weights_only=True)
-    text_ids = [talker.tts_text_pad_token_id, talker.tts_text_start_token_id, talker.tts_text_end_token_id]
-    text_ids += [voice["bos_token"] for voice in speakers.values()]
-    assert len(speakers) >= 2
-    assert len(set(text_ids)) == len(text_ids)
-    assert len(AutoTokenizer.from_pretrained(path)) <= min(text_ids)
-    assert max(text_ids) < config.thinker_config.text_config.vocab_size
-    assert talker.hidden_size != talker.num_attention_heads * talker.head_dim
-    assert dit.num_embeds >= talker.vocab_size - 1
+def test_every_special_id_has_a_row(paths: dict[str, Path]) -> None:
+    for variant, path in paths.items():
+        config = Qwen2_5OmniConfig.from_pretrained(path)
+        talker, dit = config.talker_config, config.token2wav_config.dit_config
+        speakers = torch.load(path / "spk_dict.pt", weights_only=True)
+        text_ids = [talker.tts_text_pad_token_id, talker.tts_text_start_token_id, talker.tts_text_end_token_id]
+        text_ids += [voice["bos_token"] for voice in speakers.values()]
+        assert len(speakers) >= 2, variant
+        assert len(set(text_ids)) == len(text_ids), variant
+        assert len(AutoTokenizer.from_pretrained(path)) <= min(text_ids), variant
+        assert max(text_ids) < config.thinker_config.text_config.vocab_size, variant
+        assert talker.hidden_size != talker.num_attention_heads * talker.head_dim, variant
+        assert dit.num_embeds >= talker.vocab_size - 1, variant
 
 
-def test_same_seed_same_bytes(variant: str, path: Path, tmp_path: Path):
+def test_the_same_seed_gives_the_same_bytes(paths: dict[str, Path], tmp_path: Path) -> None:
     torch.manual_seed(99)  # the caller's random state must not matter
     state = torch.get_rng_state()
-    assert read_files(build(tmp_path, variant=variant)) == read_files(path)
+    for variant in VARIANTS:
+        assert read_files(build(tmp_path / variant, variant=variant)) == read_files(paths[variant]), variant
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_other_seed_other_weights(variant: str, path: Path, tmp_path: Path):
-    files, others = read_files(path), read_files(build(tmp_path, variant=variant, seed=1))
+def test_another_seed_gives_other_weights(path: Path, tmp_path: Path) -> None:
+    files, others = read_files(path), read_files(build(tmp_path, seed=1))
     assert {name for name in files if files[name] != others[name]} == {"model.safetensors", "spk_dict.pt"}
 
 
-def test_reply_and_speech_are_long_and_varied(variant: str, path: Path):
-    answer = Reference(path).answer(TEXT, max_tokens=24, max_codes=220)
+@pytest.mark.parametrize(
+    "variant", ["base", *(pytest.param(name, marks=pytest.mark.long) for name in sorted(VARIANTS) if name != "base")]
+)
+def test_reply_and_speech_are_long_and_varied(variant: str, paths: dict[str, Path]) -> None:
+    answer = Reference(paths[variant]).answer(TEXT, max_tokens=24, max_codes=220)
     reply, speech = answer.reply, answer.speech
     assert all(32 <= token < 127 for token in reply.token_ids if token < 256)
     if variant == "short":
@@ -96,22 +110,13 @@ def test_bfloat16(tmp_path: Path):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 - not a mapping
 
 
-@pytest.mark.parametrize(
-    "part",
-    [{"type": "image", "image": "x"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "image"}],
-)
-def test_chat_template_image(part: dict, path: Path):
-    assert render(path, [part, {"type": "text", "text": "Why?"}]) == "<|vision_bos|><|IMAGE|><|vision_eos|>Why?"
-
-
-@pytest.mark.parametrize("kind", ["audio", "audio_url", "input_audio"])
-def test_chat_template_audio(kind: str, path: Path):
-    assert render(path, [{"type": kind, kind: {"data": "x"}}]) == "<|audio_bos|><|AUDIO|><|audio_eos|>"
-
-
-@pytest.mark.parametrize("kind", ["video", "video_url"])
-def test_chat_template_video(kind: str, path: Path):
-    assert render(path, [{"type": kind, kind: {"url": "x"}}]) == "<|vision_bos|><|VIDEO|><|vision_eos|>"
+def test_the_chat_template_marks_media_in_every_spelling(path: Path) -> None:
+    for part in ({"type": "image", "image": "x"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "image"}):
+        assert render(path, [part, {"type": "text", "text": "Why?"}]) == "<|vision_bos|><|IMAGE|><|vision_eos|>Why?"
+    for kind in ("audio", "audio_url", "input_audio"):
+        assert render(path, [{"type": kind, kind: {"data": "x"}}]) == "<|audio_bos|><|AUDIO|><|audio_eos|>", kind
+    for kind in ("video", "video_url"):
+        assert render(path, [{"type": kind, kind: {"url": "x"}}]) == "<|vision_bos|><|VIDEO|><|vision_eos|>", kind
 
 
 def render(path: Path, content: str | list[dict]) -> str:

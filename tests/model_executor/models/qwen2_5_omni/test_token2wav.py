@@ -1,5 +1,7 @@
 """The vocoder against transformers' modules on the same weights. Tolerance, in float32: 1e-5, of samples in [-1, 1]."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,9 +32,14 @@ class Pair(NamedTuple):
             return [output["audio"] for output in self.vocoder.generate(batch)]
 
 
-@pytest.fixture(scope="module", params=["base", "deep"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    path: Path = tiny.build(tmp_path_factory.mktemp(request.param), variant=request.param)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Variant of the tiny checkpoint -> its vocoder, and transformers' modules."""
+    return cache(lambda variant: make_pair(tmp_path_factory.mktemp(variant), variant))
+
+
+def make_pair(directory: Path, variant: str) -> Pair:
+    path = tiny.build(directory, variant=variant)
     config = token2wav_hf_config(Qwen2_5OmniConfig.from_pretrained(path))
     model_config = SimpleNamespace(hf_config=config, model=str(path), revision=None)
     vocoder = Qwen2_5OmniToken2Wav(vllm_config=SimpleNamespace(model_config=model_config)).eval()
@@ -46,26 +53,51 @@ def make_codes(num_codes: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 200, (num_codes,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("num_codes", [1, 5, 36, 150, 301])
-def test_windows_equal_transformers_over_the_same_windows(pair: Pair, num_codes: int) -> None:
-    codes = make_codes(num_codes)
-    audio = torch.cat([wave for one in pair.read(codes, WindowSizes(), 3, "Ethan") for wave in pair.say(one)])
-    expected = pair.reference.vocode_windows(codes, "Ethan", seed=3)
-    assert audio.shape == expected.shape == (480 * num_codes,)
-    assert (audio - expected).abs().max() < TOLERANCE
+@pytest.mark.parametrize(
+    ("variant", "lengths"),
+    [
+        ("base", (1, 5, 36, 150)),
+        ("deep", (1, 36)),
+        pytest.param("base", (301,), marks=pytest.mark.long),
+        pytest.param("deep", (5, 150, 301), marks=pytest.mark.long),
+    ],
+)
+def test_windows_equal_transformers_over_the_same_windows(
+    pairs: Callable[[str], Pair], variant: str, lengths: tuple[int, ...]
+) -> None:
+    pair = pairs(variant)
+    for num_codes in lengths:
+        codes = make_codes(num_codes)
+        audio = torch.cat([wave for one in pair.read(codes, WindowSizes(), 3, "Ethan") for wave in pair.say(one)])
+        expected = pair.reference.vocode_windows(codes, "Ethan", seed=3)
+        assert audio.shape == expected.shape == (480 * num_codes,), num_codes
+        assert (audio - expected).abs().max() < TOLERANCE, num_codes
 
 
-def test_a_whole_utterance_equals_transformers(pair: Pair) -> None:
-    codes = make_codes(100)
-    (audio,) = pair.say(*pair.read(codes, WindowSizes(size=0), 3, "Chelsie"))
-    assert (audio - pair.reference.vocode(codes, "Chelsie", seed=3)).abs().max() < TOLERANCE
+def test_a_whole_utterance_equals_transformers(pairs: Callable[[str], Pair]) -> None:
+    for variant, num_codes in (("base", 100), ("deep", 40)):
+        pair, codes = pairs(variant), make_codes(num_codes)
+        (audio,) = pair.say(*pair.read(codes, WindowSizes(size=0), 3, "Chelsie"))
+        assert (audio - pair.reference.vocode(codes, "Chelsie", seed=3)).abs().max() < TOLERANCE, variant
 
 
-def test_a_batch_of_any_windows_says_what_each_says_alone(pair: Pair) -> None:
-    """Other lengths, also within a block, other voices and noise, and nothing to say at all."""
+@pytest.mark.parametrize(
+    ("variant", "lengths"),
+    [
+        ("base", (1, 7, 12, 13, 24, 0)),
+        ("deep", (1, 13, 0)),
+        pytest.param("base", (1, 7, 12, 13, 24, 100, 180, 0), marks=pytest.mark.long),
+        pytest.param("deep", (1, 7, 12, 13, 24, 100, 180, 0), marks=pytest.mark.long),
+    ],
+)
+def test_each_window_of_a_batch_equals_the_window_alone(
+    pairs: Callable[[str], Pair], variant: str, lengths: tuple[int, ...]
+) -> None:
+    """Windows differ in length, also within a block, in voice and in noise; one is empty."""
+    pair = pairs(variant)
     batch = [
         one
-        for index, num_codes in enumerate([1, 7, 12, 13, 24, 100, 180, 0])
+        for index, num_codes in enumerate(lengths)
         for one in pair.read(
             make_codes(num_codes, index), WindowSizes(future=index), index, ("Ethan", "Chelsie")[index % 2]
         )
@@ -76,9 +108,12 @@ def test_a_batch_of_any_windows_says_what_each_says_alone(pair: Pair) -> None:
         assert len(alone) == 0 or (together - alone).abs().max() < TOLERANCE
 
 
-def test_default_windows_are_closer_to_the_whole_than_16_bits_can_say(pair: Pair) -> None:
+@pytest.mark.parametrize("variant", ["base", pytest.param("deep", marks=pytest.mark.long)])
+def test_default_windows_differ_from_the_whole_utterance_by_less_than_16_bits(
+    pairs: Callable[[str], Pair], variant: str
+) -> None:
     """docs/vocoder.md: the reason for the defaults. Rounding to 16 bits has an error of 2**-15 / sqrt(12)."""
-    codes = make_codes(400)
+    pair, codes = pairs(variant), make_codes(400)
     audio = torch.cat([wave for one in pair.read(codes, WindowSizes(), 3, "Ethan") for wave in pair.say(one)])
     whole = pair.reference.vocode(codes, "Ethan", seed=3)
     assert (audio - whole).pow(2).mean().sqrt() < 2**-15 / 12**0.5
@@ -88,8 +123,10 @@ def test_default_windows_are_closer_to_the_whole_than_16_bits_can_say(pair: Pair
     ("codec_ids", "message"),
     [([0, 10_000], r"got 0\.\.10000"), ([-1, 2], r"got -1\.\.2"), ([0] * 20_000, "20000 codes in one window")],
 )
-def test_codes_that_cannot_be_said_are_refused(pair: Pair, codec_ids: list[int], message: str) -> None:
+def test_codes_that_cannot_be_decoded_are_rejected(
+    pairs: Callable[[str], Pair], codec_ids: list[int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        pair.vocoder.read(
+        pairs("base").vocoder.read(
             {"codec_ids": codec_ids, "start": 0, "keep": (0, len(codec_ids)), "speaker": "Ethan", "seed": 0}
         )
