@@ -146,15 +146,7 @@ class GraphDraft:
             node.choice_root = _nearest_above(edges, chains)
             node.choice_per_frame = self._starts_per_frame(node.choice_root, edges)
         for group in node.groups:
-            if group.counts is not None:
-                group.root = ENTRY
-            elif group.loop is not None:
-                group.root = name
-            elif node.declared.first_wins and len(choices) > 1:
-                group.root, group.root_per_frame = node.choice_root, node.choice_per_frame
-            elif len(group.edges) > 1:
-                group.root = _nearest_above(group.edges, chains)
-                group.root_per_frame = self._starts_per_frame(group.root, group.edges)
+            group.root, group.root_per_frame = self._root(name, node, group, chains)
             group.edges = [
                 replace(
                     edge,
@@ -165,6 +157,21 @@ class GraphDraft:
                 )
                 for edge in group.edges
             ]
+
+    def _root(
+        self, name: str, node: NodeDraft, group: GroupDraft, chains: Mapping[str, Sequence[str]]
+    ) -> tuple[str | None, bool]:
+        """The root of a group, and whether it has a bucket for each of the root's yields."""
+        if group.counts is not None:
+            return ENTRY, False
+        if group.loop is not None:
+            return name, False
+        if node.declared.first_wins and len(node.choices) > 1:
+            return node.choice_root, node.choice_per_frame
+        if len(group.edges) == 1:
+            return None, False
+        root = _nearest_above(group.edges, chains)
+        return root, self._starts_per_frame(root, group.edges)
 
     def _starts_per_frame(self, root: str | None, edges: Sequence[Edge]) -> bool:
         """Whether all ways from ``root`` over ``edges`` start with an edge that is per frame."""

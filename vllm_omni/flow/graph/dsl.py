@@ -81,29 +81,22 @@ class Declarations:
     graph_calls: dict[str, GraphCallEntry] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Interface:
     """One operation of a role; calling it on a role of a graph adds a node. Made by ``interface()``."""
 
-    name = ""
+    inputs_or: tuple[tuple[str, ...], ...]
+    outputs: Mapping[str, Field]
+    inputs: Mapping[str, Field]
+    activate_by_count: Mapping[str, int | str]
+    scheduling: Scheduling
+    first_wins: bool
+    max_iterations: int | None
+    name: str = ""  # of the attribute that it is assigned to
 
-    def __init__(
-        self,
-        inputs_or: Sequence[Sequence[str]],
-        outputs: Mapping[str, Field],
-        inputs: Mapping[str, Field],
-        activate_by_count: Mapping[str, int | str],
-        scheduling: Scheduling,
-        first_wins: bool,
-        max_iterations: int | None,
-    ):
-        self.inputs_or = tuple(map(tuple, inputs_or))
-        self.outputs = dict(outputs)
-        self.inputs = dict(inputs)
-        self.activate_by_count = dict(activate_by_count)
-        self.scheduling = scheduling
-        self.first_wins = first_wins
-        self.max_iterations = max_iterations
-        self.input_names = tuple(dict.fromkeys(name for group in self.inputs_or for name in group))
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for group in self.inputs_or for name in group))
 
     def __set_name__(self, owner: type[Role], name: str) -> None:
         self.name = name
@@ -153,21 +146,26 @@ def interface(
         raise GraphError(f"{where}: must be a list of groups, each a list of field names: write [['prompt']]")
     if not outputs:
         raise GraphError(f"{where}: declares no outputs; a node without an output is never needed")
-    declared = Interface(
-        inputs_or, outputs, inputs or {}, activate_by_count or {}, scheduling, first_wins, max_iterations
-    )
-    for name in [*declared.inputs, *declared.activate_by_count]:
-        if name not in declared.input_names:
-            raise GraphError(f"{where}: no input {name!r}; {suggest(name, declared.input_names)}")
-    for name in [*outputs, *declared.input_names]:
-        if not name.isidentifier() or name.startswith("_"):
-            raise GraphError(f"{where}: field {name!r} must be an identifier without a leading underscore")
-    if first_wins and len(declared.inputs_or) == 1:
-        raise GraphError(f"{where}: first_wins chooses among groups, but there is one; write [['fast'], ['slow']]")
-    if max_iterations is not None and max_iterations < 0:
-        raise GraphError(f"{where}: max_iterations = {max_iterations} must be at least 0, or None")
+    groups = tuple(map(tuple, inputs_or))
+    counts = dict(activate_by_count or {})
+    declared = Interface(groups, dict(outputs), dict(inputs or {}), counts, scheduling, first_wins, max_iterations)
+    _check_interface(where, declared)
     _check_counts(where, declared)
     return declared
+
+
+def _check_interface(where: str, declared: Interface) -> None:
+    names = declared.input_names
+    for name in [*declared.inputs, *declared.activate_by_count]:
+        if name not in names:
+            raise GraphError(f"{where}: no input {name!r}; {suggest(name, names)}")
+    for name in [*declared.outputs, *names]:
+        if not name.isidentifier() or name.startswith("_"):
+            raise GraphError(f"{where}: field {name!r} must be an identifier without a leading underscore")
+    if declared.first_wins and len(declared.inputs_or) == 1:
+        raise GraphError(f"{where}: first_wins chooses among groups, but there is one; write [['fast'], ['slow']]")
+    if declared.max_iterations is not None and declared.max_iterations < 0:
+        raise GraphError(f"{where}: max_iterations = {declared.max_iterations} must be at least 0, or None")
 
 
 def _check_counts(where: str, declared: Interface) -> None:

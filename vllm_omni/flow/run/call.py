@@ -125,20 +125,9 @@ class GraphCall:
             self._opened.append(controller)
         for field, edges in self.route.outlets[ENTRY].whole.items():
             for edge in edges:
-                self._link.send(
-                    Frame(
-                        self.call_id,
-                        ENTRY,
-                        edge.target,
-                        edge.slot,
-                        edge.target_field,
-                        activation_id(edge, AT_ENTRY, 0, 0),
-                        0,
-                        True,
-                        inputs[field],
-                        trace=AT_ENTRY,
-                    )
-                )
+                target_id = activation_id(edge, AT_ENTRY, 0, 0)
+                to = (edge.target, edge.slot, edge.target_field, target_id)
+                self._link.send(Frame(self.call_id, ENTRY, *to, 0, True, inputs[field], trace=AT_ENTRY))
 
     def receive(self, message: Any) -> None:
         match message:

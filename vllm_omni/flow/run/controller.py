@@ -140,16 +140,14 @@ class NodeController:
             self._pass_count(call, group, message)
             return
         run = call.runs.get(message.activation_id)
+        if run is None and message.activation_id not in call.runs:
+            run = self._create(call, group, message)
         if run is None:
-            is_over = message.activation_id in call.runs
-            run = None if is_over else self._create(call, group, message)
-            if run is None:
-                call.credit.drop(edge, message)
-                return
+            call.credit.drop(edge, message)
+            return
         try:
             if isinstance(message, Frame):
-                if message.source != ENTRY and (not message.last or message.seq or edge.per_frame):  # more may follow
-                    call.credit.on_frame(run, edge, message)
+                call.credit.on_frame(run, edge, message)
                 state = run.bucket.push(message)
             else:
                 state = run.bucket.set_count(message)

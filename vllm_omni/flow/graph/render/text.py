@@ -1,7 +1,9 @@
 """A plan as indented text."""
 
+from collections.abc import Iterator
+
 from vllm_omni.flow.graph.declarations import Field
-from vllm_omni.flow.graph.plan import Edge, GroupPlan, StaticPlan
+from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan, StaticPlan
 from vllm_omni.flow.graph.render.labels import fires, is_critical, is_single_edge, listed, source, traits
 
 
@@ -12,15 +14,7 @@ def to_text(plan: StaticPlan) -> str:
     """
     lines = [f"graph {plan.name}", f"  takes {listed(plan.placeholders)}"]
     for node in plan.nodes.values():
-        marks = traits(node)
-        lines.append(f"  {node.name} ({', '.join(marks)})" if marks else f"  {node.name}")
-        for group in node.groups:
-            indent = "    "
-            if not is_single_edge(node):
-                lines.append(f"    on {fires(group)}")
-                indent = "      "
-            lines += [indent + _input(node.slots[slot], group) for slot in group.all_slots]
-        lines += [f"    {name} -> {_type(spec)}" for name, spec in node.outputs.items()]
+        lines += _node(node)
     lines += [f"  gives {name} = {edge.source}.{edge.source_field}" for name, edge in plan.outputs.items()]
     for call in plan.graph_calls.values():
         until = "" if call.until == call.outputs else f", until {listed(sorted(call.until))}"
@@ -30,6 +24,17 @@ def to_text(plan: StaticPlan) -> str:
         lines.append(f"  shares {name} in a session: {listed(roles)}")
     lines += [f"  found: {finding}" for finding in plan.findings]
     return "\n".join(lines) + "\n"
+
+
+def _node(node: NodePlan) -> Iterator[str]:
+    marks = traits(node)
+    yield f"  {node.name} ({', '.join(marks)})" if marks else f"  {node.name}"
+    indent = "    " if is_single_edge(node) else "      "
+    for group in node.groups:
+        if not is_single_edge(node):
+            yield f"    on {fires(group)}"
+        yield from (indent + _input(node.slots[slot], group) for slot in group.all_slots)
+    yield from (f"    {name} -> {_type(spec)}" for name, spec in node.outputs.items())
 
 
 def _input(edge: Edge, group: GroupPlan) -> str:
