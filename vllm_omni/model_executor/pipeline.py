@@ -1,4 +1,4 @@
-"""What a model family contributes to serving: its graph and, per stage, what the deployment cannot know."""
+"""``Pipeline``: a model family's graph, and the properties of its stages that a deployment does not choose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What the code of a family says about one stage; the deployment (``StageConfig``) says the rest."""
+    """The family's part of one stage's settings; the deployment's part is ``StageConfig``."""
 
     name: str  # the node's name in the graph
     architecture: str  # class registered with vLLM (plugin.py); "": the checkpoint's own
@@ -38,25 +38,25 @@ class StageSpec:
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
-    check_prompt: Callable[[Any], None] | None = None  # of the first stage: refuses a rendered prompt (InvalidRequest)
+    check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
 
 
 @dataclass(frozen=True)
 class SpeechPrompt:
-    """A prompt and the reply that the model is made to give to it.
+    """A prompt, and the text that the model replies instead of generating one.
 
-    What the user wrote is plain text: what looks like a control token in it is none.
+    The user's parts are plain text: control tokens in them are tokenized as text.
     """
 
     before: str  # the family's markup, control tokens included
     request: str  # plain text
     after: str  # markup, up to the reply
-    reply: str  # plain text: what is said
+    reply: str  # plain text, spoken as it is
 
 
 @dataclass
 class StageRequest:
-    """What a transfer function hands to a stage."""
+    """A stage's request, made by a transfer function."""
 
     prompt: Any  # a vLLM prompt
     args: dict[str, Any] = field(default_factory=dict)  # stage arguments (stage_model.STAGE_ARGS), msgpack types
@@ -64,7 +64,7 @@ class StageRequest:
 
 @dataclass
 class RequestContext:
-    """One request as every stage sees it."""
+    """The data of one request that all stages share."""
 
     request_id: str
     params: Mapping[str, SamplingParams | DiffusionParams]  # by stage; the latter for a diffusion stage
@@ -74,12 +74,12 @@ class RequestContext:
     trace_headers: Mapping[str, str] | None = None
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # more for ``AsyncLLM.generate`` of the first stage
     stage_durations: dict[str, float] = field(default_factory=dict)  # seconds, filled in as the stages end
-    payloads: list[Payload] = field(default_factory=list)  # that the stages have published, to be released at the end
+    payloads: list[Payload] = field(default_factory=list)  # published by the stages, released at the end
     arrived_at: float = field(default_factory=time.time)
     stage_times: dict[str, StageTimes] = field(default_factory=dict)  # of autoregressive stages, task by task
 
     def note_task(self, stage: str, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
-        """A task of a stage has ended, well or not. Times are those of ``time.time``."""
+        """Record a task of a stage that has ended, successfully or not. Times are those of ``time.time``."""
         times = self.stage_times.setdefault(stage, StageTimes(sent_at, ended_at))
         times.add(task, sent_at, ended_at, notes)
 
@@ -89,59 +89,61 @@ class Pipeline(ABC):
 
     graph: Graph
     stages: Sequence[StageSpec]
-    modalities: Mapping[str, str]  # what a user may ask for -> output of the graph
-    extra_outputs: Mapping[str, str] = {}  # likewise, but only by name: intermediate results such as codec ids
-    sample_rate: int = 0  # of the audio output, Hz; 0: each output says it itself
-    # Edges whose field is cut into chunks: (source, target) -> how, a dataclass with the fields CHUNK_KEYS.
+    modalities: Mapping[str, str]  # modality of a request -> output of the graph
+    extra_outputs: Mapping[str, str] = {}  # likewise, only by name: intermediate results (codec ids)
+    sample_rate: int = 0  # of the audio output, Hz; 0: each output carries its own
+    # Edges whose field is cut into chunks: (source, target) -> sizes, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default
-    speech_stage: str | None = None  # its tokens are those of the speech; None: the model says no given text
+    speech_stage: str | None = None  # generates the speech tokens; None: no text to speech
 
     @abstractmethod
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None: ...
 
     @abstractmethod
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of one request with defaults filled in.
+        """Check the options of one request and fill in defaults.
 
         Raises:
             InvalidRequest: an unknown option or value, with the nearest valid one.
         """
 
     def set_chunks(self, edges: Iterable[EdgeConfig]) -> None:
-        """Cut fields as the deployment says.
+        """Set the deployment's chunk sizes.
 
         Raises:
-            ConfigError: a field that is not cut, or not so.
+            ConfigError: the edge's field is not cut into chunks, or a size is invalid.
         """
         for edge in edges:
             if not edge.chunks:
                 continue
             key = (edge.source, edge.target)
             if key not in self.chunks:
-                raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: what goes over this edge is not cut")
+                raise ConfigError(
+                    f"edge {edge.source}->{edge.target}: chunks: the field of this edge is not cut into chunks"
+                )
             try:
                 self.chunks = {**self.chunks, key: replace(self.chunks[key], **edge.chunks)}
             except ConfigError as exc:
                 raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: {exc}") from None
 
     def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
-        """What makes the first stage reply with ``text``, for models with a ``speech_stage``.
+        """Make a prompt to which the first stage replies with ``text``, for models with a ``speech_stage``.
 
-        The request then has the option ``num_reply_tokens``: so many tokens at the prompt's end are the reply.
+        The request's option ``num_reply_tokens`` then counts the tokens of the reply, at the end of the prompt.
 
         Args:
-            instructions: how to say it.
+            instructions: how to speak it.
         """
         raise NotImplementedError
 
     def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
-        """The value of one of ``extra_outputs`` in a stage's output; lists of several outputs are joined."""
+        """Get the value of one of ``extra_outputs`` from a stage's output; lists of several outputs are joined."""
         raise KeyError(name)
 
 
 def load_pipeline(model_type: str, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> Pipeline:
-    """The family's pipeline, of this package or of another (``config.added_pipelines``).
+    """Load the family's pipeline, from this package or another (``config.added_pipelines``).
 
     Raises:
         ConfigError: no pipeline for this model type.

@@ -1,4 +1,4 @@
-"""What a model may define, beyond vLLM's own interface, to take part in a stage graph.
+"""Hooks that a model may define, beyond vLLM's own interface, to take part in a stage graph.
 
 ``ARModelRunner`` looks the hooks up once, when the model is loaded; a model without them is served as vLLM serves it.
 Each hook is called once per engine step for the whole batch, because a Python loop over rows would cost more than the
@@ -22,7 +22,7 @@ from vllm_omni.relay import StreamWriter
 
 @dataclass
 class RequestInfo:
-    """Everything the runner keeps for one request beside vLLM's own state; dropped when the request ends."""
+    """The runner's state of one request, beside vLLM's own; dropped when the request ends."""
 
     request_id: str
     num_prompt_tokens: int
@@ -30,10 +30,10 @@ class RequestInfo:
     state: dict[str, Any] = field(default_factory=dict)  # the model's own: hooks read and write it
     publish: bool = False
     error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
-    next_row: int = 0  # rows before it were published; a preempted request computes them a second time
+    next_row: int = 0  # earlier rows were published; a preempted request computes them a second time
     pending_rows: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, until the first token
-    writer: StreamWriter | None = None  # takes the rows behind those of the first payload
-    has_announced_reply: bool = False  # the front end knows that the stream has a row
+    writer: StreamWriter | None = None  # publishes the rows after those of the first payload
+    has_announced_reply: bool = False  # the front end was notified that the stream has a row
 
 
 class StepRequest(NamedTuple):
@@ -47,24 +47,24 @@ class StepRequest(NamedTuple):
 
 @runtime_checkable
 class ConsumesPayload(Protocol):
-    """A model that is fed by an earlier stage."""
+    """A model that reads payloads of an earlier stage."""
 
     def load_request(self, info: RequestInfo, payloads: Sequence[dict[str, Any]]) -> None:
-        """Put what the previous stage published into ``info.state``. Called once, before the first step.
+        """Put the previous stage's payloads into ``info.state``. Called once, before the first step.
 
         Returning normally promises that ``preprocess`` cannot fail for this request.
 
         Args:
-            payloads: in order; their tensors are only to be read, and only in this call.
+            payloads: in order; their tensors are read-only, and valid during this call.
         """
         ...
 
     def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
-        """Take rows that follow those of the payloads, before the step that needs them.
+        """Add rows that follow those of the payloads, before the step that needs them.
 
         Args:
-            rows: [n, size], host; None or no rows: only the end is told. They belong to the callee.
-            last: none follow. Told once for each request, also where there is no stream.
+            rows: [n, size], host, owned by the callee; None or no rows if only the end is reported.
+            last: no rows follow. Set once for each request, also without a stream.
         """
         ...
 
@@ -102,8 +102,8 @@ class HasOwnPositions(Protocol):
         ...
 
 
-def refuse_missing(model: nn.Module, loaded: set[str]) -> None:
-    """For the end of ``load_weights``: vLLM's own check passes over every linear layer, which would stay uninitialised.
+def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:
+    """Call it at the end of ``load_weights``: vLLM's own check skips linear layers, which would stay uninitialized.
 
     Raises:
         ValueError: the checkpoint lacks parameters of the model; up to three are named.

@@ -1,4 +1,4 @@
-"""What executors without workers share: the model runs in the engine core's own process.
+"""``WorkerlessExecutor``: base of executors whose model runs in the engine core's own process.
 
 From: vLLM-Omni design document, section 9.
 """
@@ -20,16 +20,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.relay.hub import process_hub
 
-# What has nothing to do here: there is no such state, or no other process that holds it.
+# Calls without an effect here: there is no such state, or no other process that holds it.
 _NOTHING_TO_DO = frozenset(
     ["reset_mm_cache", "reset_encoder_cache", "shutdown", "synchronize_device", "update_max_model_len"]
 )
 
 
 class WorkerlessExecutor(Executor):
-    """Base of the executors that load a model and run its steps themselves.
+    """Loads a model and runs its steps.
 
-    A request that fails is answered with its error; only the loss of the process itself fails the engine.
+    A failed request is answered with its error; only the loss of the process fails the engine.
     """
 
     supports_pp = False
@@ -40,15 +40,15 @@ class WorkerlessExecutor(Executor):
         self._load_model()
         self._profiler: WorkerProfiler | None = None
         if self.vllm_config.device_config.device_type == "cpu":
-            # Its long steps would hold up the short ones of other stages.
-            StepThreads(self.vllm_config.additional_config).take(0)
+            # Its long steps would delay the short steps of other stages.
+            StepThreads(self.vllm_config.additional_config).set_for(0)
 
     @abstractmethod
     def _load_model(self) -> None: ...
 
     @abstractmethod
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step, whole; also one without requests, which tells what has ended."""
+        """Run one complete step; a step without requests reports those that have ended."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
@@ -61,10 +61,10 @@ class WorkerlessExecutor(Executor):
         return future
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a worker would answer.
+        """Answer a call in place of a worker.
 
         Raises:
-            ValueError: nothing here does that.
+            ValueError: the call is not supported without workers.
         """
         if method == "relay_statistics":
             return self.hub.plain_statistics()
@@ -72,7 +72,7 @@ class WorkerlessExecutor(Executor):
             return None
         raise ValueError(f"this stage has no workers to call {method!r} on")
 
-    # -- what an engine core asks of any executor ---------------------------------------------------------------------
+    # -- vLLM's interface of executors --------------------------------------------------------------------------------
 
     def collective_rpc(
         self,
@@ -82,7 +82,7 @@ class WorkerlessExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """There are no workers: what can be answered in their place is, other calls are refused."""
+        """Answer the calls that need no workers; reject the others."""
         if not isinstance(method, str):
             raise ValueError(f"this stage has no workers to call {method!r} on")
         answers = [self._call(method, *args, **(kwargs or {}))]
@@ -98,7 +98,7 @@ class WorkerlessExecutor(Executor):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """As upstream's workers: from the next step on, to a trace file in the configured directory."""
+        """Profile as upstream's workers do: from the next step on, to a trace file in the configured directory."""
         config = self.vllm_config.profiler_config
         if config.profiler is None:
             raise ValueError("profiling is not enabled: give profiler_config")
@@ -118,7 +118,7 @@ class WorkerlessExecutor(Executor):
         return [{}]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        return [["NHD"]]  # vLLM asserts that every worker names one, also where there is no cache to lay out
+        return [["NHD"]]  # vLLM asserts that every worker has one, even without a cache
 
     def set_kv_cache_layout(self, layout_name: str) -> None:
         pass

@@ -89,7 +89,7 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
         self.inputs_embeds.gpu[:num_tokens].zero_()
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.step_threads.take(scheduler_output.total_num_scheduled_tokens)
+        self.step_threads.set_for(scheduler_output.total_num_scheduled_tokens)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 

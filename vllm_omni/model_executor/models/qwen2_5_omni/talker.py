@@ -32,7 +32,7 @@ from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.stage_model import RequestInfo, StepRequest, refuse_missing
+from vllm_omni.model_executor.stage_model import RequestInfo, StepRequest, check_all_loaded
 
 THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
 
@@ -129,7 +129,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         loaded = AutoWeightsLoader(self).load_weights(self._take_text_rows(weights), mapper=self.hf_to_vllm_mapper)
         if not self.has_text_rows:
             raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING}, of which the talker reads some rows")
-        refuse_missing(self, loaded)
+        check_all_loaded(self, loaded)
         return loaded
 
     def _take_text_rows(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from vllm.model_executor.models.qwen2_5_omni_thinker import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.audio import AudioResampler
 
-from vllm_omni.model_executor.stage_model import refuse_missing
+from vllm_omni.model_executor.stage_model import check_all_loaded
 
 
 def max_video_positions(text_config: PreTrainedConfig) -> int:
@@ -48,7 +48,7 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(weights)
-        refuse_missing(self, loaded)
+        check_all_loaded(self, loaded)
         return loaded
 
     def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
