@@ -21,6 +21,7 @@ class Tasks(Flag):
     """A set of the tasks of a request. A request passes through its tasks in this order.
 
     The name of a set is its text form: in YAML, in names of instances (``thinker/PD0``) and in labels of metrics.
+    (``messages.timeline.Task`` is what a timeline calls the whole of what one engine did for a request.)
     """
 
     E = 1  # encode the images

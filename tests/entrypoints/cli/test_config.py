@@ -1,4 +1,4 @@
-"""``config show``: what is printed is what a server runs, and says where each value comes from."""
+"""``config show``: its output is the deployment that a server runs, with the origin of each value."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def without_origins(text: str) -> list[str]:
     return [line.rpartition("  # ")[0] or line for line in text.splitlines()]
 
 
-def test_what_is_shown_is_a_deployment_file_of_the_same_deployment(
+def test_the_output_is_a_file_for_the_same_deployment(
     capfd: pytest.CaptureFixture[str], tiny_checkpoint: Path, deployment: Path, tmp_path: Path
 ) -> None:
     shown = show(capfd, tiny_checkpoint, "--deploy-config", deployment, *FLAGS)
@@ -57,7 +57,7 @@ def test_what_is_shown_is_a_deployment_file_of_the_same_deployment(
     assert thinker.engine_args["download_dir"] == "1e3"
 
 
-def test_what_is_shown_of_the_bundled_deployment_is_one_too(
+def test_the_output_for_the_bundled_deployment_is_one_too(
     capfd: pytest.CaptureFixture[str], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     shown = show(capfd, tiny_checkpoint)
@@ -67,9 +67,7 @@ def test_what_is_shown_of_the_bundled_deployment_is_one_too(
     assert without_origins(again) == without_origins(shown)
 
 
-def test_each_value_says_where_it_comes_from(
-    capfd: pytest.CaptureFixture[str], tiny_checkpoint: Path, deployment: Path
-) -> None:
+def test_each_value_has_its_origin(capfd: pytest.CaptureFixture[str], tiny_checkpoint: Path, deployment: Path) -> None:
     lines = show(capfd, tiny_checkpoint, "--deploy-config", deployment, *FLAGS).splitlines()
     origins = dict(line.strip().rsplit("  # ", 1) for line in lines if "  # " in line.strip())
     assert origins["dtype: float32"] == f"{deployment}:1"
@@ -100,9 +98,8 @@ def test_json_has_origins_as_data(capfd: pytest.CaptureFixture[str], tiny_checkp
     assert shown["edges"]["thinker->talker"]["transport"]["origin"] == "bundled"
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
+def test_config_rejects(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:
+    for args, why in [
         (["shw"], "config shw: did you mean 'show'?"),
         (["show"], "no model"),
         (["show", "m", "--model", "n"], "--model: give it without the flag"),
@@ -110,14 +107,13 @@ def test_json_has_origins_as_data(capfd: pytest.CaptureFixture[str], tiny_checkp
         (["show", "/etc/passwd"], "it is a file; give the directory of a checkpoint"),
         (["show", "TINY", "--stage=talker.enable_prefix_caching=true"], "this model runs with False only"),
         (["show", "TINY", "--deploy-config", "."], "deployment file '.' cannot be read: Is a directory"),
-    ],
-)
-def test_config_refuses(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, args: list[str], why: str) -> None:
-    assert why in rejected(capsys, "config", *(str(tiny_checkpoint) if arg == "TINY" else arg for arg in args))
+    ]:
+        args = [str(tiny_checkpoint) if arg == "TINY" else arg for arg in args]
+        assert why in rejected(capsys, "config", *args), args
 
 
-@pytest.mark.parametrize(("text", "why"), [("", "must be a mapping"), ("{", "while parsing"), ("- 1", "must be a")])
-def test_file_of_flags_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, why: str) -> None:
+def test_wrong_file_of_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
-    path.write_text(text)
-    assert f"--config {path}: {why}" in rejected(capsys, "config", "show", "m", "--config", str(path))
+    for text, why in [("", "must be a mapping"), ("{", "while parsing"), ("- 1", "must be a")]:
+        path.write_text(text)
+        assert f"--config {path}: {why}" in rejected(capsys, "config", "show", "m", "--config", str(path)), text
