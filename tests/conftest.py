@@ -74,7 +74,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed:
         item.stash[_HAS_FAILED] = True
     if report.when == "teardown" and (engines := item.config.stash.get(_ENGINES, None)):
-        engines.end_test(has_failed=item.stash.get(_HAS_FAILED, False))
+        try:
+            engines.end_test(has_failed=item.stash.get(_HAS_FAILED, False))
+        except Exception as exc:  # raised from here, it would end the run
+            report.outcome, report.longrepr = "failed", f"shared engines did not stop: {exc!r}"
     return report
 
 

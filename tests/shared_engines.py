@@ -144,6 +144,7 @@ class SharedEngines:
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
         self._running: dict[Kind, _Running] = {}
+        self._failures: dict[Kind, Exception] = {}  # of engines that did not start
         self._used: set[Kind] = set()  # by the running test
 
     def get(self, kind: Kind) -> Any:
@@ -157,9 +158,15 @@ class SharedEngines:
     def _get(self, kind: Kind) -> "_Running":
         self._used.add(kind)
         if kind not in self._running:
+            if kind in self._failures:
+                pytest.fail(f"{kind.name} did not start for an earlier test: {self._failures[kind]}", pytrace=False)
             directory = self._factory.mktemp(kind.name)
             stack = ExitStack()
-            self._running[kind] = _Running(stack.enter_context(kind.start(directory)), directory, stack)
+            try:
+                self._running[kind] = _Running(stack.enter_context(kind.start(directory)), directory, stack)
+            except Exception as exc:
+                self._failures[kind] = exc
+                raise
         return self._running[kind]
 
     def check(self) -> None:
