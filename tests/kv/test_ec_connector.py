@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.core.sched.drive import make_config, make_request
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest
 from vllm_omni.errors import ConfigError
-from vllm_omni.kv.ec_connector import EMBEDS, Pull, Put, PutRefusal, RelayECConnector, RelayECMetadata, RelayECReport
+from vllm_omni.kv.ec_connector import EMBEDS, Pull, Put, PutRejection, RelayECConnector, RelayECMetadata, RelayECReport
 from vllm_omni.messages.payload import Payload, decode, encode
 from vllm_omni.relay import InlineRelay
 from vllm_omni.relay.hub import RelayHub, RelayOptions
@@ -92,20 +92,20 @@ def release(half: Half, payload: bytes) -> None:
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 
-def test_what_one_engine_puts_another_pulls(producer: Half, consumer: Half) -> None:
+def test_an_image_put_by_one_engine_is_pulled_by_another(producer: Half, consumer: Half) -> None:
     report = consumer.step(Pull("image", put(producer), 5))
     assert report.pulled == {"image": 1} and not report.lost
     assert torch.equal(consumer.encoder_cache["image"], EMBEDDINGS)
 
 
-def test_what_was_pulled_outlives_its_lease(producer: Half, consumer: Half) -> None:
+def test_a_pulled_image_outlives_its_lease(producer: Half, consumer: Half) -> None:
     payload = put(producer)
     consumer.step(Pull("image", payload, 5))
     release(producer, payload)
     assert torch.equal(consumer.encoder_cache["image"], EMBEDDINGS)
 
 
-def test_a_lease_ends_when_it_is_released_for_all_and_not_when_it_was_read(producer: Half, consumer: Half) -> None:
+def test_a_lease_ends_with_a_release_for_all_and_not_with_a_read(producer: Half, consumer: Half) -> None:
     payload = put(producer)
     for _ in range(2):
         assert consumer.step(Pull("image", payload, 5)).pulled
@@ -119,7 +119,7 @@ def test_an_image_that_is_cached_is_put_at_once(producer: Half) -> None:
     assert list(producer.step(PUT).put) == [PUT]
 
 
-def test_an_image_is_put_for_each_that_wants_it(producer: Half) -> None:
+def test_an_image_is_put_for_each_request_that_wants_it(producer: Half) -> None:
     other = Put("other", "image")
     assert not producer.step(PUT, other).put
     report = producer.step(encoded={"image": EMBEDDINGS})
@@ -127,11 +127,11 @@ def test_an_image_is_put_for_each_that_wants_it(producer: Half) -> None:
     assert num_leases(producer) == 2
 
 
-def test_an_image_that_nobody_wants_is_not_put(producer: Half) -> None:
+def test_an_image_that_no_request_wants_is_not_put(producer: Half) -> None:
     assert not producer.step(encoded={"image": EMBEDDINGS})
 
 
-def test_an_image_that_is_pulled_is_put_for_who_wants_it(producer: Half, consumer: Half) -> None:
+def test_a_pulled_image_is_put_for_requests_that_want_it(producer: Half, consumer: Half) -> None:
     report = consumer.step(PUT, Pull("image", put(producer), 5))
     assert report.pulled == {"image": 1} and set(report.put) == {PUT}
 
@@ -147,14 +147,14 @@ def test_only_the_first_rank_puts(producer: Half) -> None:
 # -- what is lost -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_released_is_lost(producer: Half, consumer: Half) -> None:
+def test_a_released_image_is_lost(producer: Half, consumer: Half) -> None:
     payload = put(producer)
     release(producer, payload)
     report = consumer.step(Pull("image", payload, 5))
     assert set(report.lost) == {"image"} and not report.pulled and not consumer.encoder_cache
 
 
-def test_what_a_dead_producer_had_is_lost(producer: Half, consumer: Half) -> None:
+def test_images_of_a_dead_producer_are_lost(producer: Half, consumer: Half) -> None:
     payload = put(producer)
     producer.connector.hub.close()
     assert set(consumer.step(Pull("image", payload, 5)).lost) == {"image"}
@@ -171,7 +171,7 @@ def test_what_a_dead_producer_had_is_lost(producer: Half, consumer: Half) -> Non
     ],
     ids=["another length", "another width", "another rank", "another tensor", "no payload"],
 )
-def test_what_does_not_fit_is_lost(consumer: Half, payload: bytes, num_embeds: int) -> None:
+def test_embeddings_of_another_shape_are_lost(consumer: Half, payload: bytes, num_embeds: int) -> None:
     report = consumer.step(Pull("image", payload, num_embeds))
     assert set(report.lost) == {"image"} and not consumer.encoder_cache
 
@@ -179,19 +179,19 @@ def test_what_does_not_fit_is_lost(consumer: Half, payload: bytes, num_embeds: i
 # -- no room ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_put_is_refused_while_the_relay_is_full_and_never_goes_inline() -> None:
+def test_a_put_into_a_full_relay_is_rejected_and_never_inline() -> None:
     hub = RelayHub(RelayOptions("shm", 8192, inline_bytes=0))
     half = Half("ec_producer", hub)
     page = torch.zeros(2048, dtype=torch.float32).view(-1, WIDTH)
     payload = put(half, page)
     half.encoder_cache["other"] = page
     other = Put("request", "other")
-    refused = half.step(other).refused
-    assert set(refused) == {other} and not refused[other].is_final
+    rejected = half.step(other).rejected
+    assert set(rejected) == {other} and not rejected[other].is_final
     release(half, payload)
     assert set(half.step(other).put) == {other}
     half.encoder_cache["large"] = torch.zeros(4096, WIDTH)
-    assert half.step(Put("request", "large")).refused[Put("request", "large")].is_final
+    assert half.step(Put("request", "large")).rejected[Put("request", "large")].is_final
     hub.close()
 
 
@@ -199,7 +199,7 @@ def test_a_put_is_refused_while_the_relay_is_full_and_never_goes_inline() -> Non
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
-def test_who_is_aborted_has_its_images_released(producer: Half, status: RequestStatus) -> None:
+def test_an_aborted_request_has_its_images_released(producer: Half, status: RequestStatus) -> None:
     request = make_request(PlannedRequest("request", (9, 9), (Image("image", 0, 2),), 1), Engine())
     producer.connector.add_image("request", "image", payload := put(producer))
     producer.connector.count_encode("request")
@@ -210,7 +210,7 @@ def test_who_is_aborted_has_its_images_released(producer: Half, status: RequestS
     assert until(lambda: num_leases(producer) == has_ended)
 
 
-def test_who_is_aborted_just_after_its_end_has_its_images_released(producer: Half) -> None:
+def test_a_request_aborted_after_its_end_has_its_images_released(producer: Half) -> None:
     request = make_request(PlannedRequest("request", (9, 9), (Image("image", 0, 2),), 1), Engine())
     producer.connector.add_image("request", "image", put(producer))
     request.status = RequestStatus.FINISHED_STOPPED
@@ -233,15 +233,15 @@ def test_an_image_that_is_put_twice_keeps_one_lease(producer: Half) -> None:
 def test_reports_of_ranks_become_one() -> None:
     left = RelayECReport({PUT: b"payload"})
     left.pulled["image"] += 1
-    right = RelayECReport(refused={Put("other", "image"): PutRefusal("full", False)}, lost={"gone": "why"})
+    right = RelayECReport(rejected={Put("other", "image"): PutRejection("full", False)}, lost={"gone": "why"})
     right.pulled["image"] += 1
     report = left.aggregate(right)
     assert report.pulled == {"image": 2} and report.lost == {"gone": "why"}
-    assert set(report.put) == {PUT} and len(report.refused) == 1
+    assert set(report.put) == {PUT} and len(report.rejected) == 1
     assert not RelayECReport()
 
 
-def test_under_vllms_own_scheduler_it_is_refused() -> None:
+def test_upstreams_scheduler_is_rejected() -> None:
     config = make_config(Engine(ec_role="ec_both"))
     config.scheduler_config.scheduler_cls = None
     with pytest.raises(ConfigError, match="EPDScheduler"):

@@ -122,7 +122,7 @@ def test_an_engine_may_be_source_and_target_of_one_prompt(engines: Engines) -> N
     engines.assert_nothing_is_left()
 
 
-def test_pages_that_were_pulled_can_go_on_to_another_engine(engines: Engines) -> None:
+def test_pulled_pages_can_travel_to_a_third_engine(engines: Engines) -> None:
     first, second, third = engines(), engines(), engines()
     prompt = make_prompt(30)
     params = first.run_prefill("1", prompt)
@@ -210,7 +210,7 @@ def test_a_prompt_of_several_buffers(engines: Engines, buffer_bytes: int, monkey
 
 
 @pytest.mark.parametrize("tp_sizes", [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2)])
-def test_ranks_take_their_heads_from_whoever_has_them(engines: Engines, tp_sizes: tuple[int, int]) -> None:
+def test_ranks_take_their_heads_from_the_ranks_that_have_them(engines: Engines, tp_sizes: tuple[int, int]) -> None:
     source, target = (engines(tp_size=tp_size) for tp_size in tp_sizes)
     for number, length in enumerate([3, 30]):
         prompt = make_prompt(length)
@@ -231,7 +231,7 @@ def test_budgets_and_pages(engines: Engines, epd: dict[str, Any]) -> None:
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_relay_holds_back_prefills_until_something_is_released(engines: Engines) -> None:
+def test_a_full_relay_delays_prefills_until_a_release(engines: Engines) -> None:
     source, target = engines(engines.hub(2 * PAGE_BYTES)), engines()
     prompts = {str(number): make_prompt(10, number) for number in range(4)}
     for name, prompt in prompts.items():
@@ -249,7 +249,7 @@ def test_a_full_relay_holds_back_prefills_until_something_is_released(engines: E
     engines.assert_nothing_is_left()
 
 
-def test_who_does_not_wait_for_the_relay_is_not_held_up(engines: Engines) -> None:
+def test_requests_that_need_no_buffers_are_not_delayed(engines: Engines) -> None:
     source = engines(engines.hub(PAGE_BYTES))
     params = source.run_prefill("1", make_prompt(10))
     source.prefill("2", make_prompt(10))
@@ -276,7 +276,7 @@ def test_a_prompt_larger_than_the_relay_is_announced_as_an_error_and_computed_by
     engines.assert_nothing_is_left()
 
 
-def test_what_buffers_take_of_the_relay_counts_as_well(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_buffers_of_the_relay_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni.kv.pages.BUFFER_BYTES", 1)  # a buffer, and so a chunk of the slab, for each page
     source = engines(engines.hub(3 * PAGE_BYTES))
     assert "pages" in source.run_prefill("1", make_prompt(12))
@@ -302,7 +302,7 @@ def test_a_full_target_admits_when_it_has_room(engines: Engines) -> None:
     engines.assert_nothing_is_left()
 
 
-def test_a_prefill_that_is_preempted_goes_on_where_it_was(engines: Engines) -> None:
+def test_a_preempted_prefill_resumes_where_it_was(engines: Engines) -> None:
     source, target = engines(num_blocks=20, max_num_batched_tokens=16), engines()
     source.add("0", make_prompt(12), max_tokens=40)
     source.run(lambda: source.tokens["0"])
@@ -329,7 +329,7 @@ def test_a_prefill_that_is_preempted_goes_on_where_it_was(engines: Engines) -> N
     engines.assert_nothing_is_left()
 
 
-def test_a_decode_that_is_preempted_computes_its_prompt_itself(engines: Engines) -> None:
+def test_a_preempted_decode_computes_its_prompt_itself(engines: Engines) -> None:
     source, target = engines(), engines()
     prompt = make_prompt(30)
     params = source.run_prefill("1", prompt)
@@ -405,7 +405,7 @@ def test_a_decode_task_that_is_aborted_at_any_step_leaves_nothing(engines: Engin
     engines.assert_nothing_is_left()
 
 
-def test_steps_go_on_beside_a_pull(engines: Engines) -> None:
+def test_steps_continue_during_a_pull(engines: Engines) -> None:
     hub = GatedHub(RelayOptions("shm", RELAY_BYTES))
     engines.hubs.append(hub)
     source, target = engines(), engines(hub)
@@ -423,7 +423,7 @@ def test_steps_go_on_beside_a_pull(engines: Engines) -> None:
     engines.assert_nothing_is_left()
 
 
-def test_what_another_request_of_the_process_still_reads_is_not_released(engines: Engines) -> None:
+def test_a_buffer_that_another_request_still_reads_is_not_released(engines: Engines) -> None:
     hub = GatedHub(RelayOptions("shm", RELAY_BYTES))
     engines.hubs.append(hub)
     source, target = engines(), engines(hub)
@@ -455,7 +455,7 @@ def test_pages_that_are_gone_are_computed(engines: Engines, caplog: pytest.LogCa
     engines.assert_nothing_is_left()
 
 
-def test_of_several_ranks_one_without_its_pages_is_enough(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_without_its_pages_is_enough_to_recompute(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = engines(), engines(tp_size=2)
     broken = target.ranks[1].worker
     assert broken is not None
@@ -467,7 +467,7 @@ def test_of_several_ranks_one_without_its_pages_is_enough(engines: Engines, monk
     engines.assert_nothing_is_left()
 
 
-def test_by_its_policy_an_engine_fails_the_request_instead(engines: Engines) -> None:
+def test_an_engine_with_that_policy_fails_the_request_instead(engines: Engines) -> None:
     source, target = engines(), engines(policy="fail")
     prompt = make_prompt(30)
     params = source.run_prefill("1", prompt)
@@ -508,7 +508,7 @@ def test_pages_whose_lease_has_expired_before_they_were_computed_are_not_written
         ({"error": "no room"}, "the source has announced no pages: no room"),
     ],
 )
-def test_an_announcement_that_is_wrong_is_said_to_be_and_the_prompt_computed(
+def test_a_wrong_announcement_is_logged_and_the_prompt_computed(
     engines: Engines, change: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = engines(), engines()
@@ -522,7 +522,7 @@ def test_an_announcement_that_is_wrong_is_said_to_be_and_the_prompt_computed(
     engines.assert_nothing_is_left()
 
 
-def test_blocks_of_another_size_are_refused_by_their_sizes(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_of_another_size_are_rejected_by_their_sizes(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     source, target = engines(), engines(block_size=2 * BLOCK_SIZE)
     prompt = make_prompt(30)
     assert migrate(source, target, prompt) == answer(prompt, NUM_TOKENS)
@@ -530,7 +530,7 @@ def test_blocks_of_another_size_are_refused_by_their_sizes(engines: Engines, cap
     assert "blocks of 4 tokens there, of 8 here" in caplog.text
 
 
-def test_caches_of_another_kind_are_refused_by_what_they_are(
+def test_caches_of_another_kind_are_rejected_by_their_content(
     engines: Engines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = engines(), engines()
@@ -556,7 +556,7 @@ def test_caches_of_another_kind_are_refused_by_what_they_are(
     engines.assert_nothing_is_left()
 
 
-def test_a_relay_without_buffers_is_refused_at_start() -> None:
+def test_a_relay_without_buffers_is_rejected_at_start() -> None:
     with pytest.raises(ConfigError, match="needs a relay with buffers"):
         PagedEngine(RelayHub(RelayOptions("inline")))
 

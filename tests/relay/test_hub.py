@@ -47,7 +47,7 @@ def test_two_readers_share_no_container(producer: RelayHub, consumer: RelayHub) 
     assert len(consumer.pull_blocking(payload)["list"]) == 2
 
 
-def test_small_tensors_ride_inline(producer: RelayHub) -> None:
+def test_small_tensors_travel_inline(producer: RelayHub) -> None:
     payload = producer.publish("request", {"small": SMALL, "large": LARGE})
     assert {path: ref.backend for path, ref in payload.tensors.items()} == {"small": "inline", "large": "shm"}
 
@@ -60,7 +60,7 @@ def test_a_payload_that_was_released_leaves_no_lease(producer: RelayHub, consume
     assert producer.statistics()["shm"].num_leases == 0
 
 
-def test_without_room_a_tensor_rides_inline(producer: RelayHub, consumer: RelayHub) -> None:
+def test_without_room_a_tensor_travels_inline(producer: RelayHub, consumer: RelayHub) -> None:
     large = torch.zeros(1 << 20, dtype=torch.uint8)
     first, second = (producer.publish("request", {"a": large}) for _ in range(2))
     assert (first.tensors["a"].backend, second.tensors["a"].backend) == ("shm", "inline")
@@ -75,7 +75,7 @@ def test_what_cannot_travel_is_named_and_nothing_stays(producer: RelayHub) -> No
     assert producer.statistics()["shm"].num_leases == 0
 
 
-def test_a_backend_that_does_not_exist_is_refused(consumer: RelayHub) -> None:
+def test_an_unknown_backend_is_rejected(consumer: RelayHub) -> None:
     with pytest.raises(RelayBroken, match="'carrier'"):
         consumer.get_blocking(TensorRef("carrier", (1,), "uint8", b""))
 
@@ -119,7 +119,7 @@ def test_without_room_there_is_no_stream() -> None:
     hub.close()
 
 
-def test_a_leased_buffer_is_written_after_its_reference_is_known(producer: RelayHub, consumer: RelayHub) -> None:
+def test_a_leased_buffer_can_be_written_after_its_reference_is_known(producer: RelayHub, consumer: RelayHub) -> None:
     buffer, ref = producer.lease("request", (4, 1024), torch.float32)
     assert producer.num_bytes_leased == buffer.nbytes
     buffer.copy_(LARGE[:4096].view(4, 1024))
@@ -131,7 +131,7 @@ def test_a_leased_buffer_is_written_after_its_reference_is_known(producer: Relay
     assert producer.num_bytes_leased == 0 and not producer.renew(ref)
 
 
-def test_an_abort_ends_what_was_leased(producer: RelayHub, consumer: RelayHub) -> None:
+def test_an_abort_ends_leases(producer: RelayHub, consumer: RelayHub) -> None:
     _, ref = producer.lease("request", (4096,), torch.uint8)
     producer.abort("request")
     assert producer.num_bytes_leased == 0 and not producer.renew(ref)
@@ -139,6 +139,6 @@ def test_an_abort_ends_what_was_leased(producer: RelayHub, consumer: RelayHub) -
         consumer.get_blocking(ref)
 
 
-def test_bytes_that_ride_in_their_reference_cannot_be_leased(consumer: RelayHub) -> None:
+def test_inline_bytes_cannot_be_leased(consumer: RelayHub) -> None:
     with pytest.raises(ConfigError, match="name another transport"):
         consumer.lease("request", (4,), torch.uint8)

@@ -12,7 +12,7 @@ def test_nothing_is_copied() -> None:
     assert relay.get_nowait(relay.put_nowait("request", tensor)).data_ptr() == tensor.data_ptr()
 
 
-def test_a_change_between_put_and_release_is_found_when_looked_for() -> None:
+def test_a_change_between_put_and_release_is_detected() -> None:
     relay, tensor = LocalRelay(check_versions=True), torch.ones(4)
     ref = relay.put_nowait("request", tensor)
     tensor.add_(1)
@@ -21,7 +21,7 @@ def test_a_change_between_put_and_release_is_found_when_looked_for() -> None:
     assert relay.statistics().num_leases == 0
 
 
-def test_a_tensor_that_stays_the_same_is_released_in_silence() -> None:
+def test_an_unchanged_tensor_is_released_without_an_error() -> None:
     relay = LocalRelay(check_versions=True)
     relay.release(relay.put_nowait("request", torch.ones(4)))
 

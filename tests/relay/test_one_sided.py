@@ -59,9 +59,7 @@ async def test_a_tensor_lies_in_the_landing_slab_until_it_is_released(
     assert num_bytes_landed(consumer) == 0
 
 
-async def test_a_tensor_for_which_there_is_no_room_lands_in_memory_of_its_own(
-    producer: OneSidedRelay, consumer: OneSidedRelay
-) -> None:
+async def test_a_tensor_without_room_lands_in_separate_memory(producer: OneSidedRelay, consumer: OneSidedRelay) -> None:
     size = consumer._landing_bytes + 4096
     ref = producer.put_nowait("request", torch.full((size,), 7, dtype=torch.uint8))
     assert bool((await consumer.get(ref) == 7).all())
@@ -69,7 +67,7 @@ async def test_a_tensor_for_which_there_is_no_room_lands_in_memory_of_its_own(
     consumer.release(ref)
 
 
-async def test_what_was_refused_leaves_no_place_taken(producer: OneSidedRelay, consumer: OneSidedRelay) -> None:
+async def test_a_rejected_read_leaves_no_place_taken(producer: OneSidedRelay, consumer: OneSidedRelay) -> None:
     ref = producer.put_nowait("request", torch.ones(1000))
     producer.abort("request")
     with pytest.raises(RelayBroken):
@@ -92,7 +90,7 @@ def process(consumer: OneSidedRelay) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-async def test_a_producer_s_death_is_noticed(consumer: OneSidedRelay, process: subprocess.Popen[str]) -> None:
+async def test_the_end_of_a_producer_is_noticed(consumer: OneSidedRelay, process: subprocess.Popen[str]) -> None:
     while not (line := await asyncio.to_thread(process.stdout.readline)).startswith("refs "):
         assert line, "the producer did not start"
     first, second = msgspec.json.decode(line[5:], type=list[TensorRef])

@@ -75,7 +75,7 @@ def test_tensors_of_several_sizes_go_from_one_process_to_another(ends: tuple[Pee
     assert_nothing_is_held(producer)
 
 
-def test_what_is_only_forwarded_is_pulled_from_whom_it_came(backend: str) -> None:
+def test_a_forwarded_reference_is_pulled_from_its_producer(backend: str) -> None:
     with peers(backend, backend, backend) as (source, middle, sink):
         for seed in range(3):
             ref = middle.do("forward", source.do("put", "request", 10_000, seed))
@@ -142,7 +142,7 @@ def test_a_consumer_dies_while_it_holds_a_view(connected: tuple[Peer, Peer]) -> 
     assert shm_names(producer, consumer) == []
 
 
-def test_a_consumer_dies_holding_what_was_aborted(connected: tuple[Peer, Peer]) -> None:
+def test_a_consumer_dies_holding_an_aborted_tensor(connected: tuple[Peer, Peer]) -> None:
     producer, consumer = connected
     assert consumer.do("get", producer.do("put", "request", HALF, 1), 1)
     producer.do("abort", "request")
@@ -172,7 +172,7 @@ def test_one_of_two_readers_dies(backend: str) -> None:
         assert_nothing_is_held(producer)
 
 
-def test_who_waits_for_room_goes_on_when_the_consumer_dies(connected: tuple[Peer, Peer]) -> None:
+def test_a_waiting_put_resumes_when_the_consumer_dies(connected: tuple[Peer, Peer]) -> None:
     producer, consumer = connected
     for seed, ref in enumerate(producer.do("fill", "request", HALF)):
         assert consumer.do("get", ref, seed)
@@ -184,7 +184,7 @@ def test_who_waits_for_room_goes_on_when_the_consumer_dies(connected: tuple[Peer
 
 
 @pytest.mark.parametrize("num_read", [0, 3])
-def test_a_reader_dies_and_its_writer_is_held_back_no_more(ends: tuple[Peer, Peer], num_read: int) -> None:
+def test_a_writer_resumes_when_its_reader_dies(ends: tuple[Peer, Peer], num_read: int) -> None:
     producer, consumer = ends
     consumer.do("read_stream", producer.do("open_stream", "request", 4))
     if num_read:
@@ -214,7 +214,7 @@ def test_a_reader_dies_while_it_waits(ends: tuple[Peer, Peer]) -> None:
 # -- the producer dies ------------------------------------------------------------------------------------------------
 
 
-def test_a_producer_dies_before_anybody_has_connected(ends: tuple[Peer, Peer]) -> None:
+def test_a_producer_dies_before_a_consumer_has_connected(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     ref = producer.do("put", "request", 64, 1)
     producer.kill()
@@ -231,7 +231,7 @@ def test_a_producer_dies_before_its_announcement_is_answered(connected: tuple[Pe
     consumer.do("release", ref)
 
 
-def test_a_producer_dies_while_somebody_connects(ends: tuple[Peer, Peer]) -> None:
+def test_a_producer_dies_while_a_consumer_connects(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     ref = producer.do("put", "request", 64, 1)
     producer.pause()  # the system takes the connection, and nobody answers
@@ -243,7 +243,7 @@ def test_a_producer_dies_while_somebody_connects(ends: tuple[Peer, Peer]) -> Non
         consumer.answer()
 
 
-def test_what_was_pulled_from_a_dead_producer_stays_readable(ends: tuple[Peer, Peer]) -> None:
+def test_tensors_pulled_from_a_dead_producer_stay_readable(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     num_fds = consumer.do("num_fds")
     first = producer.do("put", "request", HALF, 1)
@@ -259,7 +259,7 @@ def test_what_was_pulled_from_a_dead_producer_stays_readable(ends: tuple[Peer, P
     consumer.do("check_integrity")
 
 
-def test_a_reader_hears_of_the_writers_death_behind_the_rows(connected: tuple[Peer, Peer]) -> None:
+def test_a_reader_notices_the_writers_end_behind_the_rows(connected: tuple[Peer, Peer]) -> None:
     producer, consumer = connected
     num_fds = consumer.do("num_fds")
     consumer.do("read_stream", producer.do("open_stream", "request", 4))
@@ -273,7 +273,7 @@ def test_a_reader_hears_of_the_writers_death_behind_the_rows(connected: tuple[Pe
     assert consumer.do("await_fewer_fds", num_fds) < num_fds
 
 
-def test_a_reader_that_waits_hears_of_the_writers_death(ends: tuple[Peer, Peer]) -> None:
+def test_a_waiting_reader_notices_the_writers_end(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     consumer.do("read_stream", producer.do("open_stream", "request", 4))
     consumer.begin("read", HEARD_S)
@@ -297,7 +297,7 @@ def test_rows_that_were_ended_outlive_their_writer(ends: tuple[Peer, Peer]) -> N
 
 
 @pytest.mark.parametrize("num_seen", [1, 7, 50])
-def test_a_producer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_seen: int) -> None:
+def test_a_producer_dies_at_any_step(ends: tuple[Peer, Peer], num_seen: int) -> None:
     producer, consumer = ends
     ours, theirs = get_context("forkserver").Pipe()
     producer.begin("produce", theirs, 300_000)
@@ -317,7 +317,7 @@ def test_a_producer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_seen: int) 
 
 
 @pytest.mark.parametrize("num_sent", [1, 7, 50])
-def test_a_consumer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_sent: int) -> None:
+def test_a_consumer_dies_at_any_step(ends: tuple[Peer, Peer], num_sent: int) -> None:
     producer, consumer = ends
     theirs, ours = get_context("forkserver").Pipe(duplex=False)
     consumer.begin("consume", theirs)
@@ -333,7 +333,7 @@ def test_a_consumer_dies_wherever_it_is(ends: tuple[Peer, Peer], num_sent: int) 
 # -- one that stands still --------------------------------------------------------------------------------------------
 
 
-def test_a_consumer_that_stands_still_takes_no_more_than_its_credits(connected: tuple[Peer, Peer]) -> None:
+def test_a_stopped_consumer_takes_no_more_than_its_credits(connected: tuple[Peer, Peer]) -> None:
     producer, consumer = connected
     consumer.do("read_stream", producer.do("open_stream", "stream", 4))
     held = producer.do("put", "request", HALF, 5)

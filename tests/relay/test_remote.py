@@ -103,14 +103,14 @@ def lies_at(ref: TensorRef, address: str | None = None, token: bytes | None = No
         "",
     ],
 )
-async def test_addresses_that_no_producer_has_are_refused(relay: TcpRelay, consumer: TcpRelay, address: str) -> None:
+async def test_invalid_addresses_are_rejected(relay: TcpRelay, consumer: TcpRelay, address: str) -> None:
     ref = relay.put_nowait("request", torch.zeros(4))
     location = msgspec.msgpack.encode((address, relay.token))
     with pytest.raises(RelayBroken, match="malformed location"):
         await consumer.get(msgspec.structs.replace(ref, location=location), timeout_s=5)
 
 
-async def test_an_address_where_nobody_listens_is_broken(relay: TcpRelay, consumer: TcpRelay) -> None:
+async def test_an_address_where_no_relay_listens_is_broken(relay: TcpRelay, consumer: TcpRelay) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         ref = lies_at(relay.put_nowait("request", torch.zeros(4)), f"tcp://127.0.0.1:{taken.getsockname()[1]}")
@@ -119,7 +119,7 @@ async def test_an_address_where_nobody_listens_is_broken(relay: TcpRelay, consum
         consumer.release(ref)
 
 
-async def test_somebody_who_does_not_speak_cannot_hold_a_consumer_up(relay: TcpRelay, consumer: TcpRelay) -> None:
+async def test_a_silent_peer_cannot_hold_a_consumer_up(relay: TcpRelay, consumer: TcpRelay) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -140,7 +140,7 @@ async def test_another_producer_at_the_same_address_is_not_mistaken_for_the_firs
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "203.0.113.1", "nonsense"])
-def test_a_host_that_consumers_cannot_be_told_is_refused(host: str) -> None:
+def test_a_host_that_consumers_cannot_reach_is_rejected(host: str) -> None:
     with pytest.raises((RelayError, ValueError)):
         TcpRelay(NUM_BYTES, host=host)
 
@@ -229,7 +229,7 @@ async def test_garbage_is_dropped(relay: TcpRelay, consumer: TcpRelay, stranger:
     assert relay.statistics().num_leases == 1
 
 
-def test_who_has_no_reference_cannot_read(relay: TcpRelay, stranger: Stranger) -> None:
+def test_a_peer_without_a_reference_cannot_read(relay: TcpRelay, stranger: Stranger) -> None:
     ref = relay.put_nowait("request", torch.ones(4))
     stranger.send(encode(Read(1, ref.lease, 16, 0, 16)))
     stranger.send(encode(Release(ref.lease)))
@@ -254,7 +254,7 @@ def test_who_has_no_reference_cannot_read(relay: TcpRelay, stranger: Stranger) -
     ],
     ids=str,
 )
-def test_only_what_was_put_can_be_read(relay: TcpRelay, stranger: Stranger, change: dict[str, int]) -> None:
+def test_only_published_tensors_can_be_read(relay: TcpRelay, stranger: Stranger, change: dict[str, int]) -> None:
     ref = relay.put_nowait("request", torch.ones(4))
     stranger.ask(Hello(relay.token, bytes(16)))
     good = Read(1, ref.lease, 16, 0, 16)
@@ -265,7 +265,7 @@ def test_only_what_was_put_can_be_read(relay: TcpRelay, stranger: Stranger, chan
     assert body == torch.ones(4).numpy().tobytes()
 
 
-def test_who_floods_with_too_large_messages_is_cut_off(relay: TcpRelay, stranger: Stranger) -> None:
+def test_a_peer_that_sends_too_large_messages_is_disconnected(relay: TcpRelay, stranger: Stranger) -> None:
     stranger.send(b"x" * 100_000)
     other = Stranger(relay.address)
     assert isinstance(decode_to_consumer(other.ask(Hello(relay.token, bytes(16)))[0]), Welcome)
@@ -287,7 +287,7 @@ async def test_a_credit_for_rows_that_were_not_sent_gives_none(relay: TcpRelay, 
     assert writer.num_credits == 3
 
 
-async def test_a_second_reader_of_a_stream_is_refused_and_does_not_disturb_the_first(
+async def test_a_second_reader_of_a_stream_is_rejected_and_does_not_disturb_the_first(
     relay: TcpRelay, consumer: TcpRelay
 ) -> None:
     writer = relay.open_stream("request", (2,), torch.float32, credits=4)
@@ -305,7 +305,7 @@ async def test_a_second_reader_of_a_stream_is_refused_and_does_not_disturb_the_f
     reader.close()
 
 
-async def test_a_reader_that_gave_up_waiting_may_come_again(relay: TcpRelay, stranger: Stranger) -> None:
+async def test_a_reader_may_retry_after_a_timeout(relay: TcpRelay, stranger: Stranger) -> None:
     writer = relay.open_stream("request", (2,), torch.float32, credits=4)
     writer.write_nowait(torch.ones(2, 2))
     stranger.ask(Hello(relay.token, bytes(16)))
@@ -354,7 +354,7 @@ def impostor() -> Iterator[Impostor]:
     impostor.close()
 
 
-async def test_a_consumer_drops_what_it_did_not_ask_for(consumer: TcpRelay, impostor: Impostor) -> None:
+async def test_a_consumer_drops_messages_that_it_did_not_request(consumer: TcpRelay, impostor: Impostor) -> None:
     getting = asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=5))
     await asyncio.to_thread(impostor.welcome)
     read = await asyncio.to_thread(impostor.receive)
@@ -455,7 +455,7 @@ async def stop(process: subprocess.Popen[str], end: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "vanished"])
-async def test_a_producer_s_death_is_noticed(
+async def test_the_end_of_a_producer_is_noticed(
     quick_heartbeat: None, start: Callable[[str], subprocess.Popen[str]], consumer: TcpRelay, end: signal.Signals
 ) -> None:
     producer = start(PRODUCER)
@@ -476,7 +476,7 @@ async def test_a_producer_s_death_is_noticed(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "vanished"])
-async def test_what_a_dead_consumer_was_reading_is_freed(
+async def test_tensors_that_a_dead_consumer_was_reading_are_freed(
     quick_heartbeat: None, start: Callable[[str], subprocess.Popen[str]], relay: TcpRelay, end: signal.Signals
 ) -> None:
     ref = relay.put_nowait("request", torch.ones(1000))

@@ -39,7 +39,7 @@ def test_auto_takes_the_fastest_that_can_work(works: set[str], placement: Placem
     assert choose_backend("auto", placement, EDGE) == backend
 
 
-def test_auto_passes_over_what_does_not_work_and_says_why(works: set[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_skips_what_does_not_work_and_says_why(works: set[str], caplog: pytest.LogCaptureFixture) -> None:
     works -= {"nixl", "mooncake"}
     logging.getLogger("vllm_omni").addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm_omni"):
@@ -58,14 +58,14 @@ def test_auto_passes_over_what_does_not_work_and_says_why(works: set[str], caplo
         ("cuda_ipc", Placement(devices=("cuda", "cuda")), "not on the same GPU"),
     ],
 )
-def test_a_named_one_that_cannot_work_says_why(
+def test_a_named_transport_that_cannot_work_says_why(
     works: set[str], transport: str, placement: Placement, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"edge thinker->talker: transport = '{transport}' cannot work.*{reason}"):
         choose_backend(transport, placement, EDGE)
 
 
-def test_a_named_one_whose_probe_fails_says_why(works: set[str]) -> None:
+def test_a_named_transport_whose_probe_fails_says_why(works: set[str]) -> None:
     works.remove("tcp")
     with pytest.raises(ConfigError, match="no such thing"):
         choose_backend("tcp", Placement(), EDGE)
@@ -82,7 +82,7 @@ def test_a_relay_is_made_by_its_name(backend: str) -> None:
     relay.close()
 
 
-def test_a_relay_between_hosts_listens_where_it_is_told() -> None:
+def test_a_relay_between_hosts_listens_at_the_given_host() -> None:
     relay = make_relay("tcp", 1 << 20, host="127.0.0.2")
     assert "127.0.0.2" in relay.address
     relay.close()

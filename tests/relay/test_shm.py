@@ -121,7 +121,7 @@ def test_a_wrong_reference_does_not_take_a_release_back(pair: Pair) -> None:
     assert pair.producer.statistics().num_leases == 0
 
 
-def test_what_a_reader_released_for_all_before_it_left_stays_released(pair: Pair) -> None:
+def test_a_release_for_all_outlives_its_reader(pair: Pair) -> None:
     refs = [pair.producer.put_nowait("request", rows(1), num_readers=100) for _ in range(2)]
     pair.consumer.get_blocking(refs[0])
     for ref in refs:
@@ -131,7 +131,7 @@ def test_what_a_reader_released_for_all_before_it_left_stays_released(pair: Pair
     assert pair.producer.statistics().num_leases == 0
 
 
-def test_a_reader_with_the_place_of_one_that_has_left_is_another_one(pair: Pair) -> None:
+def test_a_new_reader_in_the_place_of_one_that_left_is_another_reader(pair: Pair) -> None:
     ref = pair.producer.put_nowait("request", torch.ones(4), num_readers=2)
     assert torch.equal(pair.consumer.get_blocking(ref), torch.ones(4))
     pair.consumer.release(ref)
@@ -188,7 +188,7 @@ async def test_rows_written_just_before_the_end_are_read(pair: Pair, monkeypatch
     reader.close()
 
 
-async def test_a_writer_that_waits_goes_on_when_its_request_is_aborted(pair: Pair) -> None:
+async def test_a_waiting_writer_resumes_when_its_request_is_aborted(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (1,), torch.int64, credits=1)
     reader = await pair.consumer.read_stream(writer.ref)
     writer.write_nowait(rows(1))
@@ -202,7 +202,7 @@ async def test_a_writer_that_waits_goes_on_when_its_request_is_aborted(pair: Pai
     reader.close()
 
 
-async def test_a_writer_that_begins_to_wait_does_not_touch_a_block_that_was_given_away(
+async def test_a_writer_that_starts_to_wait_does_not_touch_a_reused_block(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = pair.producer
@@ -227,7 +227,7 @@ async def test_a_writer_that_begins_to_wait_does_not_touch_a_block_that_was_give
     assert not pair.consumer.get_blocking(refs[0]).any()
 
 
-async def test_a_closed_reader_does_not_touch_a_block_that_was_given_away(pair: Pair) -> None:
+async def test_a_closed_reader_does_not_touch_a_reused_block(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (1,), torch.int64, credits=1)
     reader = await pair.consumer.read_stream(writer.ref)
     block = writer.lease.block
@@ -240,7 +240,7 @@ async def test_a_closed_reader_does_not_touch_a_block_that_was_given_away(pair: 
 
 
 @pytest.mark.parametrize("closed", ["producer", "consumer"])
-async def test_a_reader_that_waits_hears_that_a_relay_was_closed(pair: Pair, closed: str) -> None:
+async def test_a_waiting_reader_notices_that_a_relay_was_closed(pair: Pair, closed: str) -> None:
     writer = pair.producer.open_stream("request", (1,), torch.int64, credits=1)
     reader = await pair.consumer.read_stream(writer.ref)
     waiting = asyncio.create_task(reader.read(timeout_s=DEADLINE_S))
@@ -250,7 +250,7 @@ async def test_a_reader_that_waits_hears_that_a_relay_was_closed(pair: Pair, clo
         await waiting
 
 
-async def test_a_writer_that_waits_hears_that_its_relay_was_closed(pair: Pair) -> None:
+async def test_a_waiting_writer_notices_that_its_relay_was_closed(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (1,), torch.int64, credits=1)
     writer.write_nowait(rows(1))
     waiting = asyncio.create_task(writer.write(rows(2), timeout_s=DEADLINE_S))
@@ -260,7 +260,7 @@ async def test_a_writer_that_waits_hears_that_its_relay_was_closed(pair: Pair) -
         await waiting
 
 
-def test_releasing_for_all_waits_for_who_is_reading() -> None:
+def test_a_release_for_all_waits_for_readers() -> None:
     producer, consumer = ShmRelay(1 << 20), ShmRelay(0)
     ref = producer.put_nowait("request", torch.ones(4), num_readers=3)
     arrived = producer.get_blocking(ref)

@@ -35,7 +35,7 @@ def fill_slots(relay: ShmRelay) -> None:
             return
 
 
-def test_a_request_that_goes_on_after_an_abort_does_not_keep_what_was_being_read(relay: ShmRelay) -> None:
+def test_a_request_that_continues_after_an_abort_does_not_keep_old_tensors(relay: ShmRelay) -> None:
     ref = relay.put_nowait("request", page(1))
     relay.get_blocking(ref)
     relay.abort("request")

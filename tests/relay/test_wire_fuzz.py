@@ -77,21 +77,21 @@ def open_payload(data: bytes) -> None:
 @pytest.mark.fuzz
 @wire
 @given(st.binary() | trees.map(msgspec.msgpack.encode))
-def test_bytes_are_a_payload_or_refused(data: bytes) -> None:
+def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
     open_payload(data)
 
 
 @pytest.mark.fuzz
 @wire
 @given(mutated(encode(PAYLOAD)))
-def test_almost_a_payload_is_one_or_refused(data: bytes) -> None:
+def test_a_mutated_payload_is_decoded_or_rejected(data: bytes) -> None:
     open_payload(data)
 
 
 @pytest.mark.fuzz
 @wire
 @given(st.lists(st.integers(0, 255), max_size=20), dtypes, st.integers(1, 3))
-def test_a_tensor_is_a_packed_payload_or_refused(values: list[int], dtype: str, step: int) -> None:
+def test_any_tensor_is_unpacked_or_rejected(values: list[int], dtype: str, step: int) -> None:
     tensor = torch.tensor(values).to(DTYPES.get(dtype, torch.complex64))[::step]
     with contextlib.suppress(RelayBroken):
         unpack(tensor)
@@ -100,7 +100,7 @@ def test_a_tensor_is_a_packed_payload_or_refused(values: list[int], dtype: str, 
 @pytest.mark.fuzz
 @wire
 @given(trees, st.dictionaries(st.text(max_size=6) | st.sampled_from(["0", "a/0", "~0", "~1", "/", "00", "²"]), plain))
-def test_paths_lead_to_a_place_or_are_refused(values: Any, paths: dict[str, Any]) -> None:
+def test_any_paths_are_restored_or_rejected(values: Any, paths: dict[str, Any]) -> None:
     with contextlib.suppress(RelayBroken):
         restore(values, {path: torch.zeros(1) for path in paths})
 
@@ -108,7 +108,7 @@ def test_paths_lead_to_a_place_or_are_refused(values: Any, paths: dict[str, Any]
 @pytest.mark.fuzz
 @wire
 @given(trees | st.recursive(st.just(torch.ones(2)) | plain, lambda inner: st.lists(inner) | st.tuples(inner)))
-def test_what_is_sent_arrives_or_cannot_travel(tree: Any) -> None:
+def test_any_tree_arrives_or_cannot_travel(tree: Any) -> None:
     values, tensors = extract(tree)
     refs = {path: TensorRef("inline", (2,), "float32", b"12345678") for path in tensors}
     payload = unpack(pack(Payload(refs, values)))
@@ -122,7 +122,7 @@ def test_what_is_sent_arrives_or_cannot_travel(tree: Any) -> None:
     [1 << 64, -(1 << 64), "\ud800", {"\ud800": 1}, {1: 2}, pytest.param(object(), id="object()"), {1, 2}, 1j],
     ids=ascii,
 )
-def test_what_msgpack_does_not_have_cannot_travel(value: Any) -> None:
+def test_types_unknown_to_msgpack_cannot_travel(value: Any) -> None:
     with pytest.raises(TypeError):
         encode(Payload({}, extract({"key": value})[0]))
 
@@ -164,7 +164,7 @@ def refuses(function: Callable[..., object], *args: object) -> None:
 @pytest.mark.fuzz
 @wire
 @given(st.data())
-def test_a_reference_is_right_or_refused(pair: Pair, data: st.DataObject) -> None:
+def test_any_reference_is_read_or_rejected(pair: Pair, data: st.DataObject) -> None:
     ref = pair.producer.put_nowait("request", torch.arange(4.0))
     wrong = data.draw(references(ref))
     for relay in (pair.consumer, pair.producer):
@@ -183,7 +183,7 @@ def test_a_reference_is_right_or_refused(pair: Pair, data: st.DataObject) -> Non
 @wire
 @given(st.data())
 @pytest.mark.parametrize("pair", STREAMING, indirect=True)
-def test_a_streams_reference_is_right_or_refused(pair: Pair, data: st.DataObject) -> None:
+def test_any_reference_to_a_stream_is_read_or_rejected(pair: Pair, data: st.DataObject) -> None:
     assert isinstance(pair.producer, Streams)
     writer = pair.producer.open_stream("request", (2,), torch.int64, credits=4)
     writer.write_nowait(torch.ones(2, 2, dtype=torch.int64))
@@ -213,7 +213,7 @@ def hub() -> Iterator[RelayHub]:
 @pytest.mark.fuzz
 @wire
 @given(st.sampled_from([*BACKENDS, "nothing", ""]), shapes, dtypes, st.binary(max_size=20), numbers)
-def test_a_hub_knows_a_reference_or_refuses_it(
+def test_a_hub_reads_or_rejects_any_reference(
     hub: RelayHub, backend: str, shape: tuple[int, ...], dtype: str, location: bytes, lease: int
 ) -> None:
     ref = TensorRef(backend, shape, dtype, location, lease)
@@ -251,7 +251,7 @@ def assert_num_fds(expected: int) -> None:
 @pytest.mark.fuzz
 @wire
 @given(st.lists(st.binary(min_size=1, max_size=100), max_size=3), st.booleans())
-def test_a_consumer_that_sends_anything_is_borne(messages: list[bytes], waits: bool) -> None:
+def test_a_consumer_that_sends_garbage_harms_no_other(messages: list[bytes], waits: bool) -> None:
     producer, consumer = ShmRelay(CHUNK_BYTES, prefault=False), ShmRelay(0, prefault=False)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hostile:
@@ -375,11 +375,11 @@ def meet(relay: Relay, message: bytes | None, kind: str) -> Exception | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_producer_that_sends_another_descriptor_is_refused(relay: Relay, kind: str) -> None:
+def test_a_producer_with_an_invalid_descriptor_is_rejected(relay: Relay, kind: str) -> None:
     assert isinstance(meet(relay, GOOD, kind), RelayBroken)
 
 
-def test_a_producer_that_sends_nothing_is_waited_for_no_longer_than_said(relay: Relay) -> None:
+def test_a_silent_producer_is_waited_for_until_the_deadline(relay: Relay) -> None:
     assert isinstance(meet(relay, None, "none"), RelayTimeout)
 
 
@@ -392,7 +392,7 @@ def test_a_producer_that_sends_nothing_is_waited_for_no_longer_than_said(relay: 
     | st.sampled_from([-TABLE_BYTES, 0, 1, 7, 1 << 40]).map(lambda num_bytes: msgspec.msgpack.encode([num_bytes, 1])),
     st.sampled_from(KINDS),
 )
-def test_a_producer_that_greets_with_anything_is_refused(relay: Relay, message: bytes, kind: str) -> None:
+def test_a_producer_with_an_invalid_greeting_is_rejected(relay: Relay, message: bytes, kind: str) -> None:
     if message:  # an empty one is the end of the connection
         assert isinstance(meet(relay, message, kind), RelayBroken)
 
@@ -400,7 +400,7 @@ def test_a_producer_that_greets_with_anything_is_refused(relay: Relay, message: 
 @pytest.mark.fuzz
 @wire
 @given(st.data())
-def test_a_slab_with_anything_in_it_is_read_within_its_bounds(relay: ShmRelay, data: st.DataObject) -> None:
+def test_a_slab_of_random_words_is_read_within_its_bounds(relay: ShmRelay, data: st.DataObject) -> None:
     """The table and the rings are random; what is read may be nonsense, but lies in the slab."""
     producer = HostileProducer(GOOD, "good")
     words = st.integers(0, 1 << 17) | st.integers(0, (1 << 64) - 1)

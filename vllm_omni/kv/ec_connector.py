@@ -111,7 +111,7 @@ class Pull(NamedTuple):
     num_embeds: int
 
 
-class PutRefusal(NamedTuple):
+class PutRejection(NamedTuple):
     """Why an image could not be put."""
 
     message: str
@@ -131,17 +131,17 @@ class RelayECReport(ECConnectorWorkerMetadata):
     """Puts and pulls that ended with a step."""
 
     put: dict[Put, bytes] = field(default_factory=dict)
-    refused: dict[Put, PutRefusal] = field(default_factory=dict)
+    rejected: dict[Put, PutRejection] = field(default_factory=dict)
     pulled: Counter[str] = field(default_factory=Counter)  # identifier -> on how many ranks
     lost: dict[str, str] = field(default_factory=dict)  # identifier -> why
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.refused or self.pulled or self.lost)
+        return bool(self.put or self.rejected or self.pulled or self.lost)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> RelayECReport:
         assert isinstance(other, RelayECReport)
         return RelayECReport(
-            self.put | other.put, self.refused | other.refused, self.pulled + other.pulled, self.lost | other.lost
+            self.put | other.put, self.rejected | other.rejected, self.pulled + other.pulled, self.lost | other.lost
         )
 
 
@@ -269,7 +269,7 @@ class RelayECConnector(ECConnectorBase):
         try:
             ref = self.hub.put_nowait(request_id, embeds.contiguous(), num_readers=UNTIL_RELEASED_FOR_ALL)
         except PoolExhausted as exc:
-            self._report.refused[put] = PutRefusal(str(exc), exc.is_final)
+            self._report.rejected[put] = PutRejection(str(exc), exc.is_final)
             return
         self._report.put[put] = encode(Payload({EMBEDS: ref}))
 

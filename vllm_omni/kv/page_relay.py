@@ -1,11 +1,13 @@
-"""Both ends of a cache's way over the relay, as one rank of an engine sees them; which requests, others decide.
+"""Move the pages of one rank's caches over the relay: save them at the source, pull them at the target.
 
-At the source, buffers for a whole prompt are leased before any of it is computed, all or none, first come first
-served: so a full relay holds back prefills rather than breaking them, and their references are known from then on.
-Pages are copied into them layer by layer, while the layers behind are computed, chunk by chunk. At the target a thread
-pulls them beside the engine's steps, and copies each buffer into the blocks that were allocated.
+``migration.py`` decides which requests' pages travel. At the source, buffers for a whole prompt are leased before any
+of it is computed, all or none, in order: so a full relay delays prefills instead of breaking them, and the references
+are known from then on. Pages are copied into the buffers layer by layer, while the following layers are computed, and
+chunk by chunk. At the target, a thread pulls them in parallel to the engine's steps, and copies each buffer into the
+blocks that were allocated.
 
-Who is told of the references ends the leases (``release(for_all=True)``); a target only says that it has read.
+The front end, which receives the references, ends the leases (``release(for_all=True)``); a target releases its own
+read only.
 
 From: HydraInfer, section 4.3 (migrate: admission by the target, the pull, the release).
 """

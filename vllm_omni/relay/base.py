@@ -128,7 +128,7 @@ class Relay(ABC):
         return block_on(self._fetch(ref), timeout_s, f"a tensor of {ref.backend!r}") if tensor is None else tensor
 
     async def _fetch(self, ref: TensorRef) -> torch.Tensor:
-        """What ``get`` waits for; runs on the I/O thread's loop."""
+        """Pull a tensor that is not at hand; runs on the I/O thread's loop."""
         raise NotImplementedError
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Relay(ABC):
         """Call ``attempt`` until it does not raise ``PoolExhausted``, each time after something was released.
 
         Args:
-            announce: called before the wait: tells the other side that a wait begins.
+            announce: called before the wait: notifies the other side that this one waits.
 
         Raises:
             RelayTimeout: nothing was released in time.
@@ -179,7 +179,7 @@ class Relay(ABC):
             with self.waiting_for_room() as room:
                 announce()
                 try:
-                    return attempt()  # again: a release before the announcement wakes nobody
+                    return attempt()  # again: a release before the announcement was not notified
                 except PoolExhausted as exc:
                     cause = exc
                 try:

@@ -1,8 +1,8 @@
-"""``RelayHub``: all relays of a process behind one door.
+"""``RelayHub``: all relays of a process.
 
-A process publishes by one backend, the one chosen for its stage's edges, and reads from whatever backend a reference
-names. Small tensors ride inline in their reference, and so does one for which there is no room: the front end then
-carries the bytes, which is slow and safe.
+A process publishes by one backend, the one chosen for its stage's edges, and reads by any backend that a reference
+names. Small tensors travel inline in their reference, and so does a tensor for which there is no room: the front end
+then carries the bytes, which is slow but works.
 
 From: vLLM-Omni (paper), section 3.4: inline for small payloads, another transport for large ones.
 """
@@ -29,9 +29,9 @@ from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 16 << 10
+INLINE_BYTES = 16 << 10  # larger tensors go into the slab
 UNTIL_RELEASED_FOR_ALL = 1 << 30
-"""``num_readers`` of what its owner ends with ``release(for_all=True)``, whoever has read it until then."""
+"""``num_readers`` of a tensor that its owner releases with ``for_all=True``, however many have read it."""
 
 
 class RelayOptions(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class RelayOptions(msgspec.Struct, frozen=True):
     stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
     credits: int = CREDITS  # of a stream, rows
     host: str = "127.0.0.1"  # where a transport between hosts listens
-    inline_bytes: int = INLINE_BYTES  # up to which the bytes ride in the reference
+    inline_bytes: int = INLINE_BYTES  # a tensor of at most this size travels in its reference
 
 
 OPTIONS = "relay"
@@ -69,7 +69,7 @@ class RelayHub:
     # -- producer -----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the slab now rather than with the first tensor."""
+        """Make the slab now instead of with the first tensor."""
         self._get_publisher()
 
     def publish(self, request_id: str, tree: Any) -> Payload:
@@ -106,23 +106,23 @@ class RelayHub:
         return self._inline.put_nowait(request_id, tensor)
 
     def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
-        """Publish one tensor, where the producer can wait: inline only if it is small.
+        """Publish one tensor for a producer that can wait: inline only if it is small.
 
         Raises:
-            PoolExhausted: there is no room; ``is_final``: nor will there be.
+            PoolExhausted: there is no room; with ``is_final`` there never will be.
         """
         is_small = tensor.numel() * tensor.element_size() <= self.options.inline_bytes
         relay = self._inline if is_small else self._get_publisher()
         return relay.put_nowait(request_id, tensor, num_readers=num_readers)
 
     def lease(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, TensorRef]:
-        """A buffer that is written before anybody is told of its reference, and stays until it is released for all.
+        """Lease a buffer that is written before its reference is sent, and stays until it is released for all readers.
 
-        Who writes later than at once asks ``renew`` first.
+        Call ``renew`` before a later write: the lease may have expired.
 
         Raises:
-            PoolExhausted: there is no room; ``is_final``: nor will there be. ``abort`` takes back what was leased.
-            ConfigError: bytes that ride in their reference cannot be written later.
+            PoolExhausted: there is no room; with ``is_final`` there never will be. ``abort`` takes back other leases.
+            ConfigError: the transport is inline, which has no buffers.
         """
         relay = self._get_publisher()
         if relay is self._inline:
@@ -132,7 +132,7 @@ class RelayHub:
 
     @property
     def num_bytes_leased(self) -> int:
-        """Of ``options.num_bytes``, what is put and not yet released."""
+        """Bytes of ``options.num_bytes`` that are put and not yet released."""
         return self._get_publisher().statistics().num_bytes_leased
 
     def renew(self, ref: TensorRef) -> bool:
@@ -144,7 +144,7 @@ class RelayHub:
         self._get_publisher().abort(request_id)
 
     def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
-        """A stream of rows like this one; None if the transport has no streams, or no room for one."""
+        """Open a stream of rows like this one; None if the transport has no streams, or no room for one."""
         publisher = self._get_publisher()
         if not isinstance(publisher, Streams):
             return None
@@ -171,11 +171,11 @@ class RelayHub:
     # -- consumer -----------------------------------------------------------------------------------------------------
 
     def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        """See ``Relay.get``: only to be read, and until it is released."""
+        """See ``Relay.get``: read-only, valid until it is released."""
         return self._reader(ref.backend).get_blocking(ref, timeout_s)
 
     def pull_blocking(self, payload: Payload, timeout_s: float = TIMEOUT_S) -> Any:
-        """What was published, with tensors that are only to be read, until ``release_payload``."""
+        """Pull what was published; its tensors are read-only, and valid until ``release_payload``."""
         return restore(
             payload.values, {path: self.get_blocking(ref, timeout_s) for path, ref in payload.tensors.items()}
         )
@@ -186,7 +186,7 @@ class RelayHub:
             self._reader(ref.backend).release(ref, for_all=for_all)
 
     def release_payload(self, payload: Payload, *, for_all: bool = False) -> None:
-        """Its tensors and streams; a reference that is none of ours keeps no other from being released."""
+        """Release a payload's tensors and streams; an invalid reference does not stop the others."""
         for ref in (*payload.tensors.values(), *payload.streams.values()):
             try:
                 self.release(ref, for_all=for_all)
@@ -194,11 +194,11 @@ class RelayHub:
                 logger.warning("a reference could not be released: %s", exc)
 
     def read_stream(self, ref: TensorRef) -> Future[StreamReader]:
-        """Connect to a stream; who asks does not wait."""
+        """Connect to a stream without waiting."""
         return io_thread().submit(self._streams(ref).read_stream(ref))
 
     def credits_of(self, ref: TensorRef) -> Callable[[], int] | None:
-        """How many rows the writer of a stream may still write, asked from any process of its stage; None: unknown."""
+        """See ``Streams.credits_of``; works in any process of the writing stage."""
         return self._streams(ref).credits_of(ref)
 
     # -- both ---------------------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ class RelayHub:
         return {name: relay.statistics() for name, relay in self._relays.items()}
 
     def plain_statistics(self) -> dict[str, dict[str, int]]:
-        """The same in types that travel."""
+        """The same in msgpack types."""
         return {name: one._asdict() for name, one in self.statistics().items()}
 
     def close(self) -> None:
-        """Twice does nothing."""
+        """Close all relays. Closing twice does nothing."""
         with self._lock:
             relays = list(self._relays.values())
         for relay in relays:
@@ -236,7 +236,7 @@ class RelayHub:
             if relay is None:
                 if backend not in BACKENDS:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
-                # The publisher reads, too: there is one relay of a backend.
+                # There is one relay of a backend: the publisher reads, too.
                 num_bytes = self.options.num_bytes if backend == self.options.transport else 0
                 relay = self._relays[backend] = self._make(backend, num_bytes)
                 if num_bytes:
@@ -254,7 +254,7 @@ _process_hub: RelayHub | None = None
 
 
 def process_hub(additional_config: Mapping[str, Any]) -> RelayHub:
-    """The hub of a stage's process: scheduler and runner may live in the same one."""
+    """Return the hub of a stage's process, which scheduler and runner may share."""
     global _process_hub
     if _process_hub is None:
         options = additional_config.get(OPTIONS)

@@ -1,4 +1,4 @@
-"""What the streams of ``shm`` and ``remote`` share: a writer with a ring in the producer's slab, and a waiting reader.
+"""The common part of the streams of ``shm`` and ``remote``: a writer with a ring in its slab, and a waiting reader.
 
 The length of the ring is the credit: a row stays in the ring until its reader has read it.
 """

@@ -1,4 +1,4 @@
-"""Which backend carries an edge: the one that the deployment names, or the first that works there.
+"""Choose the backend of an edge: the one that the deployment names, or the first that works there.
 
 From: SGLang-Omni (communication, Backends); vLLM-Omni (paper), section 3.4 (per-edge connectors).
 """
@@ -26,7 +26,7 @@ BACKENDS = {
     "tcp": "vllm_omni.relay.remote.tcp:TcpRelay",
     "inline": "vllm_omni.relay.inline:InlineRelay",
 }
-"""The fastest first: the order in which ``auto`` tries."""
+"""The fastest first: the order in which ``auto`` tries them."""
 WITHOUT_SLAB = ("local", "inline")
 BETWEEN_HOSTS = ("nixl", "mooncake", "tcp")
 PROBE_TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ PROBE_BYTES = 1 << 20
 
 
 class Placement(NamedTuple):
-    """Where the two ends of an edge are."""
+    """Where the two ends of an edge run."""
 
     same_process: bool = False
     same_host: bool = True
@@ -43,14 +43,14 @@ class Placement(NamedTuple):
 
 
 def make_relay(backend: str, num_bytes: int, *, prefault: bool = True, host: str = "127.0.0.1") -> Relay:
-    """A relay with a slab of so many bytes, or with 0 one that only reads.
+    """Make a relay with a slab of ``num_bytes``, or with 0 one that only reads.
 
     Args:
-        prefault: let a reader map what it will read at once; one that mostly forwards had better not.
+        prefault: map slabs whole when connecting; a process that mostly forwards should not.
         host: where a transport between hosts listens.
 
     Raises:
-        MissingDependency: the package that it needs is not installed.
+        MissingDependency: a package that it needs is not installed.
     """
     module, _, name = BACKENDS[backend].partition(":")
     relay_cls: Callable[..., Relay] = getattr(import_module(module), name)
@@ -62,7 +62,7 @@ def make_relay(backend: str, num_bytes: int, *, prefault: bool = True, host: str
 
 
 def choose_backend(transport: str, placement: Placement, edge: str) -> str:
-    """The backend of an edge; what was passed over is logged with the reason.
+    """Return the backend of an edge; backends that ``auto`` skips are logged with the reason.
 
     Args:
         transport: a backend's name, or "auto".
@@ -75,19 +75,19 @@ def choose_backend(transport: str, placement: Placement, edge: str) -> str:
         if (reason := why_not(transport, placement)) is not None:
             raise ConfigError(f"edge {edge}: transport = {transport!r} cannot work here: {reason}")
         return transport
-    passed_over: list[str] = []
+    skipped_reasons: list[str] = []
     for backend in BACKENDS:
         reason = why_not(backend, placement)
         if reason is None:
-            skipped = f" (not {'; not '.join(passed_over)})" if passed_over else ""
+            skipped = f" (not {'; not '.join(skipped_reasons)})" if skipped_reasons else ""
             logger.info("edge %s: tensors travel by %s%s", edge, backend, skipped)
             return backend
-        passed_over.append(f"{backend}: {reason}")
-    raise ConfigError(f"edge {edge}: no transport works here: {'; '.join(passed_over)}")
+        skipped_reasons.append(f"{backend}: {reason}")
+    raise ConfigError(f"edge {edge}: no transport works here: {'; '.join(skipped_reasons)}")
 
 
 def why_not(backend: str, placement: Placement) -> str | None:
-    """Why a backend cannot carry an edge; None when it has carried a tensor, just now."""
+    """Return why a backend cannot carry an edge; None if it has just carried a test tensor."""
     if backend == "local" and not placement.same_process:
         return "source and target are different processes"
     if backend == "shm" and not placement.same_host:
@@ -105,7 +105,7 @@ def why_not(backend: str, placement: Placement) -> str | None:
 
 
 def _probe(backend: str) -> None:
-    """Carry a tensor from one relay to another, in this process."""
+    """Carry a test tensor from one relay to another, in this process."""
     sent = torch.arange(PROBE_BYTES // 8)
     producer = make_relay(backend, 2 * PROBE_BYTES)
     try:

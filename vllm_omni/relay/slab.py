@@ -1,4 +1,4 @@
-"""What relays share whose tensors lie in a slab of the producer's memory: blocks, leases and their end.
+"""The common part of relays whose tensors lie in a slab of the producer's memory: blocks and leases.
 
 How a consumer reaches the bytes, and how its release comes back, is up to the backend (``shm``, ``tcp``, ...).
 """

@@ -32,7 +32,7 @@ from tests.core.sched.random_requests import BLOCK_SIZE, MEAN_STEP_S, Engine, Pl
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.epd.budget import SloBudgets
-from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRefusal, RelayECMetadata, RelayECReport
+from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRejection, RelayECMetadata, RelayECReport
 from vllm_omni.messages.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.relay import InlineRelay
@@ -348,7 +348,7 @@ class RelayedRunner(LayeredRunner):
             self.seats.append(self.keep_steps)
             self.report.put[put] = PAYLOAD
         else:
-            self.report.refused[put] = PutRefusal("full", is_final=not self.num_seats)
+            self.report.rejected[put] = PutRejection("full", is_final=not self.num_seats)
 
 
 def fields_of(output: SchedulerOutput) -> dict[str, Any]:

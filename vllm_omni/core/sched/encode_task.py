@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
-from vllm_omni.kv.ec_connector import Put, PutRefusal
+from vllm_omni.kv.ec_connector import Put, PutRejection
 from vllm_omni.messages.failure import Failure
 
 
@@ -74,7 +74,7 @@ class EncodeTasks:
         task.waits_until = None
         return task if not task.missing else None
 
-    def refuse(self, put: Put, refusal: PutRefusal) -> Failure | None:
+    def refuse(self, put: Put, refusal: PutRejection) -> Failure | None:
         """There was no room in the relay: once more with a later step, unless that is hopeless."""
         task = self._tasks.get(put.request_id)
         if task is None:

@@ -443,7 +443,7 @@ class EPDScheduler(StreamScheduler):
                     manager.free_encoder_input(request, index)
             if task is not None:
                 ended.append(task.request)
-        for put, refusal in report.refused.items():
+        for put, refusal in report.rejected.items():
             if failure := self.encode_tasks.refuse(put, refusal):
                 self._failures[put.request_id] = failure
         return ended

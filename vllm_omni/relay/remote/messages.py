@@ -1,4 +1,4 @@
-"""What relays of different hosts send each other.
+"""The messages between relays of different hosts. Their class names are part of the wire format.
 
 Every message is checked against its type when it is decoded, and its numbers by the code that handles it. An invalid
 message is dropped with a warning: the other side, or anyone else that reaches the port, may send anything.
@@ -34,7 +34,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
     """Where the producer of a reference listens."""
 
     address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS)]
-    token: Token  # of this producer, random: tells it from a later one at the same address
+    token: Token  # of this producer, random: distinguishes it from a later one at the same address
 
 
 # -- to a producer ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What relays share whose library reads the producer's memory without the producer's program.
+"""The common part of relays whose library reads the producer's memory without the producer's program.
 
 The slab is registered with the library once. A consumer asks the producer over the connection to keep a tensor, and
 receives its address; then the library fetches it into the consumer's landing slab, which is registered once, too, and

@@ -173,7 +173,7 @@ class Producer:
                 if request in self.pieces:  # otherwise its pull has ended
                     self.pieces[request](offset, frames[1].buffer)
             case Refused(0, reason):
-                self.fail(RelayBroken(f"the producer {self.location.address} refuses: {reason}"))
+                self.fail(RelayBroken(f"the producer {self.location.address} rejects the connection: {reason}"))
             case Refused(request, reason):
                 self._settle(request, RelayBroken(reason))
             case Rows(number, first, num_rows):

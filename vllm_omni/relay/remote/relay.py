@@ -1,4 +1,4 @@
-"""What relays between hosts share: leases, their release, and the end of processes, over a connection of messages.
+"""The common part of relays between hosts: leases and their release, over a connection of messages.
 
 How the bytes of a tensor travel is up to the backend: over the same connection (``tcp``), or by a library that reads
 the producer's memory (``nixl``, ``mooncake``). Streams use the connection in all of them: their rows are small.

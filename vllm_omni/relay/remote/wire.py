@@ -62,7 +62,7 @@ class Wire:
     Args:
         kind: ``zmq.ROUTER`` or ``zmq.DEALER``.
         on_message: called with a message's frames.
-        on_lost: called when a connection has ended or was refused, after its last message.
+        on_lost: called when a connection has ended or was rejected, after its last message.
     """
 
     def __init__(
