@@ -1,4 +1,4 @@
-"""Small worlds for the flow tests: graphs, nodes made of functions, a clock moved by hand, a link that shuffles."""
+"""Builders for the flow tests: graphs, nodes made of functions, a manual clock, a link that shuffles."""
 
 import asyncio
 import random
@@ -64,7 +64,7 @@ def make_speech_plan(
 
 
 class FunctionNode:
-    """A node whose forward is the given async generator function; remembers what started and what was cleaned up."""
+    """A node whose forward is the given async generator function; records starts and clean-ups."""
 
     def __init__(self, forward: Callable[[Activation], AsyncIterator[Emission]]):
         self._forward = forward
@@ -82,7 +82,7 @@ class FunctionNode:
             raise
         finally:
             try:
-                await asyncio.sleep(0)  # clean-up takes a while, and may be where the cancellation arrives
+                await asyncio.sleep(0)  # clean-up takes time, and the cancellation may arrive here
             finally:
                 self.events.append("clean")
 
@@ -126,7 +126,7 @@ async def read(call: GraphCall) -> dict[str, list[OutputFrame]]:
 
 
 async def read_payloads(call: GraphCall) -> dict[str, list[object]]:
-    """Without an end that comes by itself: whether it does depends on which of two messages was faster."""
+    """The payloads of each output, without its end: whether that is a frame of its own depends on timing."""
     return {
         field: [frame.payload for frame in frames if frame.reason is not EndReason.EMPTY]
         for field, frames in (await read(call)).items()
@@ -134,7 +134,7 @@ async def read_payloads(call: GraphCall) -> dict[str, list[object]]:
 
 
 async def spin(rounds: int = 20) -> None:
-    """Let everything that can run do so."""
+    """Run everything that is ready."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 

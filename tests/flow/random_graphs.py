@@ -1,7 +1,7 @@
-"""Random graphs for property tests, with nodes that always do the same for the same inputs.
+"""Random graphs for property tests, with deterministic nodes.
 
-A payload names the node, field and yield that made it and ends in a digest of all that was read for it, so that a wrong
-join shows wherever it leads to. What ``reference.py`` computes from ``Behaviour`` is what ``RandomNode`` does at work.
+A payload names the node, field and yield that made it and ends in a digest of its inputs, so a wrong
+join is visible in every payload behind it. ``reference.py`` computes from ``Behaviour`` what ``RandomNode`` does.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.frame import Emission
 
 TEXT = "text"
-NEVER = 10**6  # frames that a count node waits for as long as nobody knows how many there are
+NEVER = 10**6  # frames that a count node waits for until their number is known
 MAX_RUNS = 40  # activations of a case
 MAX_FRAMES = 400  # that they read
 NUM_YIELDS = (1, 1, 1, 2, 2, 2, 3, 0)  # the last one of a sparse behaviour only
 
 
 class NodeBroke(Exception):
-    """What a failing node raises."""
+    """The exception of a failing node."""
 
 
 class _Dice:
@@ -43,7 +43,7 @@ class _Dice:
 
 @dataclass
 class Behaviour:
-    """What a node yields for what it reads; the same for equal inputs."""
+    """The yields of a node, a function of its inputs."""
 
     seed: int
     name: str  # of the role
@@ -54,7 +54,7 @@ class Behaviour:
     fails: bool = False  # now and then
     loop: frozenset[str] = frozenset()  # roles in the same loop
     is_header: bool = False
-    back: set[str] = field(default_factory=set)  # output fields that lead to the next turn
+    back: set[str] = field(default_factory=set)  # output fields that lead to the next iteration
     max_iterations: int = 0
 
     def __call__(self, path: Path, group: int, inputs: Inputs) -> list[Yield]:
@@ -68,7 +68,7 @@ class Behaviour:
         return yields + end
 
     def main_field(self, fields: Collection[str]) -> str | None:
-        """What is forwarded, piece by piece, when all the rest has been read."""
+        """The payloads that are forwarded piece by piece after the other inputs have been read."""
         return min(fields) if self.forwards else None
 
     def split(self, inputs: Inputs) -> tuple[list[Any], Inputs]:
@@ -78,60 +78,60 @@ class Behaviour:
 
     def on_chunk(self, head: Inputs, number: int, payload: Any, num_yields: int) -> list[Yield]:
         dice = _Dice(self.seed, self.name, head, number, payload)
-        turn = self.turn_of([payload, *(one for some in head.values() for one in some)])
-        return self.make_yields(dice, (1, 1, 2, 0)[dice.below(3 + self.sparse)], turn, num_yields)
+        iteration = self.iteration_of([payload, *(one for some in head.values() for one in some)])
+        return self.make_yields(dice, (1, 1, 2, 0)[dice.below(3 + self.sparse)], iteration, num_yields)
 
     def at_end(self, inputs: Inputs, num_yields: int) -> tuple[list[Yield], bool]:
         """The last yields, and whether it raises then."""
         dice = _Dice(self.seed, self.name, sorted(inputs.items()))
-        turn = self.turn_of([one for some in inputs.values() for one in some])
+        iteration = self.iteration_of([one for some in inputs.values() for one in some])
         fails = self.fails and not dice.below(3)
         count = dice.below(2) if self.forwards else NUM_YIELDS[dice.below(7 + self.sparse)]
-        yields = self.make_yields(dice, count, turn, num_yields)
+        yields = self.make_yields(dice, count, iteration, num_yields)
         for name in self.single:
-            if self.has_field(dice) and (name not in self.back or turn < self.max_iterations):
+            if self.has_field(dice) and (name not in self.back or iteration < self.max_iterations):
                 place = dice.below(len(yields) + 1)
                 if place == len(yields):
                     yields.append([])
-                yields[place].append((name, self.payload(name, num_yields + place, turn, dice)))
+                yields[place].append((name, self.payload(name, num_yields + place, iteration, dice)))
         return (yields[: dice.below(len(yields) + 1)] if fails else yields), fails
 
-    def make_yields(self, dice: _Dice, count: int, turn: int, start: int) -> list[Yield]:
-        fields = [name for name in self.streamed if name not in self.back or turn < self.max_iterations]
+    def make_yields(self, dice: _Dice, count: int, iteration: int, start: int) -> list[Yield]:
+        fields = [name for name in self.streamed if name not in self.back or iteration < self.max_iterations]
         yields = []
         for number in range(start, start + count):
             chosen = [name for name in fields if self.has_field(dice)]
             if dice.below(2):
                 chosen.reverse()
             if chosen:
-                yields.append([(name, self.payload(name, number, turn, dice)) for name in chosen])
+                yields.append([(name, self.payload(name, number, iteration, dice)) for name in chosen])
         return yields
 
     def has_field(self, dice: _Dice) -> bool:
         return dice.below(6 if self.sparse else 24) > 0
 
-    def payload(self, name: str, number: int, turn: int, dice: _Dice) -> str:
-        return f"{self.name}.{name}{number}{f'@{turn}' if self.loop else ''}#{dice.number & 0xFFFFFF:06x}"
+    def payload(self, name: str, number: int, iteration: int, dice: _Dice) -> str:
+        return f"{self.name}.{name}{number}{f'@{iteration}' if self.loop else ''}#{dice.number & 0xFFFFFF:06x}"
 
-    def turn_of(self, payloads: Sequence[Any]) -> int:
-        """The turn of its loop, as told by what was made in it."""
-        turns = [
+    def iteration_of(self, payloads: Sequence[Any]) -> int:
+        """The iteration of its loop, read from the payloads made in it."""
+        iterations = [
             int(payload.split("@")[1].split("#")[0])
             for payload in (payloads if self.loop else ())
             if isinstance(payload, str) and payload.split(".")[0] in self.loop
         ]
-        return max(turns, default=-1) + self.is_header
+        return max(iterations, default=-1) + self.is_header
 
 
 class Activated(Protocol):
-    """What a node needs of ``vllm_omni.flow.Activation``."""
+    """The part of ``vllm_omni.flow.Activation`` that a node needs."""
 
     @property
     def inputs(self) -> Mapping[str, AsyncIterator[Chunk]]: ...
 
 
 class RandomNode:
-    """A behaviour at work: it reads and yields in steps of random length, and remembers what it has read."""
+    """A node with a behaviour: reads and yields in steps of random length, and records its inputs."""
 
     def __init__(self, behaviour: Behaviour, rng: random.Random):
         self._behaviour = behaviour
@@ -180,7 +180,7 @@ class RandomNode:
             raise NodeBroke(behaviour.name)
 
     async def _read(self, streams: Mapping[str, AsyncIterator[Chunk]], names: list[str], inputs: Inputs) -> None:
-        """All of these fields: the one after the other, or in turn."""
+        """All of these fields, one after the other or interleaved."""
         names = self._rng.sample(names, len(names))
         if self._rng.random() < 0.5:
             for name in names:
@@ -205,10 +205,10 @@ class RandomNode:
 
 @dataclass
 class Case:
-    """A graph, what a call of it passes in and asks for, and what comes out."""
+    """A graph, the inputs and wanted outputs of a call, and the expected result."""
 
     graph: Graph
-    behaviours: dict[str, Behaviour]  # node -> what it does
+    behaviours: dict[str, Behaviour]  # by node
     inputs: dict[str, Any]
     outputs: frozenset[str]
     features: Counter[str]
@@ -230,7 +230,7 @@ class Case:
         """
         expected = self.expected
         if self.features["first_wins"]:
-            if isinstance(error, NodeBroke):  # who has won before may not have read enough to tell
+            if isinstance(error, NodeBroke):  # an earlier winner may not have read enough to decide
                 return
             expected = self.interpret(_Observed(nodes))
         if expected.outcome is Outcome.OPEN:
@@ -288,7 +288,7 @@ class Case:
         lines.append(f"outputs {wanted}, asked for {sorted(self.outputs)}")
         for name, runs in self.expected.runs.items():
             for run in runs:
-                path = "/".join(f"{step.node}{'*' if step.is_turn else step.index}" for step in run.path)
+                path = "/".join(f"{step.node}{'*' if step.is_iteration else step.index}" for step in run.path)
                 lines.append(f"  {name} at [{path}] reads {run.inputs}")
                 lines.append(f"    yields {run.yields}{' and fails' if run.fails else ''}")
         return "\n".join(lines)
@@ -325,7 +325,7 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
     """A random graph that is right by construction, small enough to run in milliseconds.
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
-    (forks: one for each yield; turns).
+    (forks: one for each yield; iterations).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
@@ -360,7 +360,7 @@ class _Builder:
         self.behaviours: dict[str, Behaviour] = {}
         self.made: dict[str, dict[str, FieldRef]] = {}  # role -> its outputs
         self.parents: dict[str, set[str]] = {}  # role -> the roles that feed it forward
-        self.unheard: set[str] = set()  # roles that feed nobody yet
+        self.unheard: set[str] = set()  # roles without a reader so far
         self.loop: _Loop | None = None
         self.features: Counter[str] = Counter()
         self.counted: list[tuple[str, Interface, dict[str, str]]] = []  # node, -> field -> placeholder of its number
@@ -400,7 +400,7 @@ class _Builder:
         return case
 
     def solve(self, case: Case) -> None:
-        """What comes out; on the way count nodes learn, the first ones first, what they wait for."""
+        """The expected result; on the way the number of frames is set for each count node, in order."""
         for name, declared, numbers in self.counted:
             totals = case.interpret().totals.get(name, {})
             before = dict(declared.activate_by_count)
@@ -423,7 +423,7 @@ class _Builder:
         if len(runs) > MAX_RUNS or num_frames > MAX_FRAMES:
             raise reference.TooLarge
         self.features["forks"] += sum(run.index is not None for run in runs)
-        self.features["turns"] += sum(run.num_turns > 0 for run in runs)
+        self.features["iterations"] += sum(run.num_iterations > 0 for run in runs)
 
     # ---- below: one node ----
 

@@ -1,4 +1,4 @@
-"""What a graph means, written to be read rather than to be fast: frames meet by where they come from.
+"""A second definition of what a graph means, written for clarity: frames are joined by their origin.
 
 Synchronous, node after node. Every activation knows the activation (and the yield of it) below which it stands, and a
 join collects whatever stands below the same one: no ids, no hashes, no order of arrival, no dead activations (below
@@ -19,15 +19,15 @@ Yield: TypeAlias = list[tuple[str, Any]]  # output field, payload
 
 
 class Step(NamedTuple):
-    """One fork, alternative or turn on the way to an activation; what is read first compares less."""
+    """One fork, alternative or iteration on the path to an activation; the one that is read first compares less."""
 
-    is_turn: bool  # turns come behind the yields
-    index: int  # of the yield, or the alternative; of a turn: the further down the loop, the less
-    node: str  # whose yield, alternative or turn
+    is_iteration: bool  # iterations come behind the yields
+    index: int  # of the yield or the alternative; of an iteration: the further down the loop, the less
+    node: str  # the node of the yield, alternative or iteration
 
 
 Path: TypeAlias = tuple[Step, ...]
-Behave: TypeAlias = Callable[[Path, int, Inputs], list[Yield]]  # path, declared group (see Run.group), what is read
+Behave: TypeAlias = Callable[[Path, int, Inputs], list[Yield]]  # path, declared group (see Run.group), inputs
 Winner: TypeAlias = Callable[[str, Path, dict[int, Inputs]], int]  # node, base, candidates -> one of them
 
 
@@ -44,7 +44,7 @@ class TooLarge(Exception):
 
 
 class Unpredictable(Exception):
-    """What a count node reads depends on the order of arrival."""
+    """The inputs of a count node depend on the order of arrival."""
 
 
 class Outcome(enum.Enum):
@@ -84,7 +84,7 @@ class Run:
     parent: "Run | None"
     index: int | None
     group: int = 0  # as declared; of a count node 0
-    num_turns: int = 0
+    num_iterations: int = 0
     inputs: Inputs = field(default_factory=dict)
     yields: list[Yield] = field(default_factory=list)
     indices: list[int | None] = field(default_factory=list)  # of the yields
@@ -128,7 +128,7 @@ class Topology:
         for call in graph.declarations.calls:
             edges[call.node] += [_edge(call.interface, name, source) for name, source in call.sources.items()]
         fed = {name: {edge.source for edge in edges[name]} - {ENTRY} for name in edges}
-        below = {name: _flood(name, _turned(fed)) for name in fed}  # without the node itself, unless it is in a loop
+        below = {name: _flood(name, _inverted(fed)) for name in fed}  # without the node itself, unless it is in a loop
         self.loops: dict[str, set[str]] = {}  # header -> all nodes of the loop
         for name in fed:
             loop = {other for other in below[name] if name in below[other]}
@@ -145,7 +145,7 @@ class Topology:
         for name in self.forward:
             if self.interfaces[name].activate_by_count:
                 forward_fed[name].add(ENTRY)  # it gathers from everywhere, and stands below the entry
-        self._feeds = _turned(forward_fed)
+        self._feeds = _inverted(forward_fed)
         self.order = list(_in_order(forward_fed))
         reached = {gone: _flood(ENTRY, self._feeds, without=gone) for gone in self.order}
         self._dominators = {
@@ -187,7 +187,7 @@ class Topology:
         return max(common, key=lambda name: len(self._dominators[name]))  # dominators are a chain
 
     def forks(self, groups: list[Group]) -> bool:
-        """Whether all ways from the root to these groups begin with a per-frame edge."""
+        """Whether all paths from the root to these groups start with a per-frame edge."""
         root = self.root(groups)
         if root == ENTRY or groups[0].is_back:
             return False
@@ -230,12 +230,12 @@ def interpret(
     Args:
         behave: node (role.interface) -> what it does, a pure function.
         outputs: that the call asks for; all by default.
-        winners: which group of a first_wins node fired, told the groups that could have; the first by default.
+        winners: chooses the group of a first_wins node that fired, among those that could; the first by default.
         max_runs: activations of all nodes.
 
     Raises:
         TooLarge: there are more than ``max_runs`` activations.
-        Unpredictable: a count node does not read all, and what it reads depends on the order of arrival.
+        Unpredictable: a count node does not read all frames, and its inputs depend on the order of arrival.
     """
     return _Interpreter(graph, behave, inputs, outputs, winners, max_runs).run()
 
@@ -279,7 +279,7 @@ class _Interpreter:
                 while True:
                     for each in body:
                         self.run_node(each)
-                    if not self.take_turns(name):
+                    if not self.start_iterations(name):
                         break
         for runs in self.runs.values():
             runs.sort(key=lambda run: run.path)
@@ -291,7 +291,7 @@ class _Interpreter:
         return Result(self.outcome(), outputs, {name: self.runs[name] for name in sorted(self.needed)}, self.totals)
 
     def run_node(self, name: str) -> None:
-        """All activations that the sources give rise to now, but those of turns."""
+        """All activations that the sources start now, except iterations."""
         declared = self.topology.interfaces[name]
         groups = self.topology.forward_groups(name)
         if declared.activate_by_count:
@@ -340,7 +340,7 @@ class _Interpreter:
         return inputs
 
     def pieces(self, edge: Edge, group: Group, base: Run, index: int | None) -> Iterator[tuple[Run, list[Any]]]:
-        """What stands below a base on one edge, in the order of paths."""
+        """The frames below a base on one edge, in the order of paths."""
         for run in sorted(self.runs[edge.source], key=lambda run: run.path):
             above = run.above(base.node)
             if above is None or above[0] is not base:
@@ -357,18 +357,18 @@ class _Interpreter:
         depth = len(above[0].path) + self.topology.forks(groups)
         return (*run.path[:depth], Step(False, run.group, run.node), *run.path[depth:])
 
-    def take_turns(self, header: str) -> bool:
-        """Activates the header once more below its last activations, where its back group got what it needs."""
+    def start_iterations(self, header: str) -> bool:
+        """Activate the header once more below its last activations, where its back group is complete."""
         max_iterations = self.topology.interfaces[header].max_iterations
         rank = -self.topology.order.index(header)
         groups = [group for group in self.topology.groups[header] if group.is_back]
-        assert len(groups) == 1, f"{header}: a turn by several groups is not defined"
+        assert len(groups) == 1, f"{header}: an iteration by several groups is not defined"
         again = False
-        for base, _ in self.bases(header, False, (header, "turn")):
+        for base, _ in self.bases(header, False, (header, "iteration")):
             inputs = self.collect(groups[0], base, None)
-            if all(inputs.values()) and (max_iterations is None or base.num_turns < max_iterations):
+            if all(inputs.values()) and (max_iterations is None or base.num_iterations < max_iterations):
                 path = (*base.path, Step(True, rank, header))
-                self.start(Run(header, path, base, None, groups[0].index, base.num_turns + 1, inputs))
+                self.start(Run(header, path, base, None, groups[0].index, base.num_iterations + 1, inputs))
                 again = True
         return again
 
@@ -424,7 +424,7 @@ class _Interpreter:
         return Outcome.FAILS if surely else Outcome.OPEN
 
     def may_do_without(self, node: str) -> bool:
-        """Whether somebody further down has something else to go on with."""
+        """Whether a node further down has an alternative."""
         for name in self.topology.below[node] & self.needed:
             groups = [group for group in self.topology.groups[name] if not group.is_back]
             if self.topology.interfaces[name].first_wins and len(groups) > 1:
@@ -440,7 +440,7 @@ class _Interpreter:
         return self.leads_to_output(run.node, name)
 
     def leads_to_output(self, node: str, name: str) -> bool:
-        """By ways on which nobody can end before all has come."""
+        """By paths on which no node can end before all frames have arrived."""
         if any(source.node == node and source.field == name for source in self.wanted.values()):
             return True
         return any(
@@ -463,7 +463,7 @@ def _path_below(base: Run, index: int | None) -> Path:
     return base.path if index is None else (*base.path, Step(False, index, base.node))
 
 
-def _turned(sources: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
+def _inverted(sources: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     targets: dict[str, set[str]] = defaultdict(set)
     for target, some in sources.items():
         for source in some:

@@ -638,7 +638,7 @@ async def test_slow_path_of_a_join_does_not_lock_the_fast_one(make_runtime, sche
 
 
 @over_every_link
-async def test_session_node_whose_first_activation_is_late_does_not_lock_its_source(make_runtime):
+async def test_late_first_activation_of_a_session_node_does_not_lock_its_source(make_runtime):
     nodes = {
         "source": emit(*({"y": k, "z": k} for k in range(3 * WINDOW))),
         "left": tell({(0,): 500}),

@@ -47,7 +47,7 @@ def run(graph, behave, inputs=None, outputs=None, **rest):
 
 
 def make_diamond(a=("x",), b=("x",), n=()):
-    """r -> (a, b) -> n; what is named is read frame by frame."""
+    """r -> (a, b) -> n; the named inputs are read frame by frame."""
     graph = Graph("diamond")
     root = make_role(graph, "r", [["p"]], ("a", "b")).run(p=graph.placeholder("p"))
     left = make_role(graph, "a", [["x"]], whole=a).run(x=root.a)
@@ -63,7 +63,7 @@ def test_diamond_meets_at_each_yield_of_its_root():
     assert [(each.path[0].node, each.path[0].index) for each in result.runs["n.run"]] == [("r.run", 0), ("r.run", 1)]
 
 
-def test_diamond_read_whole_meets_once():
+def test_diamond_read_whole_joins_once():
     behave = {"r": emits("a0 b0", "a1"), "a": passes(), "b": passes(2), "n": passes()}
     result = run(make_diamond(a=(), b=()), behave)
     assert result.outputs == {"out": ["(x:(x:a0,a1) y:(x:b0)0,(x:b0)1)"]}
@@ -81,7 +81,7 @@ def test_many_frames_below_each_of_many_yields():
     assert result.outputs == {"out": ["(x:(x:a0)0,(x:a0)1 y:(x:b0))", "(x:(x:a1)0,(x:a1)1 y:(x:b1))"]}
 
 
-def test_one_way_read_whole_makes_the_join_one():
+def test_diamond_with_one_path_read_whole_joins_once():
     behave = {"r": emits("a0 b0", "a1 b1"), "a": passes(), "b": passes(), "n": passes()}
     result = run(make_diamond(b=()), behave)
     assert result.outputs == {"out": ["(x:(x:a0),(x:a1) y:(x:b0,b1))"]}
@@ -146,7 +146,7 @@ def make_alternatives(**rest):
     return graph
 
 
-def test_groups_take_turns_below_what_they_have_in_common():
+def test_groups_alternate_below_their_common_root():
     behave = {"r": emits("a0 b0", "b1", "a2 b2"), "a": passes(2, "A"), "b": passes(1, "B"), "n": passes()}
     result = run(make_alternatives(), behave)
     reads = ["x:A(x:a0)0", "x:A(x:a0)1", "y:B(x:b0)", "y:B(x:b1)", "x:A(x:a2)0", "x:A(x:a2)1", "y:B(x:b2)"]
@@ -161,7 +161,7 @@ def test_first_wins_at_each_yield():
     assert result.outputs == {"out": ["(x:A(x:a0)0,A(x:a0)1)", "(y:B(x:b1))", "(x:A(x:a2)0,A(x:a2)1)"]}
 
 
-def make_loop(num_turns):
+def make_loop(num_iterations):
     """r forks into h; h -> b -> h, and b -> n outside."""
     graph = Graph("loop")
     root = make_role(graph, "r", [["p"]]).run(p=graph.placeholder("p"))
@@ -172,26 +172,26 @@ def make_loop(num_turns):
 
     def loop(path, group, inputs):
         (word,) = inputs["x"]
-        return [[("a", word)], [("c", word)]] if word.count("+") < num_turns else [[("a", word)]]
+        return [[("a", word)], [("c", word)]] if word.count("+") < num_iterations else [[("a", word)]]
 
-    def turn(path, group, inputs):
+    def iteration(path, group, inputs):
         return [[("a", "+".join([*inputs["x"], ""]))], [("a", "+".join([*inputs["x"], ""]) + "'")]]
 
-    return graph, {"r": emits("a0", "a1"), "h": turn, "b": loop, "n": passes()}
+    return graph, {"r": emits("a0", "a1"), "h": iteration, "b": loop, "n": passes()}
 
 
-def test_loop_goes_turn_after_turn():
-    graph, behave = make_loop(num_turns=2)
+def test_loop_runs_iteration_after_iteration():
+    graph, behave = make_loop(num_iterations=2)
     result = run(graph, behave)
     reads = []
     for start in ("a0", "a1"):
-        reads += [f"{start}+", f"{start}+'"]  # the body has passed both back: the next turn reads both
+        reads += [f"{start}+", f"{start}+'"]  # the body has passed both back: the next iteration reads both
         reads += [f"{start}++{start}+'+", f"{start}++{start}+'+'"]
     assert result.outputs == {"out": [f"(x:{one})" for one in reads]}
-    assert [each.num_turns for each in result.runs["h.run"]] == [0, 1, 0, 1]
+    assert [each.num_iterations for each in result.runs["h.run"]] == [0, 1, 0, 1]
 
 
-def test_join_behind_a_loop_has_one_activation_for_each_turn():
+def test_join_behind_a_loop_has_one_activation_for_each_iteration():
     graph = Graph("loop")
     header = make_role(graph, "h", [["x"], ["t"]])
     first = header.run(x=graph.placeholder("p"))
@@ -199,11 +199,11 @@ def test_join_behind_a_loop_has_one_activation_for_each_turn():
     header.run(t=body.a)
     graph.output(out=make_role(graph, "n", [["x", "y"]]).run(x=first.a, y=body.a).a)
 
-    def turn(path, group, inputs):
+    def iteration(path, group, inputs):
         (word,) = inputs.get("x") or inputs["t"]
         return [[("a", f"{word}+")]] if len(word) < 3 else []
 
-    result = run(graph, {"h": turn, "b": emits_same, "n": passes()})
+    result = run(graph, {"h": iteration, "b": emits_same, "n": passes()})
     assert result.outputs == {"out": ["(x:p+ y:p+)", "(x:p++ y:p++)"]}
 
 
@@ -242,7 +242,7 @@ def test_some_of_parallel_frames_cannot_be_predicted():
         run(graph, {"r": emits("a0", "a1"), "a": passes(), "n": passes()})
 
 
-def test_yields_are_numbered_by_what_the_call_asks_for():
+def test_yields_are_numbered_by_the_wanted_outputs():
     graph = make_diamond()
     left = make_role(graph, "l", [["x"]], whole=("x",)).run(x=graph.declarations.calls[1].sources["x"])
     graph.output(left=left.a)
@@ -257,7 +257,7 @@ def fails(path, group, inputs):
     raise NodeFails([[("a", "last words")]])
 
 
-def test_failing_node_fails_the_call_unless_somebody_can_do_without():
+def test_failing_node_fails_the_call_unless_it_is_optional():
     graph = Graph("line")
     first = make_role(graph, "a", [["x"]]).run(x=graph.placeholder("p"))
     graph.output(out=make_role(graph, "n", [["x"]]).run(x=first.a).a)
@@ -281,7 +281,7 @@ async def stream(payloads):
 
 
 async def serve(node, inputs):
-    """What an activation of a random node yields, and whether it fails."""
+    """The yields of an activation of a random node, and whether it fails."""
     yields = []
     try:
         async for one in node.forward(

@@ -27,45 +27,45 @@ def test_unknown_output_field_names_node_and_suggestion():
         _ = reply.row
 
 
-def test_source_that_is_not_a_field_is_refused():
+def test_source_that_is_not_a_field_is_rejected():
     graph, prompt, thinker = make_thinker()
     reply = thinker.generate(prompt=prompt)
     with pytest.raises(GraphError, match=r"'talker.generate', input 'rows': needs .* got NodeCall"):
         graph.role(Talker, "talker").generate(rows=reply)
 
 
-def test_source_of_another_graph_is_refused():
+def test_source_of_another_graph_is_rejected():
     _, prompt, _ = make_thinker()
     _, _, stranger = make_thinker()
     with pytest.raises(GraphError, match=r"entry.prompt belongs to graph 'g'"):
         stranger.generate(prompt=prompt)
 
 
-def test_output_of_another_graph_is_refused():
+def test_output_of_another_graph_is_rejected():
     _, prompt, thinker = make_thinker()
     with pytest.raises(GraphError, match=r"output 'text': thinker.generate.text belongs to graph 'g', not to 'other'"):
         Graph("other").output(text=thinker.generate(prompt=prompt).text)
 
 
-def test_placeholder_declared_twice_is_refused():
+def test_placeholder_declared_twice_is_rejected():
     graph, _, _ = make_thinker()
     with pytest.raises(GraphError, match="placeholder 'prompt' is declared twice"):
         graph.placeholder("prompt")
 
 
-def test_role_declared_twice_is_refused():
+def test_role_declared_twice_is_rejected():
     graph, _, _ = make_thinker()
     with pytest.raises(GraphError, match="role 'thinker' is declared twice"):
         graph.role(Thinker, "thinker")
 
 
 @pytest.mark.parametrize("name", ["", "a.b"])
-def test_role_name_with_a_dot_or_empty_is_refused(name):
+def test_role_name_with_a_dot_or_empty_is_rejected(name):
     with pytest.raises(GraphError, match="without a dot"):
         Graph("g").role(Thinker, name)
 
 
-def test_output_declared_twice_is_refused():
+def test_output_declared_twice_is_rejected():
     graph, prompt, thinker = make_thinker()
     reply = thinker.generate(prompt=prompt)
     graph.output(text=reply.text)
@@ -79,12 +79,12 @@ def test_inputs_or_must_be_groups_of_names(inputs_or):
         interface(inputs_or=inputs_or, outputs={"y": Field("text")})
 
 
-def test_interface_without_outputs_is_refused():
+def test_interface_without_outputs_is_rejected():
     with pytest.raises(GraphError, match="declares no outputs"):
         interface(inputs_or=[["x"]], outputs={})
 
 
-def test_type_of_an_input_that_does_not_exist_is_refused():
+def test_type_of_an_input_that_does_not_exist_is_rejected():
     with pytest.raises(GraphError, match="no input 'rowz'; did you mean 'rows'"):
         interface(inputs_or=[["rows"]], inputs={"rowz": Field("text")}, outputs={"y": Field("text")})
 
@@ -95,7 +95,7 @@ def test_field_name_must_be_readable_as_an_attribute(name):
         interface(inputs_or=[["x"]], outputs={name: Field("text")})
 
 
-def test_transfer_function_that_does_not_yield_is_refused():
+def test_transfer_function_that_does_not_yield_is_rejected():
     async def not_a_generator(chunks, call):
         return chunks
 
@@ -104,7 +104,7 @@ def test_transfer_function_that_does_not_yield_is_refused():
         prompt.via(not_a_generator)
 
 
-def test_second_transfer_function_on_an_edge_is_refused():
+def test_second_transfer_function_on_an_edge_is_rejected():
     async def identity(chunks, call):
         async for chunk in chunks:
             yield chunk
@@ -161,7 +161,7 @@ def test_role_has_as_many_interfaces_as_it_declares():
         ({"activate_by_count": {"x": "x"}}, r"activate_by_count\['x'\] = 'x' must be a number, or an input"),
     ],
 )
-def test_declaration_that_contradicts_itself_is_refused(arguments, complaint):
+def test_declaration_that_contradicts_itself_is_rejected(arguments, complaint):
     with pytest.raises(GraphError, match=complaint):
         interface(inputs_or=[["x", "n"]], outputs={"y": Field("text")}, **arguments)
 
@@ -185,26 +185,26 @@ def make_graph_with_output():
         (["y"], ["z"], "waits for 'z', which is not among its outputs"),
     ],
 )
-def test_graph_call_that_cannot_be_made_is_refused(outputs, until, complaint):
+def test_graph_call_that_cannot_be_made_is_rejected(outputs, until, complaint):
     with pytest.raises(GraphError, match=f"graph 'g', graph call 'call': {complaint}"):
         make_graph_with_output().graph_call("call", outputs, until=until)
 
 
-def test_graph_call_declared_twice_is_refused():
+def test_graph_call_declared_twice_is_rejected():
     graph = make_graph_with_output()
     graph.graph_call("call", ["y"])
     with pytest.raises(GraphError, match="graph call 'call': is declared twice"):
         graph.graph_call("call", ["y"])
 
 
-def test_two_different_parameters_of_one_name_are_refused():
+def test_two_different_parameters_of_one_name_are_rejected():
     graph = Graph("g")
     graph.role(Thinker, "one", parameters=[GlobalParameters("cache", list)])
     with pytest.raises(GraphError, match="two different parameters named 'cache'"):
         graph.role(Thinker, "two", parameters=[GlobalParameters("cache", dict)])
 
 
-def test_role_ref_to_a_role_of_the_same_graph_is_refused():
+def test_role_ref_to_a_role_of_the_same_graph_is_rejected():
     graph = Graph("g")
     role = graph.role(Thinker, "thinker")
     with pytest.raises(GraphError, match="role 'thinker' is its own; use it without role_ref"):

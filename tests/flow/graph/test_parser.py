@@ -27,12 +27,12 @@ def make_echo(*names):
     return graph, graph.placeholder("x"), *(graph.role(Echo, name) for name in names)
 
 
-def test_graph_without_output_is_refused():
+def test_graph_without_output_is_rejected():
     with pytest.raises(GraphError, match="graph 'g' has no output"):
         parse(Graph("g"))
 
 
-def test_input_left_open_names_node_field_and_what_could_feed_it():
+def test_unconnected_input_names_node_field_and_possible_sources():
     graph, x, a, b = make_echo("a", "b")
     a.run(x=x)
     graph.output(y=b.run().y)
@@ -79,7 +79,7 @@ def test_or_group_that_is_not_connected_is_left_out():
     assert list(group.slots) == ["text"]
 
 
-def test_or_group_that_can_never_fill_is_refused():
+def test_or_group_that_can_never_fill_is_rejected():
     graph = Graph("g")
     llm = graph.role(Either, "llm")
     graph.output(y=llm.run(text=graph.placeholder("text")).y)
@@ -150,7 +150,7 @@ def test_node_called_twice_reads_both_sources_of_a_field():
     ]
 
 
-def test_join_whose_paths_have_no_common_fork_is_refused():
+def test_join_whose_paths_have_no_common_fork_is_rejected():
     graph = Graph("g")
     x = graph.placeholder("x")
     one, two = graph.role(Fork, "one").run(x=x), graph.role(Fork, "two").run(x=x)
@@ -183,7 +183,7 @@ def test_loop_of_one_node_is_planned():
     assert parse(graph).nodes["llm.run"].loops == (0,)
 
 
-def test_loop_without_an_exit_is_refused():
+def test_loop_without_an_exit_is_rejected():
     graph, x, llm, tool, other = make_echo("llm", "tool", "other")
     llm.run(x=tool.run(x=llm.run(x=x).y).y)
     graph.output(y=other.run(x=x).y)
@@ -191,7 +191,7 @@ def test_loop_without_an_exit_is_refused():
         parse(graph)
 
 
-def test_loop_that_nothing_starts_is_refused():
+def test_loop_that_nothing_starts_is_rejected():
     graph, x, llm, tool, other = make_echo("llm", "tool", "other")
     first = llm.run()
     llm.run(x=tool.run(x=first.y).y)
@@ -200,7 +200,7 @@ def test_loop_that_nothing_starts_is_refused():
         parse(graph)
 
 
-def test_loop_that_is_entered_at_two_nodes_is_refused():
+def test_loop_that_is_entered_at_two_nodes_is_rejected():
     graph, x, llm, tool = make_echo("llm", "tool")
     first = llm.run(x=x)
     result = tool.run(x=first.y)
@@ -213,7 +213,7 @@ def test_loop_that_is_entered_at_two_nodes_is_refused():
         parse(graph)
 
 
-def test_loop_within_a_loop_is_refused():
+def test_loop_within_a_loop_is_rejected():
     graph, x, outer, inner, tool = make_echo("outer", "inner", "tool")
     first = outer.run(x=x)
     second = inner.run(x=first.y)
@@ -226,7 +226,7 @@ def test_loop_within_a_loop_is_refused():
         parse(graph)
 
 
-def test_join_whose_turn_lacks_a_field_can_never_complete():
+def test_join_whose_iteration_lacks_a_field_is_rejected():
     class Chat(Role):
         run = interface(inputs_or=[["question", "image"]], outputs={"y": Field("text"), "z": Field("text")})
 
@@ -242,7 +242,7 @@ def test_join_whose_turn_lacks_a_field_can_never_complete():
         parse(graph)
 
 
-def test_count_that_can_never_be_reached_is_refused():
+def test_count_that_can_never_be_reached_is_rejected():
     graph, x, a = make_echo("a")
     count = graph.role(make_count(x=2), "count")
     graph.output(y=count.run(x=a.run(x=x).z, n=x).y)
@@ -257,7 +257,7 @@ def test_count_of_a_stream_may_be_any():
     assert (group.root, group.counts) == (ENTRY, {"x": 2})
 
 
-def test_count_within_a_loop_is_refused():
+def test_count_within_a_loop_is_rejected():
     graph, x, llm = make_echo("llm")
     first = llm.run(x=x)
     counted = graph.role(make_count(x=2), "count").run(x=first.y, n=first.z)
@@ -267,7 +267,7 @@ def test_count_within_a_loop_is_refused():
         parse(graph)
 
 
-def test_order_that_nothing_gives_is_refused():
+def test_undefined_order_of_a_session_node_is_rejected():
     class Ordered(Role):
         run = interface(
             inputs_or=[["a"], ["b"]],
@@ -286,7 +286,7 @@ def test_order_that_nothing_gives_is_refused():
         parse(graph)
 
 
-def test_two_graphs_that_disagree_about_a_role_are_refused():
+def test_two_graphs_that_disagree_about_a_role_are_rejected():
     one, x, a = make_echo("llm")
     one.output(y=a.run(x=x).y)
     two = Graph("h")
@@ -305,14 +305,14 @@ def test_role_ref_lets_two_graphs_share_a_role():
     assert set(parse_graphs([one, two])) == {"g", "h"}
 
 
-def test_two_graphs_of_one_name_are_refused():
+def test_two_graphs_of_one_name_are_rejected():
     one, x, a = make_echo("llm")
     one.output(y=a.run(x=x).y)
     with pytest.raises(GraphError, match="two graphs are named 'g'"):
         parse_graphs([one, one])
 
 
-def test_output_field_that_nobody_reads_is_found():
+def test_output_field_without_a_reader_is_found():
     graph, x, a = make_echo("a")
     graph.output(y=a.run(x=x).y)
     assert parse(graph).findings == ("output 'z' of node 'a.run' has no reader",)
@@ -342,7 +342,7 @@ def test_declared_types_of_both_sides_must_agree(wanted, fits):
 
 
 @pytest.mark.parametrize(("yields", "fits"), [(None, True), (Field("text"), True), (Field("audio"), False)])
-def test_transfer_function_is_judged_by_what_it_says_it_yields(yields, fits):
+def test_transfer_function_is_checked_by_its_declared_type(yields, fits):
     class Typed(Role):
         run = interface(inputs_or=[["x"]], inputs={"x": Field("text")}, outputs={"y": Field("text")})
 
@@ -356,7 +356,7 @@ def test_transfer_function_is_judged_by_what_it_says_it_yields(yields, fits):
             parse(graph)
 
 
-def test_output_that_is_a_placeholder_is_refused():
+def test_output_that_is_a_placeholder_is_rejected():
     graph, x, a = make_echo("a")
     a.run(x=x)
     graph.output(y=x)
@@ -364,14 +364,14 @@ def test_output_that_is_a_placeholder_is_refused():
         parse(graph)
 
 
-def test_transfer_function_on_an_output_is_refused():
+def test_transfer_function_on_an_output_is_rejected():
     graph, x, a = make_echo("a")
     graph.output(y=a.run(x=x).y.via(convert))
     with pytest.raises(GraphError, match=r"output 'y': a.run.y has a transfer function, but no node to run it in"):
         parse(graph)
 
 
-def test_node_that_leads_nowhere_is_refused():
+def test_node_that_leads_nowhere_is_rejected():
     graph, x, a, b = make_echo("a", "b")
     b.run(x=x)
     graph.output(y=a.run(x=x).y)
@@ -379,14 +379,14 @@ def test_node_that_leads_nowhere_is_refused():
         parse(graph)
 
 
-def test_role_that_is_never_called_is_refused():
+def test_role_that_is_never_called_is_rejected():
     graph, x, a, _ = make_echo("a", "b")
     graph.output(y=a.run(x=x).y)
     with pytest.raises(GraphError, match="role 'b' is never called"):
         parse(graph)
 
 
-def test_placeholder_that_feeds_nothing_is_refused():
+def test_placeholder_that_feeds_nothing_is_rejected():
     graph, x, a = make_echo("a")
     graph.placeholder("seed")
     graph.output(y=a.run(x=x).y)

@@ -36,7 +36,7 @@ def test_field_with_two_readers_has_two_edges():
     assert {edge.target for edge in edges} == {"token2wav.decode", ENTRY}
 
 
-def test_route_knows_the_placeholders_it_needs():
+def test_route_lists_the_placeholders_it_needs():
     assert make_speech_plan().route({"text"}).placeholders == {"prompt"}
 
 

@@ -27,7 +27,7 @@ def plan():
     return make_speech_plan(to_talker=halve)
 
 
-def test_text_tells_every_field_and_what_feeds_it(plan):
+def test_text_lists_every_field_and_its_source(plan):
     assert to_text(plan) == (
         "graph speech\n"
         "  takes prompt\n"
@@ -121,7 +121,7 @@ def check_layout(svg):
         assert all(is_apart(point, each) and is_within(point, whole) for point in points for each in filled)
 
 
-def test_svg_of_a_random_graph_has_nothing_upon_something_else():
+def test_nothing_overlaps_in_the_svg_of_a_random_graph():
     for seed in range(40):
         try:
             plan = GraphParser(make_case(random.Random(seed)).graph).parse()
@@ -163,7 +163,7 @@ def test_text_marks_an_edge_that_is_per_frame(monkeypatch):
     assert "    image <- parser.parse.image (per frame)\n" in to_text(example(monkeypatch, "interleaved"))
 
 
-def test_text_tells_a_session_and_what_it_shares(monkeypatch):
+def test_text_lists_a_session_and_its_parameters(monkeypatch):
     text = to_text(example(monkeypatch, "interleaved"))
     assert "  llm.generate (session, ordered per frame of parser.parse)\n" in text
     assert "  shares cache in a session: llm\n" in text
@@ -175,12 +175,12 @@ def test_text_marks_a_loop_and_its_bound(monkeypatch):
     assert ("    on results: an iteration of loop 0\n      results <- tool.run.result (critical, loop 0)\n") in text
 
 
-def test_text_tells_for_how_many_a_node_waits(monkeypatch):
+def test_text_lists_the_counts_of_a_node(monkeypatch):
     text = to_text(example(monkeypatch, "hunyuan_image"))
     assert "    on text + vit x num_images + vae x num_images + num_images: by count, once a call\n" in text
 
 
-def test_text_tells_that_the_first_group_wins(monkeypatch):
+def test_text_marks_first_wins(monkeypatch):
     text = to_text(example(monkeypatch, "speculative"))
     assert "  judge.take (first wins)\n    on fast: once a call\n" in text
 
@@ -194,7 +194,7 @@ class Pair(Role):
 
 
 def make_pair_plan() -> StaticPlan:
-    """Two workers into a pair, whose ``a`` has two sources; nobody reads ``z`` of the second."""
+    """Two workers into a pair, whose ``a`` has two sources; ``z`` of the second has no reader."""
     graph = Graph("pair")
     x = graph.placeholder("x")
     first, second = graph.role(Worker, "first").work(x=x), graph.role(Worker, "second").work(x=x)
@@ -215,7 +215,7 @@ def test_only_the_sole_source_of_a_field_is_critical():
     assert "      a <- first.work.y\n      a <- first.work.z\n      b <- second.work.y (critical)\n" in text
 
 
-def test_text_tells_scheduling_that_is_not_the_usual_one():
+def test_text_marks_scheduling_other_than_the_default():
     assert "  first.work (least outstanding)\n" in to_text(make_pair_plan())
 
 
@@ -283,6 +283,6 @@ def test_svg_marks_joins_and_sessions(monkeypatch):
         ("prefill_decode", {"streamed", "critical", "node join"}),
     ],
 )
-def test_legend_of_an_svg_shows_what_occurs_in_it(monkeypatch, name, marks):
+def test_legend_lists_the_marks_of_the_drawing(monkeypatch, name, marks):
     legend = ET.fromstring(to_svg(example(monkeypatch, name))).find(f"{SVG}g[@class='legend']")
     assert {part.get("class") for part in legend if part.tag != f"{SVG}text"} == marks

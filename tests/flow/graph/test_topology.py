@@ -21,7 +21,7 @@ def test_dominators_of_a_join_are_those_of_its_fork():
     assert chains["last"] == [ENTRY, "fork", "join", "last"]
 
 
-def test_nothing_but_the_entry_is_above_what_is_below_a_node_that_gathers():
+def test_only_the_entry_dominates_the_nodes_below_a_gathering_node():
     assert Topology(DIAMOND, ["join"]).dominators()["last"] == [ENTRY, "join", "last"]
 
 

@@ -81,12 +81,12 @@ async def make_world(tmp_path):
 
 
 async def until(condition):
-    while not condition():  # noqa: ASYNC110 - messages are under way on sockets
+    while not condition():  # noqa: ASYNC110 - messages are in flight on sockets
         await asyncio.sleep(0.001)
 
 
 async def is_over(world):
-    """Hosts hear of a call's end after the entry."""
+    """Wait until the hosts have closed their calls, which they do after the entry."""
     await until(lambda: all(host.num_open_calls == 0 for host in world.hosts))
     assert world.runtime.statistics() == NOTHING_LEFT
     for node in world.nodes.values():
@@ -105,7 +105,7 @@ async def refuse(activation):
 
 
 @pytest.mark.parametrize("local", [(), ("thinker",), ("talker",), ("thinker", "token2wav")])
-async def test_every_output_arrives_in_order_wherever_the_roles_live(make_world, local):
+async def test_every_output_arrives_in_order_whichever_roles_are_remote(make_world, local):
     world = make_world(local=local)
     for number in range(3):
         assert await read_payloads(world.open(call_id=f"c{number}")) == {
@@ -150,7 +150,7 @@ async def test_abort_returns_after_every_activation_has_cleaned_up(make_world):
     await is_over(world)
 
 
-async def test_abort_before_anything_was_heard_of_a_host_waits_for_it_too(make_world):
+async def test_abort_before_any_report_of_a_host_waits_for_it(make_world):
     world = make_world(thinker=FunctionNode(hang))
     call = world.open()
     await call.abort()
@@ -158,7 +158,7 @@ async def test_abort_before_anything_was_heard_of_a_host_waits_for_it_too(make_w
     assert world.nodes["thinker"].events in ([], ["start", "cancelled", "clean"])
 
 
-async def test_deadline_aborts_what_runs_elsewhere(make_world):
+async def test_deadline_aborts_activations_of_other_processes(make_world):
     clock = ManualClock()
     world = make_world(clock=clock, talker=FunctionNode(hang))
     call = world.open(deadline_s=1.0)
@@ -169,7 +169,7 @@ async def test_deadline_aborts_what_runs_elsewhere(make_world):
     await is_over(world)
 
 
-async def test_failure_elsewhere_says_what_was_raised_and_where(make_world):
+async def test_failure_in_a_host_names_the_error_and_the_node(make_world):
     world = make_world(talker=FunctionNode(fail))
     with pytest.raises(RemoteError, match="KeyError: 'weights'") as raised:
         await read(world.open())
@@ -177,14 +177,14 @@ async def test_failure_elsewhere_says_what_was_raised_and_where(make_world):
     await is_over(world)
 
 
-async def test_errors_of_ours_come_back_as_they_were(make_world):
+async def test_omni_errors_keep_their_class_over_the_wire(make_world):
     world = make_world(thinker=FunctionNode(refuse))
     with pytest.raises(InvalidRequest, match="too long"):
         await read(world.open())
     await is_over(world)
 
 
-async def test_slow_consumer_elsewhere_holds_its_producer_back(make_world):
+async def test_slow_consumer_in_a_host_holds_its_producer_back(make_world):
     sent, gate = [], asyncio.Event()
 
     async def emit(activation):
@@ -192,22 +192,22 @@ async def test_slow_consumer_elsewhere_holds_its_producer_back(make_world):
             yield Emission("rows", row, last=row == 999)
             sent.append(row)
 
-    async def read_when_told(activation):
+    async def read_after_gate(activation):
         await gate.wait()
         async for emission in talk(activation):
             yield emission
 
-    world = make_world(thinker=FunctionNode(emit), talker=FunctionNode(read_when_told))
+    world = make_world(thinker=FunctionNode(emit), talker=FunctionNode(read_after_gate))
     call = world.open({"codec_ids"})
     await until(lambda: len(sent) == WINDOW - 1)
-    await asyncio.sleep(0.05)  # it could go on now
+    await asyncio.sleep(0.05)  # time to continue, if it were not held back
     assert len(sent) == WINDOW - 1
     gate.set()
     assert await read_payloads(call) == {"codec_ids": [10 * row for row in range(1000)]}
     await is_over(world)
 
 
-async def test_payload_that_cannot_travel_fails_its_call_alone(make_world):
+async def test_payload_that_cannot_be_encoded_fails_only_its_call(make_world):
     async def emit(activation):
         yield Emission("text", object() if activation.call_id == "bad" else "fine", last=True)
 
@@ -218,14 +218,14 @@ async def test_payload_that_cannot_travel_fails_its_call_alone(make_world):
     await is_over(world)
 
 
-async def test_context_that_cannot_travel_is_refused_and_leaves_nothing(make_world):
+async def test_context_that_cannot_be_encoded_is_rejected_and_leaves_nothing(make_world):
     world = make_world()
     with pytest.raises(LinkError):
         world.open(context=object())
     await is_over(world)
 
 
-async def test_message_of_a_stranger_is_dropped(make_world, tmp_path, caplog):
+async def test_invalid_message_is_dropped(make_world, tmp_path, caplog):
     world = make_world()
     context = zmq.Context()
     stranger = context.socket(zmq.PUSH)
@@ -237,7 +237,7 @@ async def test_message_of_a_stranger_is_dropped(make_world, tmp_path, caplog):
     assert await read_payloads(world.open({"text"})) == {"text": ["w0", "w1", "w2"]}
 
 
-async def test_frames_that_overtake_the_opening_of_their_call_are_kept(make_world):
+async def test_frames_that_arrive_before_their_call_is_opened_are_kept(make_world):
     world = make_world()
     host = world.hosts[1]
     frames = [Frame("call", "thinker.generate", "talker.generate", 0, "rows", 7, 0, True, 4)]
@@ -251,7 +251,7 @@ async def test_frames_that_overtake_the_opening_of_their_call_are_kept(make_worl
     assert [one.payload for one in received if isinstance(one, Frame)] == [40]
 
 
-async def test_role_that_was_lost_fails_its_calls_and_refuses_new_ones_until_it_is_back(make_world):
+async def test_lost_role_fails_its_calls_and_rejects_new_ones_until_regained(make_world):
     world = make_world(talker=FunctionNode(hang))
     needs_it, does_not = world.open({"audio"}, call_id="needs"), world.open({"text"}, call_id="does not")
     await until(lambda: world.nodes["talker"].events)
@@ -267,18 +267,18 @@ async def test_role_that_was_lost_fails_its_calls_and_refuses_new_ones_until_it_
     await is_over(world)
 
 
-async def test_host_of_an_unknown_role_is_refused(make_world):
+async def test_host_of_an_unknown_role_is_rejected(make_world):
     world = make_world()
     with pytest.raises(GraphError, match="'singer'"):
         RoleHost(make_speech_plan(), {"singer": FunctionNode(talk)}, world.link)
 
 
-async def test_address_that_is_taken_is_named(make_world, tmp_path):
+async def test_address_that_cannot_be_bound_is_named(make_world, tmp_path):
     with pytest.raises(LinkError, match="nowhere"):
         ZmqLink(f"ipc://{tmp_path}/nowhere/at/all", {})
 
 
-async def test_target_that_nobody_knows_is_named(make_world):
+async def test_target_without_an_address_is_named(make_world):
     with pytest.raises(LinkError, match=r"'b\.run'"):
         make_world().link.send(Frame("call", "a.run", "b.run", 0, "x", 7, 0, True, None))
 
@@ -299,7 +299,7 @@ async def main(directory, role):
     link = ZmqLink(f"ipc://{directory}/{role}", addresses)
     host = RoleHost(plan, {role: make_speech_nodes()[role]}, link)
     print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the parent has gone
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the parent exits
     link.close()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -347,7 +347,7 @@ async def test_killing_the_process_of_a_role_fails_only_the_calls_that_need_it(t
         link.close()
 
 
-async def test_hosts_are_told_when_there_is_no_more_work(make_world):
+async def test_hosts_are_notified_at_shutdown(make_world):
     world = make_world(local=("talker",))
     assert await read_payloads(world.open({"text"}))
     waiting = [asyncio.create_task(host.wait_stopped()) for host in world.hosts]

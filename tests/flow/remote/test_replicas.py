@@ -23,11 +23,11 @@ async def choose(policy, instances, number, outstanding=None, session=None):
     return [(await policy.choose(instances, outstanding or {}, session)).replica_id for _ in range(number)]
 
 
-async def test_round_robin_takes_turns():
+async def test_round_robin_alternates():
     assert await choose(RoundRobin(), [A, B, C], 6) == ["a", "b", "c", "a", "b", "c"]
 
 
-async def test_round_robin_goes_on_when_an_instance_leaves():
+async def test_round_robin_continues_when_a_replica_leaves():
     policy = RoundRobin()
     await choose(policy, [A, B, C], 2)
     assert Counter(await choose(policy, [A, C], 4)) == {"a": 2, "c": 2}
@@ -37,7 +37,7 @@ async def test_least_outstanding_prefers_the_idle():
     assert await choose(LeastOutstanding(), [A, B, C], 1, {"a": 2, "b": 1, "c": 3}) == ["b"]
 
 
-async def test_least_outstanding_takes_turns_among_equals():
+async def test_least_outstanding_alternates_among_equals():
     assert Counter(await choose(LeastOutstanding(), [A, B, C], 4, {"b": 5})) == {"a": 2, "c": 2}
 
 
@@ -59,7 +59,7 @@ async def test_session_moves_when_its_instance_has_left():
 async def test_processes_agree_on_a_session():
     registry = MemoryRegistry()
     one, other = (SessionLoadBalance("thinker", registry, RoundRobin()) for _ in range(2))
-    await choose(other, [A, B], 1)  # its turn differs
+    await choose(other, [A, B], 1)  # it alternates independently
     assert await choose(one, [A, B], 1, session="s") == await choose(other, [A, B], 1, session="s")
 
 
@@ -187,7 +187,7 @@ async def test_broadcast_is_served_by_all_and_what_they_yield_is_one_stream():
     assert node.outstanding == {}
 
 
-async def test_broadcast_to_nobody_is_refused():
+async def test_broadcast_without_replicas_is_rejected():
     _, runtime = await make_broadcast()
     with pytest.raises(NoInstance):
         await read_payloads(runtime.open("c", {"prompt": "x"}, {"text"}))
@@ -207,7 +207,7 @@ async def test_instance_that_fails_ends_the_broadcast_and_the_others():
     assert node.outstanding == {}
 
 
-async def test_broadcast_that_is_aborted_leaves_nobody_running():
+async def test_aborted_broadcast_leaves_no_activation():
     slow = [say(name, delay=1000) for name in "ab"]
     node, runtime = await make_broadcast(a=slow[0], b=slow[1])
     call = runtime.open("c", {"prompt": "x"}, {"text"})
@@ -217,7 +217,7 @@ async def test_broadcast_that_is_aborted_leaves_nobody_running():
     assert node.outstanding == {}
 
 
-async def test_broadcast_that_is_closed_where_it_yields_leaves_nobody_running():
+async def test_broadcast_closed_at_a_yield_leaves_no_activation():
     slow = [say(name) for name in "ab"]
     node, _ = await make_broadcast(a=slow[0], b=slow[1])
     prompt = Stream()

@@ -31,14 +31,14 @@ def test_ending_twice_is_harmless():
     assert idle == [True]
 
 
-def test_beginning_twice_is_a_bug():
+def test_starting_twice_is_an_assertion_error():
     tracker, _ = make_tracker()
     tracker.start(Activity("a.run", 1))
     with pytest.raises(AssertionError, match="started twice"):
         tracker.start(Activity("a.run", 1))
 
 
-def test_activations_of_one_node_are_told_apart():
+def test_activations_of_one_node_are_distinct():
     tracker, idle = make_tracker()
     tracker.start(Activity("a.run", 1))
     tracker.start(Activity("a.run", 2))

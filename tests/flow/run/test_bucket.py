@@ -9,7 +9,7 @@ from vllm_omni.flow.run.frame import SlotEos, Termination, Trace
 from vllm_omni.flow.run.reading import chain
 
 
-def make_bucket(fields, counts=None, depth=0, turns=()):
+def make_bucket(fields, counts=None, depth=0, loops=()):
     """fields: input field -> how many edges feed it."""
     slots, edges = {}, []
     for field, num_edges in fields.items():
@@ -20,16 +20,18 @@ def make_bucket(fields, counts=None, depth=0, turns=()):
         ]
     critical = frozenset(each[0] for each in slots.values() if len(each) == 1)
     group = GroupPlan(0, slots, "r.run", False, None, counts, critical, tuple(range(len(edges))), (), True, False)
-    return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, turns)
+    return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, loops)
 
 
-def frame(slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, turns=(), death=Termination.NONE):
-    trace = Trace(path, (), turns, death)
+def frame(
+    slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, loops=(), termination=Termination.NONE
+):
+    trace = Trace(path, (), loops, termination)
     return Frame("c", f"s{slot}.run", "j.run", slot, "", 1, seq, last, payload, reason, slot + 10, trace)
 
 
-def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, death=Termination.NONE):
-    return frame(slot, payload, path=path, reason=reason, death=death)
+def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, termination=Termination.NONE):
+    return frame(slot, payload, path=path, reason=reason, termination=termination)
 
 
 def count(slot, count, path=()):
@@ -59,13 +61,13 @@ async def test_fires_with_the_first_frames_of_streams():
     assert await payloads(bucket) == {"a": ["a0", "a1"], "b": ["b0", "b1"]}
 
 
-async def test_critical_slot_that_ends_empty_is_the_death_of_the_bucket():
+async def test_empty_critical_slot_makes_the_bucket_unreachable():
     bucket = make_bucket({"a": 1, "b": 1})
     bucket.push(frame(0))
     assert bucket.push(empty(1)) is BucketState.UNREACHABLE
 
 
-async def test_death_does_not_wait_for_the_other_slots():
+async def test_unreachable_bucket_does_not_wait_for_the_other_slots():
     bucket = make_bucket({"a": 1, "b": 1, "c": 2})
     assert bucket.push(empty(0)) is BucketState.UNREACHABLE
 
@@ -78,13 +80,13 @@ async def test_other_slot_of_a_field_stands_in_for_one_that_ends_empty():
     assert await payloads(bucket) == {"a": ["a"], "b": ["b"]}
 
 
-async def test_field_all_slots_of_which_end_empty_is_the_death_of_the_bucket():
+async def test_field_whose_slots_all_end_empty_makes_the_bucket_unreachable():
     bucket = make_bucket({"a": 2, "b": 1})
     assert bucket.push(empty(0)) is BucketState.WAITING
     assert bucket.push(empty(1)) is BucketState.UNREACHABLE
 
 
-async def test_empty_slot_counts_once_however_often_it_is_told():
+async def test_empty_slot_counts_once_despite_duplicates():
     bucket = make_bucket({"a": 2, "b": 1})
     for _ in range(3):
         assert bucket.push(empty(0)) is BucketState.WAITING
@@ -111,9 +113,9 @@ async def test_count_of_zero_ends_a_slot():
     assert bucket.set_count(count(1, 0)) is BucketState.UNREACHABLE
 
 
-async def test_turns_at_the_base_come_in_another_bucket():
-    bucket = make_bucket({"a": 1}, turns=(3,))
-    bucket.push(frame(0, "a", turns=(3,)))
+async def test_iterations_at_the_base_belong_to_another_bucket():
+    bucket = make_bucket({"a": 1}, loops=(3,))
+    bucket.push(frame(0, "a", loops=(3,)))
     assert await payloads(bucket) == {"a": ["a"]}
 
 
@@ -140,26 +142,26 @@ async def test_only_the_last_chunk_of_all_is_last():
         (EndReason.ERROR, EndReason.EMPTY, EndReason.ERROR),
     ],
 )
-async def test_worst_reason_is_told(first, second, told):
+async def test_most_severe_reason_is_reported(first, second, told):
     bucket = make_bucket({"a": 2})
     bucket.push(empty(0, first, payload="why" if first is EndReason.ERROR else None))
     bucket.push(empty(1, second, payload="why" if second is EndReason.ERROR else None))
-    reason, error, death = bucket.unreachable_reason()
-    assert (reason, death) == (told, Termination.NOT_ACTIVATED)
+    reason, error, termination = bucket.unreachable_reason()
+    assert (reason, termination) == (told, Termination.NOT_ACTIVATED)
     assert error == ("why" if told is EndReason.ERROR else None)
 
 
-async def test_turn_that_was_not_taken_is_told_as_such():
+async def test_iteration_that_was_not_started_is_reported_as_such():
     bucket = make_bucket({"a": 1})
-    bucket.push(empty(0, EndReason.UNREACHABLE, death=Termination.NO_ITERATION))
+    bucket.push(empty(0, EndReason.UNREACHABLE, termination=Termination.NO_ITERATION))
     assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NO_ITERATION)
 
 
-async def test_turn_not_taken_further_down_does_not_stand_for_the_whole():
+async def test_inner_iteration_that_was_not_started_does_not_decide_the_reason():
     bucket = make_bucket({"a": 1})
     bucket.set_count(count(0, 2))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), death=Termination.NO_ITERATION))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), death=Termination.NOT_ACTIVATED))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), termination=Termination.NO_ITERATION))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), termination=Termination.NOT_ACTIVATED))
     assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NOT_ACTIVATED)
 
 
@@ -181,7 +183,7 @@ async def test_counted_bucket_fires_at_its_thresholds():
     assert await payloads(bucket) == {"a": ["a0", "a1"], "b": ["b"]}
 
 
-async def test_counted_bucket_is_dead_below_its_threshold():
+async def test_counted_bucket_is_unreachable_below_its_threshold():
     bucket = make_bucket({"a": 1}, counts={"a": 2})
     assert bucket.push(frame(0, "a0")) is BucketState.UNREACHABLE
 
@@ -202,13 +204,13 @@ async def test_threshold_may_be_zero():
 
 
 @pytest.mark.parametrize("number", [-1, "2", None, 1.5])
-async def test_threshold_that_is_no_number_is_refused(number):
+async def test_threshold_that_is_no_number_is_rejected(number):
     bucket = make_bucket({"a": 1, "n": 1}, counts={"a": "n"})
     with pytest.raises(GraphError, match=r"input 'n' must carry a number of frames to wait for, got"):
         bucket.push(frame(1, number))
 
 
-async def test_buffered_frames_are_counted_those_ahead_of_their_turn_too():
+async def test_buffered_frames_include_early_ones():
     bucket = make_bucket({"a": 1, "b": 1})
     bucket.push(frame(0, "a"))
     bucket.push(frame(1, "later", path=(1,)))

@@ -60,7 +60,7 @@ async def fail(activation):
     yield
 
 
-# ---- what comes out ----
+# ---- outputs ----
 
 
 async def test_every_wanted_output_arrives_in_order():
@@ -86,7 +86,7 @@ async def test_text_only_call_never_starts_the_talker():
     assert nodes["thinker"].activations[0].wanted == {"text"}
 
 
-async def test_output_that_was_not_asked_for_is_not_delivered():
+async def test_unwanted_output_is_not_delivered():
     assert set(await read(open_call(make_runtime(), {"audio"}))) == {"audio"}
 
 
@@ -141,7 +141,7 @@ async def test_output_left_open_by_its_node_ends_as_empty():
     ]
 
 
-async def test_producer_that_nobody_hears_any_more_is_cancelled():
+async def test_producer_without_readers_is_cancelled():
     async def think_for_ever(activation):
         while True:
             await asyncio.sleep(0)
@@ -210,7 +210,7 @@ async def test_call_that_ended_unread_is_forgotten_by_the_runtime_and_still_read
 
 
 async def pair_up(chunks, call):
-    """Sums of two; what remains goes alone."""
+    """Sums of two; a remaining one is passed on alone."""
     held = []
     async for chunk in chunks:
         held.append(chunk.payload)
@@ -237,7 +237,7 @@ async def test_chunks_of_a_transfer_function_are_numbered_for_it():
     assert seen == [(0, False), (1, True)]
 
 
-async def test_transfer_function_knows_its_call():
+async def test_transfer_function_receives_its_call():
     infos = []
 
     async def look(chunks, call):
@@ -330,7 +330,7 @@ async def test_failure_of_one_call_leaves_the_others_alone():
     assert await read_payloads(good) == {"text": ["good"]}
 
 
-async def test_failure_is_raised_again_when_asked_again():
+async def test_failure_is_raised_at_every_read():
     call = open_call(make_runtime(thinker=FunctionNode(fail)))
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -514,7 +514,7 @@ async def test_call_leaves_no_reference_cycle_with_its_payload():
 # ---- deadlines ----
 
 
-async def test_deadline_aborts_the_call_and_names_who_still_ran():
+async def test_deadline_aborts_the_call_and_names_the_running_nodes():
     clock = ManualClock()
     nodes = make_speech_nodes(talker=FunctionNode(hang))
     runtime = GraphRuntime(make_speech_plan(), nodes, clock=clock)
@@ -557,7 +557,7 @@ async def test_deadline_runs_on_the_event_loop_by_default():
         ({"deadline_s": 0}, "deadline_s is 0, but must be greater than 0"),
     ],
 )
-async def test_malformed_call_is_refused_and_leaves_nothing(call, complaint):
+async def test_malformed_call_is_rejected_and_leaves_nothing(call, complaint):
     runtime = make_runtime()
     with pytest.raises(InvalidRequest, match=complaint):
         runtime.open("call", **{"inputs": {"prompt": "w"}, "outputs": {"text"}, **call})
@@ -580,7 +580,7 @@ async def test_every_role_needs_a_node():
         GraphRuntime(make_speech_plan(), nodes)
 
 
-async def test_node_for_an_unknown_role_is_refused():
+async def test_node_for_an_unknown_role_is_rejected():
     with pytest.raises(GraphError, match="has no role 'talkr'; did you mean 'talker'"):
         make_runtime(talkr=FunctionNode(talk))
 
@@ -596,7 +596,7 @@ async def test_link_that_fails_at_the_start_leaves_nothing():
     assert runtime.statistics() == NOTHING_LEFT
 
 
-async def test_statistics_show_what_is_held():
+async def test_statistics_count_calls_activations_and_frames():
     runtime = make_runtime(talker=FunctionNode(hang))
     call = open_call(runtime)
     await spin()
@@ -609,7 +609,7 @@ async def test_statistics_show_what_is_held():
     await call.aclose()
 
 
-async def test_closing_the_runtime_aborts_calls_and_refuses_new_ones():
+async def test_closing_the_runtime_aborts_calls_and_rejects_new_ones():
     thinker = FunctionNode(hang)
     runtime = make_runtime(thinker=thinker)
     calls = [open_call(runtime, call_id=f"c{i}") for i in range(3)]
@@ -711,7 +711,7 @@ def emit_rows(number, sent):
     return FunctionNode(forward)
 
 
-def read_when_told(gate):
+def read_after_gate(gate):
     async def forward(activation):
         await gate.wait()
         async for chunk in activation.inputs["rows"]:
@@ -722,7 +722,7 @@ def read_when_told(gate):
 
 async def test_slow_consumer_holds_its_producer_back():
     sent, gate = [], asyncio.Event()
-    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_when_told(gate))
+    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_after_gate(gate))
     call = open_call(runtime, {"codec_ids"})
     await spin(200)
     assert WINDOW - 1 <= len(sent) <= WINDOW
@@ -731,10 +731,10 @@ async def test_slow_consumer_holds_its_producer_back():
     assert await read_payloads(call) == {"codec_ids": list(range(1000))}
 
 
-async def test_user_who_does_not_read_holds_the_whole_chain_back():
+async def test_user_that_does_not_read_holds_the_whole_chain_back():
     sent, gate = [], asyncio.Event()
     gate.set()
-    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_when_told(gate))
+    runtime = make_runtime(thinker=emit_rows(1000, sent), talker=read_after_gate(gate))
     call = open_call(runtime, {"codec_ids"})
     await spin(500)
     assert runtime.statistics().num_buffered_frames <= 2 * WINDOW
@@ -745,7 +745,7 @@ async def test_user_who_does_not_read_holds_the_whole_chain_back():
 async def test_producer_that_is_held_back_can_be_aborted():
     sent, gate = [], asyncio.Event()
     thinker = emit_rows(1000, sent)
-    runtime = make_runtime(thinker=thinker, talker=read_when_told(gate))
+    runtime = make_runtime(thinker=thinker, talker=read_after_gate(gate))
     call = open_call(runtime, {"codec_ids"})
     await spin(200)
     await call.abort()
@@ -775,7 +775,7 @@ async def test_credit_survives_a_link_that_shuffles_and_repeats(seed):
     gate = asyncio.Event()
     gate.set()
     link = ShufflingLink(random.Random(seed))
-    runtime = make_runtime(thinker=emit_rows(500, []), talker=read_when_told(gate), link=link)
+    runtime = make_runtime(thinker=emit_rows(500, []), talker=read_after_gate(gate), link=link)
     assert await read_payloads(open_call(runtime, {"codec_ids"})) == {"codec_ids": list(range(500))}
     await spin()
 

@@ -1,4 +1,4 @@
-"""One controller at a time: frames are handed in, and what it sends is looked at."""
+"""One controller at a time: frames go in, and its messages are checked."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ async def test_later_frames_feed_the_same_activation():
     assert world.link.sent()[:3] == [("stream", seq, seq, seq == 2, EndReason.NONE) for seq in range(3)]
 
 
-async def test_activation_says_what_it_is():
+async def test_activation_has_its_call_node_and_id():
     world = World(copy_a)
     world.arrive("a", 0, "x", last=True)
     await spin()
@@ -115,7 +115,7 @@ async def test_node_whose_input_ends_empty_is_unreachable():
     ]
 
 
-async def test_field_that_is_not_streamed_is_last_without_being_told():
+async def test_field_that_is_not_streamed_is_last_without_the_flag():
     async def once(activation):
         yield Emission("whole", "all")
 
@@ -125,7 +125,7 @@ async def test_field_that_is_not_streamed_is_last_without_being_told():
     assert world.link.sent()[0] == ("whole", 0, "all", True, EndReason.NONE)
 
 
-async def test_field_that_nobody_wants_goes_nowhere():
+async def test_unwanted_field_is_not_sent():
     async def emit_unasked(activation):
         yield Emission("unasked", "x")
         yield Emission("unasked", "y")
@@ -250,7 +250,7 @@ async def test_activation_that_has_ended_its_outputs_is_spared_and_sees_its_inpu
     assert world.node.events == ["start", "clean"]
 
 
-async def test_activation_that_nobody_hears_is_cancelled_and_ends_its_fields():
+async def test_activation_without_readers_is_cancelled_and_ends_its_fields():
     world = World(hang)
     world.arrive("a", 0, "x")
     await spin()

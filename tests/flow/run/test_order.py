@@ -56,14 +56,14 @@ def test_nothing_below_a_path_is_known_by_its_count():
     assert order.done
 
 
-def test_turn_comes_behind_the_activation_before_it_and_is_waited_for():
+def test_iteration_follows_the_activation_before_it_and_is_awaited():
     order = PathOrder()
     assert order.push((ITERATION,), Item("second"), ()) == []
     assert names(order.push((), Item("first"), (0,))) == ["first", "second"]
     assert order.done
 
 
-def test_turn_comes_behind_all_yields_of_the_turn_before():
+def test_iteration_follows_all_yields_of_the_one_before():
     order = PathOrder()
     assert order.push((ITERATION, 0), Item("c"), ()) == []
     order.set_count((ITERATION,), 1, ())
@@ -74,7 +74,7 @@ def test_turn_comes_behind_all_yields_of_the_turn_before():
     assert order.done
 
 
-def test_turns_of_two_loops_come_one_after_the_other():
+def test_iterations_of_two_loops_follow_each_other():
     order = PathOrder()
     order.push((ITERATION + 1,), Item("b"), ())
     order.push((ITERATION,), Item("a"), ())
@@ -93,7 +93,7 @@ def test_duplicates_are_dropped(path):
     assert order.done
 
 
-def test_duplicates_of_a_turn_that_is_over_are_dropped():
+def test_duplicates_of_a_complete_iteration_are_dropped():
     order = PathOrder()
     order.push((), Item("a"), (0, 1))
     order.push((ITERATION,), Item("b"), ())
@@ -101,7 +101,7 @@ def test_duplicates_of_a_turn_that_is_over_are_dropped():
     assert names(order.push((ITERATION + 1,), Item("c"), ())) == ["c"]
 
 
-def test_items_ahead_of_their_turn_are_counted():
+def test_early_items_are_counted():
     order = PathOrder()
     order.push((1,), Item("b"), ())
     order.push((0,), Item("a", 1), ())

@@ -96,7 +96,7 @@ async def test_error_comes_after_what_was_put_and_stays():
             await anext(stream)
 
 
-async def test_second_waiting_reader_is_refused():
+async def test_second_waiting_reader_is_rejected():
     stream = Stream()
     reader = asyncio.create_task(anext(stream))
     await spin()

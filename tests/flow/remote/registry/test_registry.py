@@ -19,7 +19,7 @@ OTHER = Replica("vocoder", "a")
 async def make_registry(
     request: pytest.FixtureRequest,
 ) -> AsyncIterator[Callable[[], ServiceRegistry]]:
-    """Registries of one backend; those of Redis are of several processes, as far as they can tell."""
+    """Registries of one backend; those of Redis act as separate processes."""
     made: list[ServiceRegistry] = []
     prefix = f"{uuid.uuid4()}:"
 
@@ -35,7 +35,7 @@ async def make_registry(
         await registry.aclose()
 
 
-async def test_who_registers_is_found_by_role_and_in_order(make_registry):
+async def test_registered_replicas_are_listed_by_role_in_order(make_registry):
     registry = make_registry()
     for instance in (B, A, OTHER):
         await registry.register(instance)
@@ -43,11 +43,11 @@ async def test_who_registers_is_found_by_role_and_in_order(make_registry):
     assert await registry.replicas("vocoder") == (OTHER,)
 
 
-async def test_role_that_nobody_serves_has_no_instances(make_registry):
+async def test_role_without_replicas_is_empty(make_registry):
     assert await make_registry().replicas("llm") == ()
 
 
-async def test_who_leaves_is_gone(make_registry):
+async def test_replica_that_leaves_is_removed(make_registry):
     registry = make_registry()
     await registry.register(A)
     await registry.register(B)
@@ -63,7 +63,7 @@ async def test_registering_again_changes_the_address(make_registry):
     assert await registry.replicas("llm") == (Replica("llm", "a", "ipc://elsewhere"),)
 
 
-async def test_session_without_an_instance_belongs_to_nobody(make_registry):
+async def test_unbound_session_has_no_replica(make_registry):
     assert await make_registry().affinity("llm", "s") is None
 
 
@@ -74,7 +74,7 @@ async def test_first_to_bind_a_session_has_it(make_registry):
     assert await other.affinity("llm", "s") == "a"
 
 
-async def test_session_is_taken_over_only_from_whom_it_was_believed_to_belong_to(make_registry):
+async def test_session_is_rebound_only_from_the_expected_replica(make_registry):
     registry = make_registry()
     await registry.bind("llm", "s", "a", instead_of=None)
     assert await registry.bind("llm", "s", "b", instead_of="a") == "b"
@@ -94,7 +94,7 @@ async def test_closing_leaves_no_instance(make_registry):
     assert await other.replicas("llm") == ()
 
 
-async def test_session_that_nobody_asks_for_is_forgotten():
+async def test_session_is_forgotten_after_its_time_to_live():
     clock = ManualClock()
     registry = MemoryRegistry(clock=clock, affinity_ttl_s=10)
     await registry.bind("llm", "kept", "a", instead_of=None)
@@ -143,7 +143,7 @@ async def test_heartbeats_keep_an_instance_and_bring_an_evicted_one_back(redis_u
     await registry.aclose()
 
 
-async def test_who_has_left_does_not_come_back_by_a_heartbeat(redis_url):
+async def test_heartbeat_does_not_bring_back_a_replica_that_left(redis_url):
     prefix = f"{uuid.uuid4()}:"
     registry = RedisRegistry(redis_url, prefix=prefix, heartbeat_s=0.001)
     for _ in range(20):
