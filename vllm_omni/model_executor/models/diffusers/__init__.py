@@ -1,1 +1,1 @@
-"""Pipelines of the diffusers library, as one stage each."""
+"""Diffusers pipelines, each served as one stage."""

@@ -1,4 +1,4 @@
-"""How vLLM reads the configuration of a directory in diffusers' layout: ``config_format="diffusers"``."""
+"""``DiffusersConfigParser``: vLLM's parser for diffusers pipelines (``config_format="diffusers"``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARCHITECTURE = "DiffusersPipeline"
 
 
 class DiffusersConfigParser(ConfigParserBase):
-    """Its ``model_index.json`` becomes ``GenerationConfig.model_config``."""
+    """Reads ``model_index.json`` into ``GenerationConfig.model_config``."""
 
     def parse(
         self,

@@ -1,4 +1,4 @@
-"""Any pipeline of diffusers: one stage, from a prompt and images to an image, a video or a sound."""
+"""``DiffusersPipeline``: a diffusers pipeline as one stage, from a prompt and images to images, a video or a sound."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_omni.flow import Field, Graph, Role, interface
 from vllm_omni.model_executor.models.diffusers.hf_config import ARCHITECTURE
 from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
 
-# Which pipelines make videos, and which sounds, by the names of their classes: loading diffusers takes seconds, and the
-# front end needs it for nothing else. All others make images.
+# Class names of the pipelines for videos and for sounds; all others are for images. Names, because the front end needs
+# diffusers for nothing else, and importing it takes seconds.
 _VIDEO = re.compile(
     r"Video|^(Wan|LTX|CogVideo|SkyReels|HunyuanSkyreels|Cosmos|Mochi|Allegro|Latte|AnimateDiff|AnyFlow|Helios|EasyAnimate"
     r"|Kandinsky5[TI]2V|Kandinsky6|ConsisID|LucyEdit|ChronoEdit|SanaWM)"
@@ -25,7 +25,7 @@ _TO_IMAGE = re.compile(r"ToImage|Text2Image")
 
 
 def modality_of(class_name: str) -> str:
-    """What a pipeline of diffusers makes: "image", "video" or "audio"."""
+    """Output modality of a diffusers pipeline: "image", "video" or "audio"."""
     if _AUDIO.search(class_name):
         return "audio"
     return "video" if _VIDEO.search(class_name) and not _TO_IMAGE.search(class_name) else "image"

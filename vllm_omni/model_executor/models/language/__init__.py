@@ -1,1 +1,1 @@
-"""Language models that vLLM serves, with images or without."""
+"""Language models of vLLM, with images or without."""

@@ -1,4 +1,4 @@
-"""Any model that vLLM serves as a language model: one stage, from a prompt and its media to a text."""
+"""``LanguagePipeline``: any language model of vLLM as one stage, from a prompt and its media to a text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LanguagePipeline(Pipeline):
         prompt = self.graph.placeholder("prompt")
         reply = self.graph.role(LanguageModel, LANGUAGE).generate(prompt=prompt)
         self.graph.output(text=reply.text)
-        # Of a model that vLLM would pool, it says so itself.
+        # vLLM rejects a model that can only pool.
         self.stages = (StageSpec(LANGUAGE, architecture="", output_type="text", engine_args={"runner": "generate"}),)
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:

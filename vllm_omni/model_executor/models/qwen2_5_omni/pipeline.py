@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = ("speaker", "num_reply_tokens")
 
-# The talker was trained behind this system turn, and the model's authors promise speech behind no other.
+# The talker was trained with this system turn; the model's authors support speech with no other.
 SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
     "visual inputs, as well as generating text and speech."
 )
 
-# Rows are published for tokens that stay, in the step that computes them, and their embeddings are of ids.
+# Rows are published in the step that computes them, so tokens must be final, and inputs must be ids.
 PUBLISHER_ARGS = {"speculative_config": None, "async_scheduling": False, "enable_prompt_embeds": False}
 
 
@@ -87,8 +87,8 @@ class Qwen2_5OmniPipeline(Pipeline):
                     talker_hf_config, speaker_bos_ids=tuple(speaker.bos_token for speaker in speakers.values())
                 ),
                 engine_args={
-                    # The model always reads embeddings; positions and rows are not a function of the prompt's ids, so
-                    # neither a shared prefix nor the text model's generation defaults hold here.
+                    # The model always reads embeddings; positions and rows do not follow from the prompt's ids, so
+                    # neither a shared prefix nor the text model's generation defaults apply.
                     "enable_prompt_embeds": True,
                     "enable_prefix_caching": False,
                     "generation_config": "vllm",
@@ -121,7 +121,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         return {"speaker": speaker, "num_reply_tokens": num_reply_tokens}
 
     def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
-        # How to say it stands in the user's turn, too: the system turn is taken.
+        # Instructions are part of the user's turn, because the system turn is fixed.
         request = f"{instructions}\n\n" if instructions else ""
         return SpeechPrompt(
             before=f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n",
@@ -142,14 +142,15 @@ class Qwen2_5OmniPipeline(Pipeline):
         return graph
 
     async def thinker_to_talker(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        """The thinker's rows, by reference, as soon as there is one of its reply: those that follow come by the stream
-        that the first payload names. Without a stream, all of them, once the reply is complete.
+        """Send references to the thinker's rows as soon as the reply has one; later rows follow in the stream that the
+        first payload names. Without a stream, send all of them when the reply is complete.
 
-        A reply of fewer than two tokens yields nothing: its only token was never processed, so there is no row that the
-        talker could speak, and the answer has audio of no samples.
+        A reply of fewer than two tokens yields nothing: its only token was never processed and has no row, so the audio
+        has no samples.
 
-        A reply that was given (``num_reply_tokens``) is the end of the thinker's prompt. The one token that the thinker
-        adds stands for the end token of a reply of its own: neither is ever processed, so the rows are the same.
+        In text to speech, the given reply (``num_reply_tokens``) is the end of the thinker's prompt. The one token that
+        the thinker generates replaces the end token of a reply of its own: neither is ever processed, so the rows are
+        the same.
         """
         payloads, num_rows, num_prompt_tokens, is_streamed = [], 0, 0, False
         async for chunk in chunks:
@@ -169,12 +170,12 @@ class Qwen2_5OmniPipeline(Pipeline):
         talker, speaker = self.talker_config, call.context.options["speaker"]
         ids = [talker.tts_codec_mask_token_id] * num_prompt_tokens
         ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
-        # The speaker's token is the talker's own.
+        # The talker itself adds the row of the speaker's token.
         args = {"payloads": payloads, "num_own_tokens": 1, "speaker_index": self.speakers.index(speaker)}
         yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)
 
     async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        """Windows of the codes, each as soon as the talker has said enough; the last one ends the utterance."""
+        """Send windows of codes, each as soon as it is complete; the last one ends the utterance."""
         seed = call.context.params["token2wav"].seed
         args = {
             "speaker": call.context.options["speaker"],
@@ -186,14 +187,14 @@ class Qwen2_5OmniPipeline(Pipeline):
             if chunk.payload is None:
                 continue
             if chunk.payload.outputs[0].finish_reason == "length":
-                logger.info("request %s: its speech is cut at the talker's max_tokens", call.context.request_id)
+                logger.info("request %s: its speech is truncated at the talker's max_tokens", call.context.request_id)
             for window in cutter.push(self.codec_ids(chunk.payload)):
                 yield Chunk(_vocoder_request(window, args), seq, last=False)
                 seq += 1
         yield Chunk(_vocoder_request(cutter.finish(), args), seq, last=True)
 
     def check_prompt(self, prompt: Any) -> None:
-        """Refuse sound that is not finite, and a video whose timing the model has no positions for.
+        """Reject audio that is not finite, and videos that last longer than the model has positions.
 
         Raises:
             InvalidRequest: a sample that is NaN or infinite; frames per second that are not a positive number, or so
@@ -205,7 +206,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         tokens_per_second = self.thinker_config.position_id_per_seconds
         num_positions = 0.0
         for item in prompt.get("mm_kwargs", {}).get("video", ()):
-            if item is None:  # vLLM's processor cache has sent it before, and so it was checked then
+            if item is None:  # sent before, by vLLM's processor cache, and checked then
                 continue
             data = item.get_data()
             seconds = float(data["second_per_grid_ts"])
@@ -226,7 +227,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         return self.codec_ids(output)
 
     def codec_ids(self, output: OmniRequestOutput) -> list[int]:
-        """The codes of a talker's output; vLLM includes the token that stopped it."""
+        """Codes of a talker's output, without the stop token, which vLLM includes."""
         return [token for token in output.outputs[0].token_ids if token not in self.end_codes]
 
 

@@ -1,4 +1,4 @@
-"""The voices of a checkpoint (``spk_dict.pt``)."""
+"""Load the voices of a checkpoint (``spk_dict.pt``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from transformers.utils import cached_file
 
 
 class Speaker(NamedTuple):
-    bos_token: int  # id of the thinker's vocabulary that opens this voice's speech
+    bos_token: int  # of the thinker's vocabulary; its embedding starts the speech of this voice
     cond: torch.Tensor  # [1, enc_emb_dim] float32
     ref_mel: torch.Tensor  # [1, num_frames, mel_dim] float32
 
 
 def load_speakers(model: str, revision: str | None = None) -> dict[str, Speaker]:
-    """Voices by name, in the checkpoint's order; ``model`` is a directory or a hub name.
+    """Load voices by name, in the checkpoint's order; ``model`` is a directory or a name on the hub.
 
     Raises:
         OSError: the checkpoint has no ``spk_dict.pt``.

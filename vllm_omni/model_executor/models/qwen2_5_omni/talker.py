@@ -1,4 +1,4 @@
-"""The talker: codec tokens from the thinker's rows, on vLLM's layers with paged attention.
+"""``Qwen2_5OmniTalker``: generate codec tokens from the thinker's rows, on vLLM's layers with paged attention.
 
 Dataflow (P prompt tokens, N reply tokens; row = hidden + E(token), see ``Qwen2_5OmniThinker.finished_rows``):
 
@@ -7,9 +7,9 @@ Dataflow (P prompt tokens, N reply tokens; row = hidden + E(token), see ``Qwen2_
                                   + codec(pad)      + codec(bos)
     decode step t  codec(code_t) + tail[min(t, len(tail) - 1)],   tail = [rows[P+1:], E(text end), E(text pad)]
 
-The ids of the prompt are real, so penalties count them as the reference does; what the model reads are the embeddings.
+The prompt has real ids, so that penalties count them as the reference does; the model reads only the embeddings.
 
-From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate`` with the talker's prefill as it was meant (codec
+From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate`` with the talker's intended prefill (codec
 embeddings added and M-RoPE positions used at any batch size; docs/parity.md).
 """
 
@@ -38,10 +38,10 @@ THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
 
 
 def talker_hf_config(config: PreTrainedConfig, speaker_bos_ids: Sequence[int]) -> PreTrainedConfig:
-    """``hf_overrides`` of the talker stage: the checkpoint's talker section, in the terms that vLLM's layers read.
+    """``hf_overrides`` of the talker stage: the checkpoint's talker section, with the fields that vLLM's layers read.
 
     Args:
-        speaker_bos_ids: the voices' begin tokens, in the order by which requests name a voice (``speaker_index``).
+        speaker_bos_ids: start token of each voice; requests name a voice by its index (``speaker_index``).
     """
     if config.model_type != "qwen2_5_omni":  # vLLM also passes a dummy, to ask whether the model type changes
         return config
@@ -54,7 +54,7 @@ def talker_hf_config(config: PreTrainedConfig, speaker_bos_ids: Sequence[int]) -
 
 
 class TalkerDecoderLayer(LlamaDecoderLayer):
-    """vLLM's layer that takes ``head_dim`` from the config: hidden_size is not heads * head_dim (896, 12 * 128)."""
+    """vLLM's layer that reads ``head_dim`` from the config: hidden_size is not heads * head_dim (896, 12 * 128)."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        # Rows of the thinker's embedding that the talker reads: text end, text pad, then the speakers' begin tokens.
+        # Rows of the thinker's embedding that the talker reads: text end, text pad, then the speakers' start tokens.
         self.text_ids = [config.tts_text_end_token_id, config.tts_text_pad_token_id, *config.speaker_bos_ids]
         self.register_buffer("text_rows", torch.zeros(len(self.text_ids), config.embedding_size), persistent=False)
         self.has_text_rows = False
@@ -121,14 +121,14 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
         if logits is not None:
-            # The begin token starts the prompt and is never an answer (transformers: suppress_tokens).
+            # The start token belongs to the prompt and is never sampled (transformers: suppress_tokens).
             logits[:, self.config.tts_codec_start_token_id] = float("-inf")
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = AutoWeightsLoader(self).load_weights(self._take_text_rows(weights), mapper=self.hf_to_vllm_mapper)
         if not self.has_text_rows:
-            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING}, of which the talker reads some rows")
+            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING}, some rows of which the talker reads")
         check_all_loaded(self, loaded)
         return loaded
 
@@ -141,31 +141,31 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
                 yield name, tensor
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: object) -> tuple[torch.Tensor, int]:
-        # Only vLLM's own warm-up asks; requests take theirs from the thinker (init_mrope_positions).
+        # Called only by vLLM's warm-up; positions of requests come from the thinker (init_mrope_positions).
         return torch.arange(len(input_tokens)).expand(3, -1), 0
 
     # -- hooks of a stage model ---------------------------------------------------------------------------------------
 
     def load_request(self, info: RequestInfo, payloads: Sequence[dict[str, Any]]) -> None:
-        """Take the positions and the rows that are there: all of the thinker's prompt's, and perhaps of the reply."""
+        """Store positions, and the rows that are ready: all of the thinker's prompt, maybe some of the reply."""
         device, dtype = self.text_rows.device, self.text_rows.dtype
         if payloads[0]["first_row"] != 0:
-            raise ValueError(f"rows begin at {payloads[0]['first_row']}: the thinker did not compute its prompt")
+            raise ValueError(f"rows start at {payloads[0]['first_row']}: the thinker did not compute its prompt")
         num_thinker_tokens = info.num_prompt_tokens - 2
         rows = torch.cat([payload["rows"] for payload in payloads if "rows" in payload]).to(device, dtype)
         if len(rows) < num_thinker_tokens:
             raise ValueError(f"{len(rows)} rows came with the request, its prompt has {num_thinker_tokens}")
         speaker_row = self.text_rows[2 + info.args["speaker_index"]].unsqueeze(0)
-        # The last row, that of the reply's first token, is filled in when it comes.
+        # The last row, of the reply's first token, is set when it arrives.
         info.state["prompt"] = torch.cat([rows[:num_thinker_tokens], speaker_row, torch.zeros_like(speaker_row)])
         info.state["tail"], info.state["has_reply"] = [], False
-        # Of the thinker's whole prompt, whose end is a reply where that was given.
+        # Positions of the thinker's whole prompt, which ends with the reply in text to speech.
         positions = payloads[0]["positions"].to(torch.int64)
         info.state["positions"] = positions[:, :num_thinker_tokens].clone()
         self.extend_request(info, rows[num_thinker_tokens:], last=False)
 
     def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
-        """Rows of the reply: the first belongs to the prompt, the others to the tail, which the text's end closes."""
+        """Append rows of the reply: the first completes the prompt, the others form the tail, then text end and pad."""
         if rows is not None and len(rows):
             rows = rows.to(self.text_rows.device, self.text_rows.dtype)
             if not info.state["has_reply"]:
@@ -177,27 +177,27 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
             info.state["tail"] += self.text_rows[:2].unbind()
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
-        """The thinker's positions for its prompt; the two tokens after it go on from there as text does."""
+        """Positions of the thinker's prompt, and of two text tokens after it."""
         positions = info.state.pop("positions")
         following = positions[:, -1].max() + 1 + torch.arange(2)
         positions = torch.cat([positions, following.expand(3, -1)], dim=1)
         return positions, int(positions.max()) + 1 - info.num_prompt_tokens
 
     def preprocess(self, step: Sequence[StepRequest], input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
-        """Prompt positions read the thinker's rows (the last two add a codec embedding); decode steps add the tail."""
+        """Put the thinker's rows at prompt positions (the last two add a codec embedding); add the tail to decodes."""
         rows, indices = [], []
         for info, start, num_tokens, offset in step:
             tail_start = start + num_tokens - info.num_prompt_tokens
             if start < info.num_prompt_tokens:
                 prompt = info.state["prompt"][start : start + num_tokens]
                 num_thinker = min(max(info.num_prompt_tokens - 2 - start, 0), len(prompt))
-                # Rows of the thinker's prompt replace the embedding of the mask token; the rest is added to it.
+                # Rows of the thinker's prompt replace the embedding of the mask token; the others are added to theirs.
                 inputs_embeds[offset : offset + num_thinker] = 0
                 inputs_embeds[offset : offset + len(prompt)] += prompt
                 num_decode, first = max(tail_start, 0), offset + len(prompt)
             else:
                 num_decode, first = num_tokens, offset
-            # More than one decode position in a step: a preempted request computes its codes again.
+            # A preempted request computes several of its codes again in one step.
             for k in range(num_decode):
                 tail = info.state["tail"]
                 t = first + k - offset + start - info.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""The thinker is vLLM's model; two things are added: positions of a video with its audio, and rows for the talker."""
+"""``Qwen2_5OmniThinker``: vLLM's thinker, with corrected positions of a video with audio, and rows for the talker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from vllm_omni.model_executor.stage_model import check_all_loaded
 
 
 def max_video_positions(text_config: PreTrainedConfig) -> int:
-    """How far a prompt's videos may reach in time, in positions.
+    """Most positions in time that the videos of a prompt may take.
 
-    vLLM's rotary table has four times ``max_position_embeddings`` rows; one part is for the rest of the sequence.
+    vLLM's rotary table has four times ``max_position_embeddings`` rows; a quarter is for the rest of the sequence.
     """
     return 3 * int(text_config.max_position_embeddings)
 
 
 class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
-    """Upstream's, but for audio of another rate than the model's."""
+    """Upstream's, with another resampler for audio."""
 
     def get_data_parser(self) -> Any:
         parser = super().get_data_parser()
@@ -44,7 +44,7 @@ class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
 class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
-    """vLLM's thinker which publishes what the talker consumes."""
+    """vLLM's thinker, which also publishes rows for the talker."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(weights)
@@ -52,7 +52,7 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         return loaded
 
     def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden state + token embedding per token, none at media positions. [num_tokens, hidden_size].
+        """Hidden state plus token embedding of each token, without the embedding at media positions.
 
         From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate``, step 2, where the embeddings of audio,
         image and video positions are set to zero before they are added to the last hidden state.
@@ -67,8 +67,8 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         return hidden_states + embeddings.masked_fill(is_media.unsqueeze(-1), 0)
 
     def iter_mm_features(self, mm_features: list[Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        # Upstream's, with a bound: positions beyond the rotary table would end the engine. The pipeline refuses such a
-        # video with a reason (``check_prompt``); this is for one that came another way.
+        # Upstream's, with a bound: positions beyond the rotary table would crash the engine. The pipeline rejects such
+        # videos with a reason (``check_prompt``); the bound is for requests that did not pass it.
         most = max_video_positions(self.config.text_config)
         for offset, modality, data in super().iter_mm_features(mm_features):
             if modality == "video" and not 0 < data["t_factor"] * data["grid_t"] <= most:
@@ -76,9 +76,9 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
             yield offset, modality, data
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-        # Upstream starts a video with its audio at the placeholder's first token, which is the audio's begin marker:
-        # all that follows is one position early, and the pairs of begin and end markers do not share positions as they
-        # do in the model that was trained (transformers' get_rope_index). Everything else is upstream's.
+        # Upstream starts a video with audio at the placeholder's first token, which is the audio's start marker. All
+        # that follows is one position early, and the pairs of start and end markers do not share positions, as they do
+        # in training (transformers' get_rope_index). Other prompts are upstream's.
         if not any(data.get("use_audio_in_video") for _, _, data in self.iter_mm_features(mm_features)):
             return super().get_mrope_input_positions(input_tokens, mm_features)
         return self._positions_with_audio_in_video(input_tokens, mm_features)
@@ -86,12 +86,12 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
     def _positions_with_audio_in_video(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """transformers' ``get_rope_index`` for prompts in which a video carries its audio."""
+        """Compute transformers' ``get_rope_index`` for prompts with a video and its audio."""
         parts: list[np.ndarray] = []  # each int64 [3, n]
 
         def next_position() -> int:
-            # After the last token, not after the largest position: a video may reach further than the audio it is
-            # interleaved with, and the reference goes on from whichever of the two came last.
+            # After the last token, not after the largest position: a video may last longer than the audio with which it
+            # is interleaved, and the reference continues from the one that came last.
             return int(parts[-1][:, -1].max()) + 1 if parts else 0
 
         def text(num_tokens: int) -> None:

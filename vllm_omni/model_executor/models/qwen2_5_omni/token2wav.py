@@ -1,4 +1,4 @@
-"""The vocoder: transformers' DiT and BigVGAN over windows of codes, batched across requests."""
+"""``Qwen2_5OmniToken2Wav``: the vocoder, transformers' DiT and BigVGAN on windows of codes, batched across requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 
 WEIGHT_PREFIX = "token2wav."
 
-# Of transformers' Qwen2_5OmniToken2WavDiTModel.sample.
+# Constants of transformers' Qwen2_5OmniToken2WavDiTModel.sample.
 NUM_TIME_POINTS = 10
 GUIDANCE_SCALE = 0.5
 SWAY_COEFFICIENT = -1.0
 
-WAVE_CONTEXT = 28  # mel frames on either side that BigVGAN hears: its receptive field is 27
-NO_BLOCK = 1 << 20  # block of the frames that fill a batch: too far away for any other block to attend to
+WAVE_CONTEXT = 28  # mel frames on either side that BigVGAN reads: its receptive field is 27
+NO_BLOCK = 1 << 20  # block of padding frames: too far away for any other block to attend to
 
 
 def token2wav_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -41,31 +41,31 @@ def token2wav_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Decode:
-    """One window to decode. Places are mel frames of the utterance, of which ``repeats`` (2) make a code."""
+    """One window to decode. Positions are mel frames of the utterance, ``repeats`` (2) per code."""
 
     codes: Tensor  # int64 [num_codes]
-    start: int  # of its first frame
-    keep: range  # whose sound is wanted
+    start: int  # its first frame
+    keep: range  # frames whose sound is returned
     num_frames: int
     num_blocks: int  # of the DiT's attention
     speaker: str
     seed: int
 
     @property
-    def heard(self) -> range:
-        """Frames that BigVGAN needs for the sound of ``keep``."""
+    def context(self) -> range:
+        """Frames that BigVGAN reads for the sound of ``keep``."""
         end = self.start + self.num_frames
         return range(max(self.keep.start - WAVE_CONTEXT, self.start), min(self.keep.stop + WAVE_CONTEXT, end))
 
-    def cut_heard(self, mel: Tensor) -> Tensor:
-        """[mel_dim, num_frames] -> [mel_dim, len(heard)]"""
-        return mel[:, self.heard.start - self.start : self.heard.stop - self.start]
+    def cut_context(self, mel: Tensor) -> Tensor:
+        """Cut the context out of a window's mel: [mel_dim, num_frames] -> [mel_dim, len(context)]."""
+        return mel[:, self.context.start - self.start : self.context.stop - self.start]
 
-    def draw_noise(self, mel_dim: int) -> Tensor:
-        """[num_frames, mel_dim]: its part of the utterance's noise.
+    def make_noise(self, mel_dim: int) -> Tensor:
+        """Make the window's part of the utterance's noise, [num_frames, mel_dim].
 
-        Drawn on the CPU, where the first numbers of a generator are the same however many are drawn (in blocks of 16,
-        of which a frame has a whole number): windows that overlap then have the same noise where they do.
+        On the CPU, where the first numbers of a generator do not depend on their count (in blocks of 16, which divide a
+        frame): overlapping windows then have the same noise where they overlap.
         """
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.start + self.num_frames, mel_dim, generator=generator)[self.start :]
@@ -96,12 +96,12 @@ class Qwen2_5OmniToken2Wav(GenerationModel):
         return {WEIGHT_PREFIX + name for name in state}
 
     def read(self, args: Mapping[str, Any]) -> Decode:
-        """One window.
+        """Check one request and convert it into a window.
 
         Args:
             args: ``codec_ids`` (list[int], without the end token), ``start`` and ``keep`` (in codes, see ``Window``),
-                ``speaker`` (name), ``seed`` (int: the noise is what ``torch.manual_seed(seed)`` before a decode of the
-                whole utterance gives, on the CPU, whatever the device).
+                ``speaker`` (name), ``seed`` (int: the noise is that of ``torch.manual_seed(seed)`` before decoding the
+                whole utterance on the CPU, for any device).
 
         Raises:
             ValueError: a code outside the codebook, or more codes than the DiT has positions.
@@ -128,7 +128,8 @@ class Qwen2_5OmniToken2Wav(GenerationModel):
     def generate(self, batch: Sequence[Decode]) -> list[dict[str, Tensor]]:
         """Decode windows.
 
-        Those with as many attention blocks share a run of the DiT; those with as many frames, one of BigVGAN.
+        Windows with the same number of attention blocks share a run of the DiT; with the same number of frames, a run
+        of BigVGAN.
 
         Returns:
             For each, ``audio``: float32 [num_samples], 480 samples per kept code; empty for no codes.
@@ -137,29 +138,29 @@ class Qwen2_5OmniToken2Wav(GenerationModel):
         decoded = [index for index in range(len(batch)) if index not in audio]
         for same_blocks in _group(decoded, lambda index: batch[index].num_blocks):
             mels = dict(zip(same_blocks, self._decode_mel([batch[index] for index in same_blocks]), strict=True))
-            for same_frames in _group(same_blocks, lambda index: len(batch[index].heard)):
-                heard = [batch[index].cut_heard(mels[index]) for index in same_frames]
-                waves = self.token2wav.code2wav_bigvgan_model(torch.stack(heard)).reshape(len(heard), -1)
-                frame = waves.shape[1] // heard[0].shape[1]  # samples of one
+            for same_frames in _group(same_blocks, lambda index: len(batch[index].context)):
+                context = [batch[index].cut_context(mels[index]) for index in same_frames]
+                waves = self.token2wav.code2wav_bigvgan_model(torch.stack(context)).reshape(len(context), -1)
+                frame = waves.shape[1] // context[0].shape[1]  # samples per frame
                 for index, wave in zip(same_frames, waves, strict=True):
                     one = batch[index]
-                    first = (one.keep.start - one.heard.start) * frame
+                    first = (one.keep.start - one.context.start) * frame
                     audio[index] = wave[first : first + len(one.keep) * frame].float()
         return [{"audio": audio[index]} for index in range(len(batch))]
 
     def _decode_mel(self, batch: Sequence[Decode]) -> list[Tensor]:
-        """The mel spectrogram of each window, [mel_dim, num_frames]. All have as many blocks.
+        """Compute the mel spectrogram of each window, [mel_dim, num_frames]. All have the same number of blocks.
 
-        What ``Qwen2_5OmniToken2WavDiTModel.sample`` does, on the same modules, but that rows may be shorter than the
-        batch and are masked, each has its own voice and noise, and what the 36 evaluations have in common (the voice's
-        encoding above all) is computed once.
+        As ``Qwen2_5OmniToken2WavDiTModel.sample``, on the same modules, with three differences: shorter rows are
+        masked, each row has its own voice and noise, and what the 36 evaluations share (mainly the voice's encoding) is
+        computed once.
         """
         dit = self.token2wav.code2wav_dit_model
         device = next(dit.parameters()).device
         num_frames = max(one.num_frames for one in batch)
-        noise = pad_sequence([one.draw_noise(dit.mel_dim) for one in batch], batch_first=True).to(device)
+        noise = pad_sequence([one.make_noise(dit.mel_dim) for one in batch], batch_first=True).to(device)
         codes = pad_sequence([one.codes for one in batch], batch_first=True).to(device)
-        # Rows that are guided, then as many that are not: no codes (0), no voice, no sample of it.
+        # Rows with guidance, then the same rows without: no codes (0), no voice, no reference sample.
         codes = dit.text_embed(torch.cat([codes, torch.zeros_like(codes)]))
         voice = torch.cat([self.speakers[one.speaker].cond for one in batch]).to(device)
         voice = torch.cat([voice, torch.zeros_like(voice)])
@@ -182,7 +183,7 @@ class Qwen2_5OmniToken2Wav(GenerationModel):
         return [mel[: one.num_frames].T for one, mel in zip(batch, mels, strict=True)]
 
     def _sample_encodings(self, speaker: str) -> Tensor:
-        """The encoding of a voice's sample, and that of silence as long; [2, 1, enc_dim]. Computed once for a voice."""
+        """Encodings of a voice's sample and of silence, [2, 1, enc_dim], computed once for each voice."""
         if speaker not in self._encodings:
             encoder = self.token2wav.code2wav_dit_model.input_embed.spk_encoder
             sample = self.speakers[speaker].ref_mel.to(next(encoder.parameters()).device)

@@ -1,14 +1,13 @@
-"""Cuts a growing sequence of codes into the overlapping windows that the vocoder decodes.
+"""``WindowCutter``: cut a growing sequence of codes into the overlapping windows that the vocoder decodes.
 
-A chunk of codes becomes sound with some codes before it (``past``) and after it (``future``) for context:
+A chunk of codes is decoded with some codes before it (``past``) and after it (``future``) as context:
 
     codes    ......[ past | chunk | future ]......
     sound            --     kept     --
 
-The first chunk is small, so that the first sound is early; each one after it is twice as long as the one before, up to
-``size``. What is cut depends on the codes alone and not on when they came: streamed or not, a request has the same
-windows and therefore the same sound. docs/vocoder.md has what the sizes cost and how far the sound is from that of a
-decode of the whole utterance.
+The first chunk is small, so that the first sound is early; each following one is twice as long as the one before, up to
+``size``. Windows depend on the codes only, not on their arrival, so that a request sounds the same streamed or not.
+docs/vocoder.md says what the sizes cost and how far the sound is from that of decoding the whole utterance.
 
 From: vLLM-Omni (paper), section 3.4 (chunks that stream from stage to stage); the windows are this project's.
 """
@@ -24,7 +23,7 @@ from vllm_omni.errors import ConfigError
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """Lengths in codes, of which 50 make a second. A size of 0 decodes whole utterances, as transformers does.
+    """Lengths in codes, 50 per second. A size of 0 decodes whole utterances, as transformers does.
 
     Raises:
         ConfigError: the first chunk is empty, or longer than the others.
@@ -42,16 +41,16 @@ class WindowSizes:
 
 class Window(NamedTuple):
     codec_ids: list[int]  # context included
-    start: int  # place of the first of them in the utterance
+    start: int  # position of the first one in the utterance
     keep: tuple[int, int]  # first code and end, in the utterance, of the chunk whose sound is kept
 
 
 class WindowCutter:
-    """Windows of one utterance, as soon as its codes allow.
+    """Cuts one utterance; each window is returned as soon as its codes are there.
 
     Args:
-        block: windows start at multiples of it: the vocoder's attention works in blocks of so many codes, and a block
-            must have the same members in every window.
+        block: size of the blocks of the vocoder's attention, in codes. Windows start at multiples of it, so that a
+            block has the same members in every window.
     """
 
     def __init__(self, sizes: WindowSizes, block: int) -> None:
@@ -62,7 +61,7 @@ class WindowCutter:
         self._chunk = sizes.first
 
     def push(self, codec_ids: Sequence[int]) -> Iterator[Window]:
-        """Take codes in; windows that are complete now."""
+        """Append codes; return the windows that are now complete."""
         self._codec_ids += codec_ids
         sizes = self._sizes
         while sizes.size and self._num_kept + self._chunk + sizes.future <= len(self._codec_ids):
@@ -70,7 +69,7 @@ class WindowCutter:
             self._chunk = min(2 * self._chunk, sizes.size)
 
     def finish(self) -> Window:
-        """The window with the rest of the utterance, which may have no codes."""
+        """Return the window with the rest of the utterance, which may have no codes."""
         return self._cut(len(self._codec_ids))
 
     def _cut(self, end: int) -> Window:
