@@ -48,7 +48,7 @@ def test_misspelt_variable_names_the_nearest():
         envs.reject_unknown({"VLLM_OMNI_RUNTIMEDIR": "/tmp"})
 
 
-def test_other_projects_variables_are_left_alone():
+def test_variables_of_other_projects_are_ignored():
     envs.reject_unknown({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_OMNI_RUNTIME_DIR": "/tmp", "OMNI": "1"})
 
 
@@ -57,7 +57,7 @@ def test_undeclared_attribute_names_the_nearest():
         _ = envs.VLLM_OMNI_STAGE_READY_TIMEOUT
 
 
-def test_every_variable_says_what_it_means():
+def test_every_variable_has_a_meaning():
     for name, variable in envs.VARIABLES.items():
         assert name.startswith(envs.PREFIX)
         assert variable.meaning

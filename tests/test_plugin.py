@@ -1,4 +1,4 @@
-"""The plugin adds to vLLM and replaces nothing; in Pythons of their own, where vLLM is as it was."""
+"""Registering the plugin adds to vLLM and replaces nothing; in processes of their own, with an unchanged vLLM."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ def run(code: str) -> str:
 
 
 def test_nothing_of_vllm_is_replaced() -> None:
-    """Neither by ``register``, which a second call does not change, nor by importing what a server imports."""
+    """Neither ``register``, twice, nor importing all packages of a server replaces a definition."""
     output = run("""
         import importlib, inspect, pkgutil, sys, types
 
@@ -67,8 +67,8 @@ def test_nothing_of_vllm_is_replaced() -> None:
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
-    """What a process that vLLM forked for another engine says, and then the log of the one that registers."""
+def output() -> list[str]:
+    """Output of a process that vLLM forked for another engine, then the log of the process that registers."""
     return run("""
         import logging, multiprocessing, os, threading
         os.environ['VLLM_LOGGING_STREAM'] = 'ext://sys.stdout'
@@ -97,13 +97,13 @@ def said() -> list[str]:
     """).splitlines()
 
 
-def test_plain_engine_process_is_not_touched(said: list[str]) -> None:
-    """No thread of ours, no handler in its log."""
-    place = said.index("['MainThread']")
-    assert said[place + 1] == "[]"
+def test_a_process_of_another_engine_is_unaffected(output: list[str]) -> None:
+    """It has no thread and no log handler of ours."""
+    place = output.index("['MainThread']")
+    assert output[place + 1] == "[]"
 
 
-def test_our_log_follows_vllms(said: list[str]) -> None:
-    (line,) = [line for line in said if "shown" in line or "stage" in line]
+def test_our_log_follows_that_of_vllm(output: list[str]) -> None:
+    (line,) = [line for line in output if "shown" in line or "stage" in line]
     assert "INFO" in line
     assert line.endswith("stage thinker: starting")

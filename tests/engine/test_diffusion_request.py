@@ -1,4 +1,4 @@
-"""What a user gives to a diffusion stage, and what of it reaches the scheduler and the runner."""
+"""Requests to a diffusion stage, as the user gives them and as the scheduler and the runner receive them."""
 
 import io
 from typing import Any
@@ -52,7 +52,7 @@ def test_an_image_whose_pixels_are_not_colours_is_converted() -> None:
         assert (arrived.mode, arrived.size) == ("RGB", (7, 5))
 
 
-def test_images_of_another_size_make_another_shape() -> None:
+def test_images_of_another_size_give_another_shape() -> None:
     images = {height: np.zeros((height, 4, 3), np.uint8) for height in (4, 8)}
     shapes = {
         shape_of(DiffusionRequest.from_args(sent({"prompt": prompt, "multi_modal_data": {"image": images[height]}})))
@@ -61,7 +61,7 @@ def test_images_of_another_size_make_another_shape() -> None:
     assert len(shapes) == 2
 
 
-def test_a_negative_prompt_may_stand_beside_the_prompt() -> None:
+def test_a_prompt_may_contain_a_negative_prompt() -> None:
     prompt = {"prompt": "a cat", "negative_prompt": "grey"}
     assert read_request(prompt, DiffusionParams()).params.negative_prompt == "grey"
     assert read_request(prompt, DiffusionParams(negative_prompt="blue")).params.negative_prompt == "blue"
@@ -84,6 +84,6 @@ def test_a_negative_prompt_may_stand_beside_the_prompt() -> None:
         ("a", {"cache_threshold": 0.1}, "this deployment has no cache"),
     ],
 )
-def test_what_cannot_be_read_is_refused(prompt: Any, params: dict[str, Any], said: str) -> None:
+def test_unreadable_prompts_are_rejected(prompt: Any, params: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         sent(prompt, **params)

@@ -15,20 +15,20 @@ def make_timeline(task: Task, *marks: tuple[Mark, float]) -> Timeline:
 
 
 def parts_of(arrived_at: float, ended_at: float, *timelines: Timeline) -> dict[str, float]:
-    """Those that are not 0, in the order of the paper."""
+    """The parts that are not 0, in the order of the paper."""
     parts = break_down(arrived_at, ended_at, timelines)
     assert tuple(parts) == PARTS
     assert sum(parts.values()) == pytest.approx(max(0.0, ended_at - arrived_at))
     return {str(name): pytest.approx(seconds) for name, seconds in parts.items() if seconds > 1e-9}
 
 
-def test_a_text_on_one_engine_is_prefill_and_decode():
+def test_a_text_on_one_engine_has_prefill_and_decode():
     timeline = make_timeline(Task.WHOLE, (Mark.QUEUED, 1), (Mark.SCHEDULED, 3), (Mark.TOKEN, 4), (Mark.ENDED, 9))
-    # From 0 to 1 the prompt is read; from 9 to 10 the last token goes to its reader.
+    # From 0 to 1 the prompt is rendered; from 9 to 10 the last token travels to its reader.
     assert parts_of(0, 10, timeline) == {"prefill_queueing": 3, "prefill_execution": 1, "decode_execution": 6}
 
 
-def test_an_image_encoded_beside_the_language_model_is_waited_for_and_then_queues_for_its_prefill():
+def test_an_image_encoded_beside_the_language_model_then_queues_for_its_prefill():
     timeline = make_timeline(
         Task.WHOLE,
         (Mark.QUEUED, 0),
@@ -46,13 +46,13 @@ def test_an_image_encoded_beside_the_language_model_is_waited_for_and_then_queue
     }
 
 
-def test_an_encode_in_front_of_its_prefill_is_taken_out_of_it():
+def test_an_encode_within_a_prefill_is_subtracted_from_it():
     timeline = make_timeline(
         Task.WHOLE,
         (Mark.QUEUED, 0),
         (Mark.SCHEDULED, 2),
         (Mark.TOKEN, 9),
-        (Mark.ENCODE_BEGAN, 3),  # in no order
+        (Mark.ENCODE_BEGAN, 3),  # marks may come unsorted
         (Mark.ENCODE_ENDED, 6),
     )
     assert parts_of(0, 9, timeline) == {"encode_queueing": 2, "encode_execution": 3, "prefill_execution": 4}
@@ -83,7 +83,7 @@ def test_three_instances_have_all_eight_parts():
     assert parts_of(0, 20, encode, prefill, decode) == {
         "encode_queueing": 2,
         "encode_execution": 2,
-        "ep_migration": 1.5,  # put and on its way from 4 to 5, pulled from 5.5 to 6
+        "ep_migration": 1.5,  # published from 4 to 5, pulled from 5.5 to 6
         "prefill_queueing": 1.5,
         "prefill_execution": 2,
         "pd_migration": 1.5,
@@ -92,8 +92,8 @@ def test_three_instances_have_all_eight_parts():
     }
 
 
-def test_a_prefill_that_is_done_again_queues_again():
-    lost = make_timeline(Task.PREFILL, (Mark.QUEUED, 1), (Mark.ENDED, 4))  # its engine died: nothing was heard of it
+def test_a_repeated_prefill_queues_again():
+    lost = make_timeline(Task.PREFILL, (Mark.QUEUED, 1), (Mark.ENDED, 4))  # its engine died and reported nothing
     again = make_timeline(Task.PREFILL, (Mark.QUEUED, 5), (Mark.SCHEDULED, 6), (Mark.TOKEN, 7), (Mark.ENDED, 7))
     decode = make_timeline(Task.DECODE, (Mark.QUEUED, 8), (Mark.SCHEDULED, 8), (Mark.TOKEN, 9))
     assert parts_of(0, 10, lost, again, decode) == {
@@ -135,12 +135,12 @@ def test_a_decode_that_is_preempted_queues_as_a_decode():
     assert parts_of(0, 9, timeline) == {"prefill_execution": 1, "decode_queueing": 4, "decode_execution": 4}
 
 
-def test_of_a_request_that_nothing_is_known_of_all_is_queueing():
+def test_a_request_without_timelines_is_all_queueing():
     assert parts_of(2, 5) == {"prefill_queueing": 3}
     assert parts_of(5, 2) == {}
 
 
-def test_answers_of_one_request_overlap_and_work_goes_before_waiting():
+def test_execution_counts_before_queueing_where_answers_overlap():
     one = make_timeline(Task.WHOLE, (Mark.QUEUED, 0), (Mark.SCHEDULED, 1), (Mark.TOKEN, 2), (Mark.ENDED, 5))
     other = make_timeline(Task.WHOLE, (Mark.QUEUED, 0), (Mark.SCHEDULED, 4), (Mark.TOKEN, 6), (Mark.ENDED, 8))
     assert parts_of(0, 8, one, other) == {"prefill_queueing": 1, "prefill_execution": 3, "decode_execution": 4}
@@ -152,7 +152,7 @@ timelines = st.lists(st.builds(Timeline, st.sampled_from(Task), st.lists(marks, 
 
 
 @given(times, times, timelines)
-def test_parts_sum_to_the_whole_whatever_the_marks_say(arrived_at, ended_at, lines):
+def test_parts_sum_to_the_latency_for_any_marks(arrived_at, ended_at, lines):
     parts = break_down(arrived_at, ended_at, lines)
     assert tuple(parts) == PARTS
     assert all(seconds >= 0 for seconds in parts.values())
@@ -160,7 +160,7 @@ def test_parts_sum_to_the_whole_whatever_the_marks_say(arrived_at, ended_at, lin
 
 
 @given(st.lists(times, min_size=4, max_size=4, unique=True))
-def test_a_stage_that_a_request_did_not_have_is_nothing(at):
+def test_parts_that_a_request_did_not_have_are_zero(at):
     begin, *middle, end = sorted(at)
     timeline = Timeline(Task.WHOLE, [*zip((Mark.QUEUED, Mark.SCHEDULED, Mark.TOKEN), (begin, *middle), strict=True)])
     parts = break_down(begin, end, [timeline])
@@ -171,12 +171,12 @@ def test_a_stage_that_a_request_did_not_have_is_nothing(at):
     assert not any(parts[part] for part in ("encode_queueing", "encode_execution", "ep_migration", "pd_migration"))
 
 
-def test_a_timeline_survives_its_way_to_the_front_end():
+def test_a_timeline_is_unpacked_as_it_was_packed():
     timeline = make_timeline(Task.DECODE, (Mark.QUEUED, 1.5), (Mark.PULL_BEGAN, 2.25))
     assert Timeline.unpack(timeline.pack()) == timeline
 
 
-def test_the_task_is_what_its_transfer_params_say():
+def test_the_task_follows_from_the_transfer_parameters():
     assert task_of(None) is Task.WHOLE
     assert task_of({"ec_transfer_params": {"encode_only": True}}) is Task.ENCODE
     assert task_of({"ec_transfer_params": {"images": {}}}) is Task.WHOLE
@@ -185,7 +185,7 @@ def test_the_task_is_what_its_transfer_params_say():
     assert task_of({"kv_transfer_params": "nonsense", "ec_transfer_params": 3}) is Task.WHOLE
 
 
-def test_tokens_of_a_prefill_task_are_not_the_users():
+def test_tokens_of_a_prefill_task_are_not_counted():
     notes = TaskNotes({"a": make_timeline(Task.PREFILL, (Mark.QUEUED, 0))}, [(0, 1, 1.0)])
     times = StageTimes(0, 0)
     times.add(Task.PREFILL, 0, 1, notes)

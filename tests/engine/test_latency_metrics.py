@@ -1,4 +1,4 @@
-"""What a request's notes become: its answer's fields, and lines of /metrics."""
+"""A request's notes as fields of its answer and as lines of /metrics."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SLOS = {"thinker": Slo(ttft_ms=1000, tpot_ms=100)}
 
 
 def make_context() -> RequestContext:
-    """Answered after 0.5 s, with gaps of 0.05 s."""
+    """A request whose first token came after 0.5 s, with gaps of 0.05 s."""
     context = RequestContext("a", {"thinker": SamplingParams()}, {}, arrived_at=100.0)
     timeline = Timeline(Task.WHOLE, [(Mark.QUEUED, 100.1), (Mark.SCHEDULED, 100.2), (Mark.TOKEN, 100.5)])
     token_times = [(0, 1, 100.5 + 0.05 * number) for number in range(11)]
@@ -27,7 +27,7 @@ def make_context() -> RequestContext:
 
 
 def values(metrics: LatencyMetrics) -> dict[str, float]:
-    """Of the thinker; those that are not 0, without buckets."""
+    """The thinker's values that are not 0, without buckets."""
     return {
         "/".join([sample.name.removeprefix("vllm_omni:"), *filter(None, [sample.labels.get("part")])]): sample.value
         for metric in metrics.collect()
@@ -41,11 +41,11 @@ def make_latency(context: RequestContext) -> tuple[RequestLatency, LatencyMetric
     return RequestLatency(context, "thinker", SLOS, metrics), metrics
 
 
-def test_an_answer_says_where_its_time_went_in_every_stage() -> None:
+def test_an_answer_has_its_latency_by_part_and_stage() -> None:
     latency, metrics = make_latency(make_context())
     parts, reports = latency.end()
-    assert sum(parts["thinker"].values()) == pytest.approx(1.0)  # from its arrival
-    assert sum(parts["talker"].values()) == pytest.approx(2.4)  # from what it was sent first
+    assert sum(parts["thinker"].values()) == pytest.approx(1.0)  # from the arrival
+    assert sum(parts["talker"].values()) == pytest.approx(2.4)  # from its first task
     assert parts["thinker"]["prefill_queueing"] == pytest.approx(0.2)
     assert reports["thinker"].is_met_strictly and reports["thinker"].ttft_s == pytest.approx(0.5)
     found = values(metrics)
@@ -65,7 +65,7 @@ def test_an_answer_says_where_its_time_went_in_every_stage() -> None:
         ({"arrived_at": 99.0, "late": 5}, {"requests", "missed_ttft", "missed_tpot"}),
     ],
 )
-def test_who_meets_its_slo_is_counted(change: dict[str, Any], counted: set[str]) -> None:
+def test_requests_that_meet_their_slo_are_counted(change: dict[str, Any], counted: set[str]) -> None:
     context = make_context()
     context.arrived_at = change.get("arrived_at", 100.0)
     times = context.stage_times["thinker"].token_times
@@ -76,7 +76,7 @@ def test_who_meets_its_slo_is_counted(change: dict[str, Any], counted: set[str])
     assert {name for name in values(metrics) if name.startswith("slo_")} == {f"slo_{one}_total" for one in counted}
 
 
-def test_the_log_has_a_line_of_what_came_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_log_line_covers_the_requests_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
     latency, metrics = make_latency(make_context())
     with caplog.at_level("INFO", "vllm_omni.engine.latency_metrics"):
         metrics.log()
@@ -92,14 +92,14 @@ def test_the_log_has_a_line_of_what_came_since_the_last(caplog: pytest.LogCaptur
         assert len(caplog.messages) == 3
 
 
-def test_a_request_that_failed_has_met_nothing() -> None:
+def test_a_failed_request_misses_its_slo() -> None:
     latency, metrics = make_latency(RequestContext("a", {}, {}))
     latency.fail(StageFailed("thinker", "died"))
     assert values(metrics) == {"slo_requests_total": 1, "slo_missed_ttft_total": 1, "slo_failed_total": 1}
 
 
 @pytest.mark.parametrize("exc", [CallAborted("by its owner"), InvalidRequest("no prompt")])
-def test_a_request_that_ended_by_its_own_fault_is_not_counted(exc: Exception) -> None:
+def test_aborted_and_invalid_requests_are_not_counted(exc: Exception) -> None:
     latency, metrics = make_latency(make_context())
     latency.fail(exc)
     assert values(metrics) == {}

@@ -18,7 +18,7 @@ def metrics() -> StageMetrics:
 
 
 def read(metrics: StageMetrics) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-    """What a scraper reads: sample -> labels -> value; a name that comes twice, or labels that do, are an error."""
+    """Read as a scraper does: sample -> labels -> value; repeated names or labels are an error."""
     registry = CollectorRegistry()
     registry.register(metrics)
     samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
@@ -39,7 +39,7 @@ def add_running(metrics: StageMetrics, server: str, stage: str, value: float) ->
     Gauge("vllm:num_requests_running", "Running.", ["engine"], registry=registry).labels("0").set(value)
 
 
-def test_each_stage_has_its_own_value_and_no_other_engine_wipes_it(metrics: StageMetrics) -> None:
+def test_each_stage_has_its_own_value_which_other_engines_keep(metrics: StageMetrics) -> None:
     add_running(metrics, "/a", "thinker", 1)
     add_running(metrics, "/a", "talker", 2)
     unregister_vllm_metrics()
@@ -49,7 +49,7 @@ def test_each_stage_has_its_own_value_and_no_other_engine_wipes_it(metrics: Stag
     }
 
 
-def test_servers_of_one_process_are_told_apart_and_leave_one_by_one(metrics: StageMetrics) -> None:
+def test_servers_of_one_process_are_labelled_and_removed_separately(metrics: StageMetrics) -> None:
     def collect() -> list[Metric]:
         return [GaugeMetricFamily("vllm_omni:num_open_calls", "Open.", 3)]
 
@@ -65,7 +65,7 @@ def test_servers_of_one_process_are_told_apart_and_leave_one_by_one(metrics: Sta
     assert read(metrics) == {}
 
 
-def test_a_label_of_the_same_name_is_kept_under_another(metrics: StageMetrics) -> None:
+def test_a_label_of_the_same_name_is_renamed(metrics: StageMetrics) -> None:
     registry = metrics.add_stage(ServerTether(Path("/a"), "thinker"))
     Counter("vllm:fetches", "Fetches.", ["stage"], registry=registry).labels("waiting").inc()
     (labels,) = read(metrics)["vllm:fetches_total"]

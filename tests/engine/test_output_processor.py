@@ -172,7 +172,7 @@ def test_a_slow_reader_gets_the_latest_preview() -> None:
     assert (media["step"], tuple(media["preview"].shape), int(media["preview"].max())) == (2, (2, 2, 3), 2)
 
 
-def test_a_request_that_ended_in_an_error_has_its_reason() -> None:
+def test_a_failed_request_has_its_reason() -> None:
     processor = make_processor("image")
     collector = add_request(processor)
     output = make_output([])
@@ -184,12 +184,12 @@ def test_a_request_that_ended_in_an_error_has_its_reason() -> None:
     assert got.multimodal_output == {"error": "no memory", "invalid": False}
 
 
-def test_an_unknown_output_type_is_refused() -> None:
+def test_an_unknown_output_type_is_rejected() -> None:
     with pytest.raises(KeyError):
         make_processor("smell")
 
 
-def test_a_timeline_is_kept_for_who_runs_the_request_and_not_for_the_user() -> None:
+def test_a_timeline_is_noted_and_hidden_from_the_user() -> None:
     processor = make_processor("text")
     collector = add_request(processor)
     first, last = make_output([1]), make_output([2], finished=True)

@@ -1,4 +1,4 @@
-"""Prompts with media take turns to be read; those without do not wait."""
+"""A bounded number of prompts with media is read at a time; prompts without media do not wait."""
 
 import asyncio
 import threading
@@ -20,22 +20,22 @@ CHAT_OF_TEXT = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]
 
 
 class Renderer:
-    """Reads as long as the test wants."""
+    """A renderer that reads until the test releases it."""
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(renderer_num_workers=1)
         self._executor = ThreadPoolExecutor(1)
-        self.go_on = asyncio.Event()
-        self.begun: list[Any] = []
+        self.released = asyncio.Event()
+        self.started: list[Any] = []
         self.num_at_once = 0
         self.most_at_once = 0
 
     async def render_cmpl_async(self, prompts: list[Any]) -> list[dict[str, Any]]:
-        self.begun += prompts
+        self.started += prompts
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         try:
-            await self.go_on.wait()
+            await self.released.wait()
         finally:
             self.num_at_once -= 1
         return [{"type": "token", "arrival_time": time.time()} for _ in prompts]
@@ -57,19 +57,19 @@ def bind(max_reading: int, max_waiting: int, observed: list[float] | None = None
     return renderer, processor
 
 
-async def test_so_many_are_read_at_a_time_in_the_order_of_their_arrival() -> None:
+async def test_a_bounded_number_is_read_at_a_time_in_order_of_arrival() -> None:
     renderer, processor = bind(2, 10)
     prompts = [{**IMAGE, "prompt": str(number)} for number in range(5)]
     tasks = [asyncio.ensure_future(renderer.render_cmpl_async([one])) for one in prompts]
     await settle()
     assert (processor.num_reading, processor.num_waiting) == (2, 3)
-    renderer.go_on.set()
+    renderer.released.set()
     await asyncio.gather(*tasks)
-    assert renderer.begun == prompts and renderer.most_at_once == 2
+    assert renderer.started == prompts and renderer.most_at_once == 2
     assert (processor.num_reading, processor.num_waiting) == (0, 0)
 
 
-async def test_a_text_is_read_at_once_whatever_waits() -> None:
+async def test_a_text_is_read_at_once() -> None:
     renderer, processor = bind(1, 10)
     images = [asyncio.ensure_future(renderer.render_chat_async([CHAT])) for _ in range(3)]
     await settle()
@@ -78,27 +78,27 @@ async def test_a_text_is_read_at_once_whatever_waits() -> None:
         asyncio.ensure_future(renderer.render_chat_async([CHAT_OF_TEXT])),
     ]
     await settle()
-    assert renderer.begun == [CHAT, TEXT, CHAT_OF_TEXT]
-    renderer.go_on.set()
+    assert renderer.started == [CHAT, TEXT, CHAT_OF_TEXT]
+    renderer.released.set()
     await asyncio.gather(*images, *texts)
     assert processor.num_waiting == 0
 
 
-async def test_one_more_than_may_wait_is_refused_and_can_be_tried_again() -> None:
+async def test_a_prompt_beyond_the_limit_is_rejected_and_can_be_tried_again() -> None:
     renderer, processor = bind(1, 1)
     held = [asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(2)]
     await settle()
-    with pytest.raises(Overloaded, match="1 prompts with media wait to be read") as refused:
+    with pytest.raises(Overloaded, match="1 prompts with media wait to be read") as rejected:
         await renderer.render_cmpl_async([IMAGE])
     with pytest.raises(Overloaded):  # not the prompt's fault
-        rejection(refused.value)
-    renderer.go_on.set()
+        rejection(rejected.value)
+    renderer.released.set()
     await asyncio.gather(*held)
     await renderer.render_cmpl_async([IMAGE])
     assert processor.num_reading == 0
 
 
-async def test_who_is_aborted_leaves_whether_it_waits_or_is_read() -> None:
+async def test_an_aborted_prompt_frees_its_slot() -> None:
     renderer, processor = bind(1, 10)
     read, waits, last = (asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(3))
     await settle()
@@ -107,26 +107,26 @@ async def test_who_is_aborted_leaves_whether_it_waits_or_is_read() -> None:
     assert (processor.num_reading, processor.num_waiting) == (1, 1)
     read.cancel()
     await settle()
-    assert len(renderer.begun) == 2  # the turn goes on to the last
-    renderer.go_on.set()
+    assert len(renderer.started) == 2  # the slot passes to the last
+    renderer.released.set()
     await last
     assert (processor.num_reading, processor.num_waiting) == (0, 0)
 
 
-async def test_a_prompt_has_arrived_when_it_came_and_not_when_it_had_its_turn() -> None:
+async def test_the_arrival_time_includes_the_wait() -> None:
     observed: list[float] = []
     renderer, _ = bind(1, 10, observed)
     before = time.time()
     tasks = [asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(2)]
     await settle()
     after = time.time()
-    renderer.go_on.set()
+    renderer.released.set()
     for (prompt,) in await asyncio.gather(*tasks):
         assert before <= prompt["arrival_time"] <= after
     assert len(observed) == 2
 
 
-def test_what_has_media() -> None:
+def test_prompts_with_media_are_recognized() -> None:
     assert has_media(IMAGE) and not has_media(TEXT) and not has_media("a text") and not has_media([1, 2])
     assert is_chat_with_media(CHAT) and not is_chat_with_media(CHAT_OF_TEXT)
     assert is_chat_with_media([{"role": "user", "content": [{"type": "input_audio"}]}])

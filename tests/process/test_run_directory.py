@@ -10,7 +10,7 @@ from vllm_omni.process.proc import SHM
 from vllm_omni.process.run_directory import RunDirectory
 
 
-def test_children_inherit_the_directory_and_the_parent_does_not_keep_it(
+def test_children_inherit_the_directory_and_the_parent_does_not(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/before")
@@ -23,7 +23,7 @@ def test_children_inherit_the_directory_and_the_parent_does_not_keep_it(
     assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
-def test_remove_takes_the_memory_that_workers_share_and_no_other(directory: RunDirectory) -> None:
+def test_remove_frees_the_memory_that_workers_share_and_no_other(directory: RunDirectory) -> None:
     rendezvous = f"vllm_dist_{uuid.uuid4().hex}"
     mine = SHM / f"{rendezvous}-tp:0-[0-1]-cpushm_0"
     other = SHM / f"vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0"

@@ -1,4 +1,4 @@
-"""When a stage is started again; that it is, with real engines: tests/e2e/test_lifecycle.py."""
+"""When a stage is restarted. Restarts of real engines: tests/e2e/test_lifecycle.py."""
 
 from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget
 
@@ -10,7 +10,7 @@ class Clock:
         return self.now
 
 
-def test_delays_double_up_to_a_limit_and_end() -> None:
+def test_delays_double_up_to_a_limit() -> None:
     budget = RestartBudget(8, window_s=1000.0, clock=Clock())
     delays = [budget.next_delay_s() for _ in range(9)]
     assert delays[:4] == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, 8 * FIRST_DELAY_S]
@@ -18,7 +18,7 @@ def test_delays_double_up_to_a_limit_and_end() -> None:
     assert delays[8] is None
 
 
-def test_an_attempt_is_forgotten_after_the_window() -> None:
+def test_an_attempt_does_not_count_after_the_window() -> None:
     clock = Clock()
     budget = RestartBudget(2, window_s=10.0, clock=clock)
     assert budget.next_delay_s() == FIRST_DELAY_S
@@ -31,5 +31,5 @@ def test_an_attempt_is_forgotten_after_the_window() -> None:
     assert budget.next_delay_s() == FIRST_DELAY_S
 
 
-def test_no_restarts_is_none_at_all() -> None:
+def test_a_budget_of_zero_allows_no_restart() -> None:
     assert RestartBudget(0, window_s=10.0, clock=Clock()).next_delay_s() is None

@@ -28,21 +28,21 @@ def test_a_tether_keeps_the_users_values_and_binds_no_copy_in_the_server(directo
 
 def test_stage_ends_when_the_directory_is_removed(directory: RunDirectory) -> None:
     process = start_stage(ServerTether(directory.path, "talker"))
-    directory.remove()  # before the child looks for it, or after: it ends
+    directory.remove()  # the child ends whether it looks for it before or after
     process.join(TIMEOUT_S)
     assert process.exitcode == 1
 
 
 def test_stage_lives_as_long_as_the_directory(directory: RunDirectory) -> None:
     process = start_stage(ServerTether(directory.path, "talker"))
-    wait_for(lambda: any(directory.path.glob("talker.*.process")))  # it is bound
+    wait_for(lambda: any(directory.path.glob("talker.*.process")))  # it is tethered
     assert process.is_alive()
     directory.remove()
     process.join(TIMEOUT_S)
     assert process.exitcode == 1
 
 
-# A server that has a stage, and a child of the user's that outlives it and holds all the server's files open.
+# A server with a stage, and with a child of the user that outlives it and holds all its files open.
 SERVER = """
 import os, time
 from tests.process.programs import start_stage
@@ -84,7 +84,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_process_that_belongs_to_no_stage_is_left_alone() -> None:
+def test_a_process_of_no_stage_is_unaffected() -> None:
     threads = threading.active_count()
     enter_stage_process()
     assert threading.active_count() == threads

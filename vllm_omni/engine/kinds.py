@@ -1,6 +1,6 @@
 """``EngineKind``: what differs between autoregressive, generation and diffusion stages in the engine.
 
-A further kind of engine is one more class here, beside its name in ``config.ENGINE_TYPES``.
+A further kind of engine is one more class here, beside its name in ``config.model.EngineType``.
 """
 
 from __future__ import annotations

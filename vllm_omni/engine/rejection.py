@@ -1,14 +1,17 @@
-"""One error for prompts that vLLM cannot read: its own errors there have no common class."""
+"""Errors of single requests: prompts that vLLM cannot read, and failures that an engine reports in an output."""
 
 import binascii
 
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 
 def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
     """Make the error for a request whose text or media caused ``exc``; raise it from ``exc``.
+
+    vLLM's own errors there have no common class.
 
     Errors that are not the request's fault (a missing package, no memory, a dead stage) are raised unchanged.
 
@@ -23,3 +26,20 @@ def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
     if cause is not None and str(cause) and str(cause) not in said:
         said = f"{said}: {cause}"
     return InvalidRequest(f"stage {stage!r}: {said}" if stage else said)
+
+
+def raise_reported(output: OmniRequestOutput, stage: str) -> None:
+    """Raise the error that an engine reports in an output, if it does.
+
+    Raises:
+        InvalidRequest: it is the request's fault.
+        StageFailed: it is not.
+    """
+    for report in (output.multimodal_output, output.ec_transfer_params or {}):
+        if (error := report.get("error")) is None:
+            continue
+        if report.get("invalid"):
+            raise InvalidRequest(f"stage {stage!r}: {error}")
+        raise StageFailed(stage, error)
+    if any(completion.finish_reason == "error" for completion in output.outputs):
+        raise StageFailed(stage, "its engine gave the request up (finish_reason 'error')")

@@ -30,7 +30,7 @@ from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
 from vllm_omni.engine.kinds import KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
-from vllm_omni.engine.rejection import rejection
+from vllm_omni.engine.rejection import raise_reported, rejection
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
@@ -348,7 +348,7 @@ class StageEngine(StageNode):
             async with aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
-                    self._raise_error(output)
+                    raise_reported(output, self.name)
                     if output.finished:
                         self._note_task(request_id, params, context, sent_at)
                         is_noted = True
@@ -399,14 +399,3 @@ class StageEngine(StageNode):
             await self.ask(self.llm.is_paused(), ABORT_TIMEOUT_S)
         except StageFailed as exc:  # the engine is dead, which also ends requests, or its step takes longer
             logger.debug("abort not acknowledged: %s", exc)
-
-    def _raise_error(self, output: OmniRequestOutput) -> None:
-        """Raise the error that an engine reports in an output."""
-        for report in (output.multimodal_output, output.ec_transfer_params or {}):
-            if (error := report.get("error")) is None:
-                continue
-            if report.get("invalid"):
-                raise InvalidRequest(f"stage {self.name!r}: {error}")
-            raise StageFailed(self.name, error)
-        if any(completion.finish_reason == "error" for completion in output.outputs):
-            raise StageFailed(self.name, "its engine gave the request up (finish_reason 'error')")
