@@ -1,6 +1,6 @@
-"""An agent: the thinker calls tools, several at once if it likes, reads what they said, and thinks again.
+"""An agent: the thinker calls tools, possibly several at once, reads their results, and thinks again.
 
-A turn begins when every tool that was called has answered. It ends when the thinker calls none, at the latest after
+An iteration starts when every called tool has answered. The loop ends when the thinker calls none, at the latest after
 `max_iterations`.
 """
 
@@ -29,13 +29,13 @@ graph.output(answer=thought.answer)
 
 
 class ThinkerNode:
-    """Looks up each word, then each first letter of what it found, and then says what it knows."""
+    """Calls a tool for each word, then for each result, and then answers."""
 
     async def forward(self, activation):
         (name,) = activation.inputs
         texts = [chunk.payload async for chunk in activation.inputs[name]]
         words = texts[0].split() if activation.iteration == 0 else texts
-        yield Emission("answer", f"turn {activation.iteration}: {' '.join(words)}")
+        yield Emission("answer", f"round {activation.iteration}: {' '.join(words)}")
         if activation.iteration < 2:
             for word in words:
                 yield Emission("calls", word)

@@ -1,7 +1,7 @@
-"""HunyuanImage-3: one image from text and any number of images, none of which may be missing when diffusion starts.
+"""HunyuanImage-3: one image from text and any number of images; diffusion starts when all are encoded.
 
-How many there are is known at run time only, so `diffusion` counts: the parser says for how many it has to wait, for a
-request without an image 0.
+The number of images is known at run time only, so `diffusion` counts them: the parser emits the number to wait for,
+0 for a request without an image.
 """
 
 from standins import FunctionNode, show

@@ -1,8 +1,8 @@
 """Text and images in, text and an image out: the graph of the Omni-Flow paper's Fig. 3.
 
-`parser` yields one part of the message at a time. Text goes over the embedding, an image over both encoders, whose
-results meet; the LLM takes the parts in the order in which they were written, whichever is encoded first, keeps them in
-the cache that the session shares, and replies behind the last one.
+`parser` yields one part of the message at a time. Text passes the embedding, an image both encoders, whose results are
+joined. The LLM reads the parts in the order in which they were written, whichever is encoded first, keeps them in
+the cache that the session shares, and replies after the last one.
 """
 
 from standins import FunctionNode, show
@@ -57,7 +57,7 @@ class ParserNode:
 
 
 class LLMNode:
-    """Replies to what ends with a question mark, by naming all that it has read."""
+    """Replies to a part that ends with a question mark, with the parts it has read."""
 
     async def forward(self, activation):
         cache = activation.parameters["cache"]

@@ -1,6 +1,6 @@
-"""LongCat-Next: one LLM whose states three heads turn into text, image tokens and audio tokens, each at its own speed.
+"""LongCat-Next: one LLM with three heads for text, image tokens and audio tokens, each at its own speed.
 
-Every step of the LLM is an activation of each head. The heads do not wait for one another, and each output comes in the
+Every step of the LLM is an activation of each head. The heads do not wait for one another, and each output is in the
 order of the steps.
 """
 

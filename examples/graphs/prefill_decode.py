@@ -1,4 +1,4 @@
-"""Prefill and decode by two engines: decode starts with the first token and the name of the KV cache, and streams on.
+"""Prefill and decode by two engines: decode starts with the first token and the KV cache handle, and streams the rest.
 
 Both parts of the join come from one activation of `prefill`; the tokens of both engines are one output.
 """
@@ -30,7 +30,7 @@ class PrefillNode:
 
 
 class DecodeNode:
-    """Says the prompt again, word by word."""
+    """Repeats the prompt, one word at a time."""
 
     async def forward(self, activation):
         async for first_token in activation.inputs["first_token"]:

@@ -1,4 +1,4 @@
-"""Qwen-Omni: text and speech at once; every stage reads the stream of the one before while it is being made."""
+"""Qwen-Omni: text and speech at once; every stage reads the stream of the previous one while it is produced."""
 
 from standins import StreamNode, show
 

@@ -1,4 +1,4 @@
-"""First of two: a small and a large model answer, the judge takes what is there first, the other one is cancelled."""
+"""First of two: a small and a large model answer; the judge takes the first answer, the other model is cancelled."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ graph.output(text=answer.text)
 
 
 class SlowNode:
-    """Would take an hour."""
+    """Takes an hour, unless it is cancelled."""
 
     def __init__(self):
         self.state = "idle"

@@ -1,4 +1,4 @@
-"""What the examples use in place of models: nodes that answer with the names of what they read."""
+"""Stand-ins for the models of the examples: nodes that answer with the names of their inputs."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +8,7 @@ from vllm_omni.flow import Activation, Emission, Graph, GraphParser, GraphRuntim
 
 
 class FunctionNode:
-    """One result of everything that comes, ``delay`` turns of the event loop later.
+    """One result of all inputs, ``delay`` iterations of the event loop later.
 
     Args:
         function: payloads of all inputs, one after the other -> payload of ``field``.
@@ -25,7 +25,7 @@ class FunctionNode:
 
 
 class StreamNode(FunctionNode):
-    """As ``FunctionNode``, but the function returns the pieces of a stream, which take ``delay`` turns each."""
+    """As ``FunctionNode``, but the function returns the pieces of a stream, each ``delay`` iterations apart."""
 
     async def forward(self, activation: Activation):
         payloads = [chunk.payload for name in activation.inputs async for chunk in activation.inputs[name]]

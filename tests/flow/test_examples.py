@@ -44,7 +44,7 @@ CASES = {
     "agent": [
         (
             {"question": "who knows"},
-            {"answer": ["turn 0: who knows", "turn 1: [who] [knows]", "turn 2: [[who]] [[knows]]"]},
+            {"answer": ["round 0: who knows", "round 1: [who] [knows]", "round 2: [[who]] [[knows]]"]},
         )
     ],
     "speculative": [({"prompt": "hello"}, {"text": ["small says hello"]})],
