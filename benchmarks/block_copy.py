@@ -1,4 +1,4 @@
-"""What copies of scattered pages cost: the library of csrc beside torch, in one run.
+"""Cost of copying scattered pages: the library of csrc beside torch, in one run.
 
     make native && python -m benchmarks.block_copy [--rounds 15] [--threads 1 2] [--quick]
 

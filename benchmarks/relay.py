@@ -1,4 +1,4 @@
-"""What it costs to hand a tensor to another process: this project's relay beside memcpy and other ways, in one run.
+"""What it costs to pass a tensor to another process: this project's relay beside memcpy and other ways, in one run.
 
     python -m benchmarks.relay [--rounds 20] [--seconds 10] [--sizes 4096 1048576] [--same-core] [--quick]
 
@@ -7,8 +7,8 @@ Baseline: *memcpy*, *shared_memory* and *torch* below, on the same tensors in th
 Two processes, spawned: this one produces, the other consumes. A transfer is one message (a msgspec struct with the
 reference to the tensor) and its answer. The ways:
 
-* memcpy: one copy between two warm tensors of the producer, no message: the ceiling of whatever copies once.
-* empty: the message and its answer, nothing else: the floor of whatever does not copy.
+* memcpy: one copy between two warm tensors of the producer, no message: the upper bound of all ways that copy once.
+* empty: the message and its answer, nothing else: the lower bound of all ways.
 * zero copy: a buffer of the relay (``empty``, ``put``), read where it lies (``get``, ``release``); the producer, which
   would compute into the buffer, leaves it as it is.
 * one copy: ``put`` copies into the relay's slab, ``get`` is a view.
@@ -16,7 +16,7 @@ reference to the tensor) and its answer. The ways:
 * shared_memory: ``multiprocessing.shared_memory`` for each message: create, copy, close; attach, view, close, unlink.
   The pages are faulted in by the producer's copy, and once more when the consumer reads them, which is not counted.
 * torch: ``torch.multiprocessing`` with its strategy file_descriptor, the tensor pickled as its queues do. Each
-  message is another tensor, as each is in a server; the making of it is not counted.
+  message is another tensor, as each is in a server; making it is not counted.
 * tcp, nixl, mooncake: ``put`` and ``get`` of those relays; the consumer gets a copy. One that cannot be loaded here is
   left out, with the reason on stderr and in the JSON (``left_out``).
 
@@ -27,16 +27,16 @@ Regimes:
 * link: over ``ZmqLink``, both ends on asyncio's event loop: the control plane of a graph. Only *empty*, *zero copy* and
   *one copy*: what the relay adds to the round trip that a frame makes anyhow.
 * messages: frames through ``ZmqLink`` from a live sender, no faster than its reader grants credit, decoded and
-  dispatched to a bound receiver; with a payload of one reference, made anew for each, or without; one in each turn of
-  the sender's loop, or 64, which is what a step of a batch makes. A message counts if it was dispatched before the
-  sender stopped; the backlog is what was under way at that moment.
+  dispatched to a bound receiver; with a payload of one new reference, or without; one in each iteration of
+  the sender's loop, or 64, as a step of a batch produces. A message counts if it was dispatched before the
+  sender stopped; the backlog is what was in flight at that moment.
 * the paper's Table 1: its two edges, as [992, 3584] bfloat16 and 545 codes, beside its figures (one node, H800).
 
-A transfer is timed thrice: *round trip* from before ``put`` until the answer is there; *to the view* until the consumer
-has its tensor (the clock is the same in both processes), one wake-up included; *calls* is ``put`` and ``get`` alone.
-Rounds are interleaved: all ways of one size follow each other in batches, each behind a few transfers that warm up.
-Medians are of all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are those of
-both processes, all threads. The slab was touched when it was made. Contents are checked, outside the time.
+A transfer is timed three times: *round trip* from before ``put`` until the answer has arrived; *to the view* until the
+consumer has its tensor (the clock is the same in both processes), one wake-up included; *calls* is ``put`` and ``get``
+alone. Rounds are interleaved: all ways of one size follow each other in batches, each after a few transfers that warm
+up. Medians are of all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are those
+of both processes, all threads. The slab was touched when it was made. Contents are checked, outside the time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ TIMEOUT_S = 60.0  # without an answer the other process is given up
 REQUEST = "request"
 SHM_PREFIX = "vllm-omni-benchmark-"  # of a name in /dev/shm; the producer's process id follows
 NUM_WARM_UP = 3  # transfers of a batch that are not timed, at least
-CREDIT, GRANT = 16_384, 1_024  # messages under way at most; how many are granted at a time
+CREDIT, GRANT = 16_384, 1_024  # messages in flight at most; messages granted at a time
 WARM_UP_S = 0.5  # of a stream of messages
 
 
@@ -108,7 +108,7 @@ class Case(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
 
     def make(self) -> torch.Tensor:
-        """What is sent, the same in every process."""
+        """Make the tensor that is sent, the same in every process."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, 100, self.shape, generator=generator, dtype=torch.uint8).to(self.dtype)
 
@@ -130,7 +130,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     case: str
     is_check: bool
     ref: TensorRef | None = None
-    handle: bytes = b""  # where there is no reference: a name, or torch's pickle
+    handle: bytes = b""  # of ways without a reference: a name, or torch's pickle
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +153,7 @@ class Way(Protocol):
     """One way to hand a tensor over. Each process has its own, and uses its half: above the line or below."""
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``send`` will be given; not timed."""
+        """Make the argument of ``send``; not timed."""
 
     def send(self, tensor: torch.Tensor, is_check: bool) -> tuple[TensorRef | None, bytes]: ...
 
@@ -225,7 +225,7 @@ class TwoCopies(OneCopy):
 
 
 class NamedMemory(Empty):
-    """The consumer removes the name; what no consumer came for, ``close`` removes."""
+    """The consumer removes the name; ``close`` removes one that no consumer attached to."""
 
     def __init__(self) -> None:
         self._taken: SharedMemory | None = None
@@ -271,7 +271,7 @@ class TorchSharing(Empty):
 
 @cache
 def left_out() -> dict[str, str]:
-    """Relays of ``OTHERS`` that cannot be measured on this machine -> why not. Each is said on stderr, once."""
+    """Relays of ``OTHERS`` that cannot be measured on this machine -> why not. Each is reported on stderr, once."""
     reasons = {name: reason for name in OTHERS if (reason := why_not(name, Placement())) is not None}
     for name, reason in reasons.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)
@@ -363,7 +363,7 @@ def make_frame(target: str, seq: int, payload: Any) -> Frame:
 
 @contextmanager
 def child(target: Callable[..., None], *arguments: Any) -> Iterator[socket.socket]:
-    """A process, and the socket to it, which is told to end by closing it; it does not hear of Ctrl-C."""
+    """Run a process that ends when the yielded socket to it is closed; it ignores Ctrl-C."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.settimeout(TIMEOUT_S)
     its.settimeout(None)
@@ -388,7 +388,7 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[socket.socke
 
 
 class Exchange(Protocol):
-    """A way to the consumer and back."""
+    """Sends a message to the consumer and returns its answer."""
 
     async def ask(self, message: Message) -> Answer: ...
 
@@ -398,7 +398,7 @@ class SocketExchange:
         self._end = end
 
     async def ask(self, message: Message) -> Answer:
-        """Does not give way to the event loop, on which nothing else runs."""
+        """Blocks the event loop, on which nothing else runs."""
         self._end.send(encode(message))
         return decode_answer(self._end.recv(1 << 16))
 
@@ -492,7 +492,7 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
     cases = make_cases(options.sizes)
     addresses = {end: f"ipc://@vllm-omni-benchmark-{secrets.token_hex(8)}" for end in ("producer", "consumer")}
     table: Table = {case: {name: [] for name in names} for case in cases}
-    # Of the largest: two buffers, two copies that are not collected yet.
+    # Room for the largest case: two buffers, and two copies that were not collected yet.
     ways = make_ways(names, 4 * max(case.num_bytes for case in cases.values()))
     link = ZmqLink(addresses["producer"], addresses) if regime == LINK else None
     try:
@@ -505,10 +505,10 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
             for round_ in range(options.rounds):
                 for case in cases.values():
                     count = count_transfers(case, options)
-                    # Each round begins with another way, so that none is always behind the same one.
+                    # Each round starts with another way, so that none always follows the same one.
                     for name in rotate(names, round_):
                         warm_up = max(NUM_WARM_UP, count // 10)
-                        await asyncio.sleep(0)  # to hear of Ctrl-C: an exchange over a socket does not give way
+                        await asyncio.sleep(0)  # lets Ctrl-C through: an exchange over a socket blocks the loop
                         async with asyncio.timeout(TIMEOUT_S):
                             table[case.name][name].append(await producer.measure(name, case, count, warm_up))
                 print(f"{regime}, round {round_ + 1} of {options.rounds}", file=sys.stderr)
@@ -526,7 +526,7 @@ def rotate(names: Sequence[str], places: int) -> list[str]:
 
 
 def count_transfers(case: Case, options: argparse.Namespace) -> int:
-    """Of a batch: as many as take a few milliseconds, within bounds."""
+    """Return the size of a batch: as many transfers as take a few milliseconds, within bounds."""
     return min(max(64 * MB // case.num_bytes, 3), options.max_transfers)
 
 
@@ -546,7 +546,7 @@ class Stopped(msgspec.Struct, frozen=True):
 def send_messages(
     end: socket.socket, addresses: dict[str, str], burst: int, with_payload: bool, seconds: float
 ) -> None:
-    """The other process: ``burst`` frames in each turn of its loop, as long as there is credit."""
+    """The other process: sends ``burst`` frames in each iteration of its loop, while it has credit."""
     asyncio.run(send_to_link(end, addresses, burst, with_payload, seconds))
 
 

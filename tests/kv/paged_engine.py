@@ -1,8 +1,8 @@
 """An engine whose model is arithmetic on its KV cache: real schedulers, connectors and relays, and no weights.
 
-What a token leaves in the caches depends on the token, its position, the layer and the head; the next token depends on
-all that the caches hold of a request. So a page that came late, from elsewhere or to the wrong place gives another
-token than ``answer`` says.
+The entry of a token in the caches depends on the token, its position, the layer and the head; the next token depends on
+all entries of a request. So a page that came late, from the wrong place or to the wrong place gives another token than
+``answer`` returns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_STEPS = 400
 
 
 def kept(token: int, position: int, layer: int, head: int) -> torch.Tensor:
-    """What a token leaves in a layer and head: [HEAD_SIZE * 2], whole numbers."""
+    """Return the cache entry of a token in a layer and head: [HEAD_SIZE * 2], whole numbers."""
     return torch.arange(2 * HEAD_SIZE) + (token * 31 + position * 7 + layer * 5 + head * 3) % 89
 
 
@@ -50,7 +50,7 @@ def next_token(num_kept: float) -> int:
 
 
 def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a model with these caches says."""
+    """Return the reply of the model."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         total = sum(
@@ -64,10 +64,10 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class PagedEngine:
-    """One instance, with as many ranks as it is told; each step is one call.
+    """One instance with ``tp_size`` ranks; each step is one call.
 
     Args:
-        hub: whose relay its ranks put into and pull with.
+        hub: the relays of its ranks.
         scheduler_cls: vLLM's, or one of ours.
     """
 
@@ -126,7 +126,7 @@ class PagedEngine:
         self.caches: list[list[torch.Tensor]] = []  # by rank and layer, [B, H, N, 2 * HEAD_SIZE]
         for rank in range(tp_size):
             shape = (num_blocks, spec.num_kv_heads, block_size, 2 * HEAD_SIZE)
-            # What was never written is no number, and says so in whatever is computed from it.
+            # NaN: a page that was never written spoils everything computed from it.
             caches = [torch.full(shape, float("nan")) for _ in names]
             paged = PagedCaches(
                 dict(zip(names, caches, strict=True)),
@@ -178,7 +178,7 @@ class PagedEngine:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, *, wait: bool = True) -> SchedulerOutput:
-        """One step; with ``wait``, pulls that it begins have ended when it has."""
+        """Run one step; with ``wait``, the pulls that it starts have ended at return."""
         output = self.scheduler.schedule()
         self.steps.append(output)
         runner_output = self._execute(output, wait)
@@ -191,7 +191,7 @@ class PagedEngine:
         return output
 
     def run(self, until: Callable[[], object] | None = None) -> None:
-        """Steps until something is true, or everything has ended."""
+        """Run steps until something is true, or everything has ended."""
         for _ in range(MAX_STEPS):
             if (until is not None and until()) or not self.scheduler.has_requests():
                 return
@@ -199,7 +199,7 @@ class PagedEngine:
         raise AssertionError(f"after {MAX_STEPS} steps nothing has come of it")
 
     def run_prefill(self, name: str, prompt: Sequence[int]) -> dict[str, Any]:
-        """A prefill task's announcement."""
+        """Return a prefill task's announcement."""
         self.prefill(name, prompt)
         self.run(lambda: name in self.params)
         params = self.params[name]
@@ -227,7 +227,7 @@ class PagedEngine:
     def _execute_rank(
         self, rank: int, connector: RelayKVConnector, output: SchedulerOutput, starts: dict[str, int], wait: bool
     ) -> ModelRunnerOutput:
-        """In the order of vLLM's runner."""
+        """Call the connector in the order of vLLM's runner."""
         assert output.kv_connector_metadata is not None and connector.worker is not None
         connector.handle_preemptions(output.kv_connector_metadata)
         connector.bind_connector_metadata(output.kv_connector_metadata)
@@ -279,13 +279,13 @@ class PagedEngine:
                     for position in range(request.num_computed_tokens):
                         block, offset = blocks[position // self.block_size], position % self.block_size
                         total += float(layer[block, head, offset].sum()) * (position + 1)
-        assert total == total, f"request {name} was answered from pages that nobody wrote"
+        assert total == total, f"request {name} was answered from pages that were never written"
         return next_token(total)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def assert_is_idle(self) -> None:
-        """Nothing of a request is left."""
+        """Check that no request has left anything behind."""
         assert not self.scheduler.has_requests() and not self.scheduler.requests
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # the null block
@@ -302,6 +302,6 @@ class PagedEngine:
 
 
 def release(hub: RelayHub, params: dict[str, Any] | None) -> None:
-    """As the router does when nobody will ask for the pages any more."""
+    """Release the pages as the front end does after the decode task."""
     assert params is not None
     hub.release_payload(decode(params["pages"]), for_all=True)

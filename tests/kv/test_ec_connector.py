@@ -1,4 +1,4 @@
-"""Two connectors, each with a relay of its own: what one puts, the other pulls, or says that it is lost."""
+"""Two connectors with a relay each: the images that one puts, the other pulls, or reports as lost."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ PUT = Put("request", "image")
 
 
 class Half:
-    """A connector of one engine: its two halves are one object here, with an encoder cache."""
+    """A connector and an encoder cache of one engine; both halves are one object here."""
 
     def __init__(self, ec_role: str, hub: RelayHub, **extra: object) -> None:
         config = make_config(Engine(ec_role=ec_role))
@@ -35,7 +35,7 @@ class Half:
         self.encoder_cache: dict[str, torch.Tensor] = {}
 
     def step(self, *news: Put | Pull, encoded: dict[str, torch.Tensor] | None = None) -> RelayECReport:
-        """As the runner's: what begins, what is encoded meanwhile, what has ended."""
+        """Run a step as the runner does: start puts and pulls, encode, and report what has ended."""
         metadata = RelayECMetadata(
             [one for one in news if isinstance(one, Put)], [one for one in news if isinstance(one, Pull)]
         )
@@ -77,7 +77,7 @@ def num_leases(half: Half) -> int:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """A release may reach its producer by the wire."""
+    """Wait: a release may be a message in flight."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A prompt's pages go from one engine to another, whatever happens on the way, and nothing of them stays behind."""
+"""A prompt's pages travel from one engine to another under all failures, and nothing is left behind."""
 
 import random
 import threading
@@ -30,7 +30,7 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Engines:
-    """Engines over relays of this process, and what they have left in them."""
+    """Engines whose relays are in this process, and checks of what is left in them."""
 
     def __init__(self) -> None:
         self.hubs: list[RelayHub] = []
@@ -64,7 +64,7 @@ def engines() -> Iterator[Engines]:
 
 
 def migrate(source: PagedEngine, target: PagedEngine, prompt: list[int], name: str = "1", **request: Any) -> list[int]:
-    """Prefill there, decode here, release."""
+    """Prefill at the source, decode at the target, release."""
     params = source.run_prefill(name, prompt)
     target.add(name, prompt, **params, **request)
     target.run(lambda: name in target.reasons)
@@ -102,13 +102,13 @@ def test_pages_go_over_any_relay_with_buffers(engines: Engines, transport: str) 
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
-    """What another thread is about to do: a release goes over a connection."""
+    """Wait for another thread: a release is a message in flight."""
     event = threading.Event()
     for _ in range(1000):
         if is_true():
             return
         event.wait(0.01)
-    raise AssertionError("it never came true")
+    raise AssertionError("it did not become true")
 
 
 def test_an_engine_may_be_source_and_target_of_one_prompt(engines: Engines) -> None:
@@ -239,7 +239,7 @@ def test_a_full_relay_delays_prefills_until_a_release(engines: Engines) -> None:
     for _ in range(5):
         source.step()
     assert list(source.params) == ["1", "0"][::-1]
-    assert source.num_computed.keys() == {"0", "1"}  # nobody else has begun
+    assert source.num_computed.keys() == {"0", "1"}  # no other has started
     for name, prompt in prompts.items():
         source.run(lambda name=name: name in source.params)  # type: ignore[misc]
         target.add(name, prompt, **source.params[name])  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ def test_a_prefill_task_that_is_aborted_at_any_step_leaves_nothing(engines: Engi
     for _ in range(num_steps):
         source.step()
     assert ("1" in source.params) == (num_steps >= 4)
-    source.abort("1")  # at last behind its end: nobody has read what it announced
+    source.abort("1")  # in the last cases after its end: no engine has read its announcement
     engines.assert_nothing_is_left()
 
 
@@ -369,7 +369,7 @@ def test_a_prefill_task_that_is_aborted_while_the_relay_is_full_leaves_nothing(e
 
 
 class GatedHub(RelayHub):
-    """Pulls wait at a gate."""
+    """Let pulls wait at a gate."""
 
     def __init__(self, options: RelayOptions) -> None:
         super().__init__(options, prefault=False)
@@ -395,7 +395,7 @@ def test_a_decode_task_that_is_aborted_at_any_step_leaves_nothing(engines: Engin
     target.abort("1")
     target.step(wait=False)
     if num_steps:
-        # What is being pulled keeps its blocks until nothing is written into them any more.
+        # A request that is being pulled keeps its blocks until the pull has ended.
         assert "1" in target.scheduler.requests
         num_free = target.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert num_free < target.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1

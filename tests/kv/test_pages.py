@@ -14,7 +14,7 @@ LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
 
 
 def make_layer(layout: str = "LBHNC", num_heads: int = NUM_HEADS, content: int = CONTENT, k: int = 1) -> torch.Tensor:
-    """[B * k, H, N / k, C] with numbers that occur once."""
+    """Make a layer [B * k, H, N / k, C] of distinct numbers."""
     sizes = (NUM_BLOCKS * k, num_heads, BLOCK_SIZE // k, content)
     order = LAYOUTS[layout]
     memory = torch.empty([sizes[dim] for dim in order])
@@ -38,7 +38,7 @@ def make_buffers(caches: PagedCaches, num_pages: int) -> list[list[torch.Tensor]
 def copy_request(
     source: PagedCaches, source_blocks: list[int], target: PagedCaches, target_blocks: list[int], rank: int = 0
 ) -> None:
-    """Out in two parts, as chunks are computed, and in as a whole."""
+    """Copy pages out in two parts, as chunks are computed, and in as a whole."""
     buffers = make_buffers(source, len(source_blocks))
     for first in (0, len(source_blocks) // 2):
         end = len(source_blocks) // 2 if not first else len(source_blocks)

@@ -1,4 +1,4 @@
-"""A process with one relay, driven by commands over a pipe: what tests of several processes are made of."""
+"""A process with one relay, driven by commands over a pipe, for tests with several processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _bytes = (torch.arange(NUM_BYTES + PERIOD) % PERIOD).to(torch.uint8)
 
 
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:
-    """Bytes that say whose they are, uint8 [num_bytes]; not to be changed."""
+    """Return bytes that identify their tensor, uint8 [num_bytes]; read-only."""
     return _bytes[seed * 97 % PERIOD :][:num_bytes]
 
 
 class Peer:
-    """A process of its own, from the test's side."""
+    """The test's side of such a process."""
 
     def __init__(self, backend: str):
         # Forked from a server that has imported this module and runs no thread: as clean as a spawned process, and
@@ -47,12 +47,12 @@ class Peer:
         self.process.start()
         theirs.close()
 
-    def begin(self, command: str, *args: Any) -> None:
-        """Ask for a command; ``answer`` waits for it."""
+    def start(self, command: str, *args: Any) -> None:
+        """Send a command; ``answer`` waits for its result."""
         self._pipe.send((command, args))
 
     def answer(self) -> Any:
-        """Of the oldest command without one; raises what it raised there."""
+        """Return the result of the oldest command without one; raises what the command raised."""
         if not self._pipe.poll(DEADLINE_S):
             raise TimeoutError(f"process {self.process.pid} did not answer within {DEADLINE_S} s")
         result, error = self._pipe.recv()
@@ -61,7 +61,7 @@ class Peer:
         return result
 
     def do(self, command: str, *args: Any) -> Any:
-        self.begin(command, *args)
+        self.start(command, *args)
         return self.answer()
 
     def kill(self) -> None:
@@ -78,7 +78,7 @@ class Peer:
         resume(self.process.pid)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process, whatever it does."""
         self._pipe.close()
         if self.process.is_alive():
             self.process.kill()
@@ -88,7 +88,7 @@ class Peer:
 
 @contextlib.contextmanager
 def peers(*backends: str) -> Iterator[list[Peer]]:
-    """So many processes; all have ended when this has."""
+    """Run a process for each backend; all have ended at exit."""
     with contextlib.ExitStack() as stack:
         made = []
         for backend in backends:
@@ -119,7 +119,7 @@ async def _answer_all(pipe: Connection, commands: Commands) -> None:
 
 
 class Commands:
-    """What a process can be asked for."""
+    """The commands."""
 
     def __init__(self, backend: str):
         self.relay: Any = BACKENDS[backend].make(LEASE_S)
@@ -136,7 +136,7 @@ class Commands:
         return await self.relay.put(request_id, tensor, num_readers=num_readers, timeout_s=timeout_s)
 
     def fill(self, request_id: str, num_bytes: int) -> list[TensorRef]:
-        """As many tensors as there is room for."""
+        """Put as many tensors as there is room for."""
         refs = []
         with contextlib.suppress(PoolExhausted):
             while True:
@@ -147,7 +147,7 @@ class Commands:
         self.relay.abort(request_id)
 
     def produce(self, pipe: Connection, num_bytes: int) -> None:
-        """Put and announce for ever."""
+        """Put and announce until the process is killed."""
         seed = 0
         while True:
             pipe.send((self.relay.put_nowait("request", pattern(num_bytes, seed)), seed))
@@ -156,7 +156,7 @@ class Commands:
                 pass
 
     async def await_leases(self, expected: int) -> int:
-        """How many there are, once there are as many as expected; what readers say may be under way."""
+        """Wait for a number of leases; returns the number. Readers' messages may be in flight."""
         return await self._await(lambda: self.relay.statistics().num_leases, expected)
 
     def num_expired(self) -> int:
@@ -168,11 +168,11 @@ class Commands:
     # consumer
 
     def forward(self, ref: TensorRef) -> TensorRef:
-        """As a stage does that does not look into what it hands on."""
+        """Forward a reference as the front end does."""
         return decode(encode(Payload({"tensor": ref}))).tensors["tensor"]
 
     async def get(self, ref: TensorRef, seed: int, timeout_s: float = DEADLINE_S) -> bool:
-        """Whether it is what was put; it is held until it is released."""
+        """Pull a tensor and hold it; returns whether it is the one that was put."""
         self.held[ref.lease] = await self.relay.get(ref, timeout_s=timeout_s), seed
         return self.check(ref)
 
@@ -185,7 +185,7 @@ class Commands:
         return torch.equal(tensor.flatten(), pattern(tensor.numel(), seed))
 
     def check_all(self) -> bool:
-        """Whether everything held here is still what was put."""
+        """Whether all held tensors are unchanged."""
         return all(torch.equal(tensor.flatten(), pattern(tensor.numel(), seed)) for tensor, seed in self.held.values())
 
     def release(self, ref: TensorRef) -> None:
@@ -193,7 +193,7 @@ class Commands:
         self.relay.release(ref)
 
     async def await_broken(self, ref: TensorRef) -> bool:
-        """Whether a reference whose producer has died is refused, once that is known here."""
+        """Wait until a reference of a dead producer raises ``RelayBroken``; returns whether it did."""
 
         def is_broken() -> bool:
             try:
@@ -205,7 +205,7 @@ class Commands:
         return await self._await(is_broken, True)
 
     def consume(self, pipe: Connection) -> None:
-        """Pull, compare and release for ever."""
+        """Pull, compare and release until the process is killed."""
         while True:
             ref, seed = pipe.recv()
             tensor = self.relay.get_blocking(ref)
@@ -253,7 +253,7 @@ class Commands:
         return len(os.listdir("/proc/self/fd"))
 
     async def await_num_fds(self, expected: int) -> int:
-        """How many descriptors are open, once there are as many as expected."""
+        """Wait for a number of open descriptors; returns the number."""
         return await self._await(self.num_fds, expected)
 
     async def await_fewer_fds(self, limit: int) -> int:

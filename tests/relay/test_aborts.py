@@ -1,5 +1,5 @@
-"""Random puts, reads, releases, aborts, expiries and deaths, against a model of who holds what: nothing is lost,
-nothing is changed under its reader, and nothing is left.
+"""Random puts, reads, releases, aborts, expiries and ends of consumers, compared with a model of all leases: nothing is
+lost, nothing is changed under its reader, and nothing is left.
 
 Requests are aborted in batches of ``BATCH``; a failing batch prints its seed (``tests/fuzz.py``: how to run it alone).
 """
@@ -39,12 +39,12 @@ DEADLINE_S = 30.0
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 
-# -- one process, one thread: exactly as the model says ---------------------------------------------------------------
+# -- one process, one thread: compared with the model -----------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Lease:
-    """What the model knows of a tensor."""
+    """A tensor in the model."""
 
     ref: TensorRef
     request: int
@@ -53,17 +53,17 @@ class Lease:
     num_readers: int
     expires_at: float
     is_revoked: bool = False
-    views: dict[ShmRelay, torch.Tensor] = field(default_factory=dict)  # of those who read it
+    views: dict[ShmRelay, torch.Tensor] = field(default_factory=dict)  # by reader
     released: set[ShmRelay] = field(default_factory=set)
 
     def is_over(self, now: float) -> bool:
-        """Whether nobody may begin to read it, as soon as the producer has looked."""
+        """Whether no reader may start to read it, once the producer has looked."""
         return self.is_revoked or len(self.released) >= self.num_readers or (now >= self.expires_at and not self.views)
 
 
 @dataclass(eq=False)
 class Stream:
-    """What the model knows of a stream."""
+    """A stream in the model."""
 
     writer: StreamWriter
     request: int
@@ -77,7 +77,7 @@ class Stream:
 
 
 class World:
-    """A producer, its readers and the model; each step is one call and what the model says about it."""
+    """A producer, its readers and the model; each step is one call, checked against the model."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -135,7 +135,7 @@ class World:
             ref = self.producer.put_nowait(str(request), tensor, num_readers=num_readers)
         except PoolExhausted:
             assert not self.producer.pool.can_allocate(tensor.numel())
-            self.counts["refused"] += 1
+            self.counts["rejected"] += 1
             return
         seed, self.num_puts = self.num_puts, self.num_puts + 1
         self.leases.append(Lease(ref, request, tensor.numel(), seed, num_readers, self.now + LEASE_S))
@@ -147,7 +147,7 @@ class World:
                 (request, self.producer.empty(str(request), (self.rng.randrange(1, 9000),), torch.uint8))
             )
         except PoolExhausted:
-            self.counts["refused"] += 1
+            self.counts["rejected"] += 1
 
     def put_buffer(self) -> None:
         if self.buffers:
@@ -170,7 +170,7 @@ class World:
         self.streams = [stream for stream in self.streams if stream.reader is not None or not stream.is_aborted]
 
     def look(self) -> None:
-        """The producer looks: then the model is exact."""
+        """Let the producer look at its leases: then the model is exact."""
         found = self.producer.statistics()
         for lease in self.leases:
             lease.is_revoked |= lease.is_over(self.now)
@@ -186,7 +186,7 @@ class World:
 
     def expire(self) -> None:
         for request in {stream.request for stream in self.streams if stream.reader is None}:
-            self.abort_one(request)  # nobody reads it: it would expire, too
+            self.abort_one(request)  # it has no reader: it would expire, too
         self.now += LEASE_S * self.rng.choice([0.3, 0.6, 1.1])
         self.look()
 
@@ -211,7 +211,7 @@ class World:
         self.check(lease, view)
 
     def get_wrongly(self) -> None:
-        """With a reference that does not fit: nothing changes."""
+        """Read with a wrong reference: nothing changes."""
         if self.leases:
             lease = self.rng.choice(self.leases)
             with pytest.raises(RelayBroken):
@@ -241,7 +241,7 @@ class World:
         assert torch.equal(view, pattern(lease.num_bytes, lease.seed)), "a tensor was changed under its reader"
 
     def die(self) -> None:
-        """A consumer, with all that it reads; another one comes."""
+        """Replace a consumer that dies, with all its reads, by another one."""
         place = self.rng.randrange(len(self.consumers))
         dead, self.consumers[place] = self.consumers[place], ShmRelay(0, prefault=False)
         connections = self.producer._consumers
@@ -249,7 +249,7 @@ class World:
         dead.close()
         deadline = time.monotonic() + DEADLINE_S
         while len(connections) > num_left:
-            assert time.monotonic() < deadline, "a death was not noticed"
+            assert time.monotonic() < deadline, "the end of a consumer was not noticed"
             await_io_thread()
         await_io_thread()
         for lease in self.leases:
@@ -267,7 +267,7 @@ class World:
         try:
             writer = self.producer.open_stream(str(request), (1,), torch.int64, credits=CREDITS)
         except PoolExhausted:
-            self.counts["refused"] += 1
+            self.counts["rejected"] += 1
             return
         self.streams.append(Stream(writer, request))
 
@@ -395,7 +395,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_threads_that_put_abort_and_read_leave_nothing(backend: str) -> None:
-    """Two put and abort, two read, one looks; whatever is read is what was put."""
+    """Two threads put and abort, two read and compare, one looks at the statistics."""
     num_requests = NUM_ABORTS // (2 if backend == "shm" else 50)  # between hosts, a message for each step
     wrong: list[BaseException] = []
     announced: queue.Queue[tuple[TensorRef, int] | None] = queue.Queue()
@@ -485,7 +485,7 @@ def test_a_stream_between_two_threads_loses_and_doubles_nothing(backend: str) ->
 
 
 def test_readers_that_are_killed_at_random_leave_nothing(backend: str) -> None:
-    """Readers in other processes hold, release, forget and die, while requests are aborted."""
+    """Kill readers in other processes that hold or have released tensors, while requests are aborted."""
     rng = random.Random(FIRST_SEED)
     with peers(backend) as (producer,):
         readers: list[Peer] = []

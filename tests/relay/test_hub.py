@@ -1,4 +1,4 @@
-"""All relays of a process behind one door."""
+"""``RelayHub``: all relays of a process."""
 
 from collections.abc import Iterator
 

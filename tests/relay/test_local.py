@@ -1,4 +1,4 @@
-"""Within a process: by reference."""
+"""``LocalRelay``: by reference, within a process."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Relays in processes of their own, and what is left to one when the other dies: kill -9 at every step.
+"""Relays in separate processes, one of which is killed at every step (kill -9).
 
-A deadline within which something must be heard is given to the relay itself (``HEARD_S``): it raises ``RelayTimeout``
-where ``RelayBroken`` is due, if it has not noticed by then. It is shorter than what a heartbeat needs: a killed process
-is noticed by its connection's end.
+The deadline for noticing that (``NOTICED_S``) is given to the relay itself, which raises ``RelayTimeout`` instead of
+``RelayBroken`` if it has not noticed by then. It is shorter than a heartbeat: a killed process is noticed by the end of
+its connection.
 """
 
 import os
@@ -18,7 +18,7 @@ from tests.relay.peer import Peer, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
 
-HEARD_S = 4.0
+NOTICED_S = 4.0
 HALF = NUM_BYTES // 2
 
 
@@ -29,14 +29,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ends(backend: str) -> Iterator[tuple[Peer, Peer]]:
-    """Producer and consumer, which have never met."""
+    """A producer and a consumer without a connection."""
     with peers(backend, backend) as (producer, consumer):
         yield producer, consumer
 
 
 @pytest.fixture
 def connected(ends: tuple[Peer, Peer]) -> tuple[Peer, Peer]:
-    """Producer and consumer, which have; with a tensor so large that what is opened once has been opened."""
+    """A producer and a connected consumer, which have opened all descriptors that a large tensor needs."""
     deliver(*ends, HALF, 0)
     return ends
 
@@ -48,7 +48,7 @@ def deliver(producer: Peer, consumer: Peer, num_bytes: int, seed: int) -> None:
 
 
 def assert_nothing_is_held(producer: Peer) -> None:
-    """No lease, no credit: all room can be used again."""
+    """All room can be used again."""
     assert producer.do("await_leases", 0) == 0
     assert producer.do("num_expired") == 0
     producer.do("check_integrity")
@@ -57,12 +57,12 @@ def assert_nothing_is_held(producer: Peer) -> None:
 
 
 def shm_names(*ends: Peer) -> list[str]:
-    """What lies in /dev/shm by the name of one of these processes; other programs put things there, too."""
+    """Return the files in /dev/shm that are named after one of these processes."""
     pid = re.compile("|".join(rf"(?<![0-9a-f]){end.process.pid}(?![0-9a-f])" for end in ends))
     return [name for name in os.listdir("/dev/shm") if pid.search(name)]
 
 
-# -- all is well ------------------------------------------------------------------------------------------------------
+# -- without failures --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["get", "get_blocking"])
@@ -91,11 +91,11 @@ def test_a_forwarded_reference_is_pulled_from_its_producer(backend: str) -> None
 def test_rows_go_from_one_process_to_another(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     consumer.do("read_stream", producer.do("open_stream", "request", 8))
-    consumer.begin("read")
+    consumer.start("read")
     producer.do("write", [1, 2, 3])
     assert consumer.answer() == [1, 2, 3]
     producer.do("write", list(range(8)))
-    producer.begin("write", [9])
+    producer.start("write", [9])
     assert consumer.do("await_unread", 8) == 8  # between hosts, they may come in several messages
     assert consumer.do("read") == list(range(8))
     producer.answer()
@@ -127,7 +127,7 @@ def test_a_consumer_dies_before_it_pulls(connected: tuple[Peer, Peer]) -> None:
     producer, consumer = connected
     producer.do("put", "request", 64, 1)
     consumer.kill()
-    assert producer.do("await_leases", 1) == 1  # another may come for it, until the request is aborted
+    assert producer.do("await_leases", 1) == 1  # another reader may come, until the request is aborted
     producer.do("abort", "request")
     assert_nothing_is_held(producer)
 
@@ -155,7 +155,7 @@ def test_a_consumer_dies_after_it_released(connected: tuple[Peer, Peer]) -> None
     producer, consumer = connected
     ref = producer.do("put", "request", 64, 1)
     consumer.do("release", ref)
-    assert producer.do("await_leases", 0) == 0  # between hosts, a message that may die with its sender
+    assert producer.do("await_leases", 0) == 0  # between hosts this is a message, which may be lost with its sender
     consumer.kill()
     assert_nothing_is_held(producer)
 
@@ -176,7 +176,7 @@ def test_a_waiting_put_resumes_when_the_consumer_dies(connected: tuple[Peer, Pee
     producer, consumer = connected
     for seed, ref in enumerate(producer.do("fill", "request", HALF)):
         assert consumer.do("get", ref, seed)
-    producer.begin("put", "other", HALF, 7, 1, HEARD_S)
+    producer.start("put", "other", HALF, 7, 1, NOTICED_S)
     consumer.kill()
     producer.answer()
     producer.do("abort", "other")
@@ -191,7 +191,7 @@ def test_a_writer_resumes_when_its_reader_dies(ends: tuple[Peer, Peer], num_read
         producer.do("write", list(range(num_read)))
         assert consumer.do("read") == list(range(num_read))
     producer.do("write", [1, 2, 3, 4])
-    producer.begin("write", [5], HEARD_S)
+    producer.start("write", [5], NOTICED_S)
     consumer.kill()
     producer.answer()
     assert producer.do("await_credits", 4) == 4
@@ -203,7 +203,7 @@ def test_a_writer_resumes_when_its_reader_dies(ends: tuple[Peer, Peer], num_read
 def test_a_reader_dies_while_it_waits(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     consumer.do("read_stream", producer.do("open_stream", "request", 4))
-    consumer.begin("read")
+    consumer.start("read")
     consumer.kill()
     assert producer.do("await_leases", 0) == 0
     producer.do("write", [1, 2, 3, 4])
@@ -219,7 +219,7 @@ def test_a_producer_dies_before_a_consumer_has_connected(ends: tuple[Peer, Peer]
     ref = producer.do("put", "request", 64, 1)
     producer.kill()
     with pytest.raises(RelayBroken):
-        consumer.do("get", ref, 1, HEARD_S)
+        consumer.do("get", ref, 1, NOTICED_S)
     consumer.do("release", ref)
 
 
@@ -234,10 +234,10 @@ def test_a_producer_dies_before_its_announcement_is_answered(connected: tuple[Pe
 def test_a_producer_dies_while_a_consumer_connects(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     ref = producer.do("put", "request", 64, 1)
-    producer.pause()  # the system takes the connection, and nobody answers
+    producer.pause()  # the system accepts the connection, and no process answers
     with pytest.raises(RelayTimeout):
         consumer.do("get", ref, 1, 0.05)
-    consumer.begin("get", ref, 1)
+    consumer.start("get", ref, 1)
     producer.kill()
     with pytest.raises(RelayBroken):
         consumer.answer()
@@ -266,9 +266,9 @@ def test_a_reader_notices_the_writers_end_behind_the_rows(connected: tuple[Peer,
     producer.do("write", [1, 2, 3])
     assert consumer.do("await_unread", 3) == 3
     producer.kill()
-    assert consumer.do("read", HEARD_S) == [1, 2, 3]
+    assert consumer.do("read", NOTICED_S) == [1, 2, 3]
     with pytest.raises(RelayBroken):
-        consumer.do("read", HEARD_S)
+        consumer.do("read", NOTICED_S)
     consumer.do("close_reader")
     assert consumer.do("await_fewer_fds", num_fds) < num_fds
 
@@ -276,7 +276,7 @@ def test_a_reader_notices_the_writers_end_behind_the_rows(connected: tuple[Peer,
 def test_a_waiting_reader_notices_the_writers_end(ends: tuple[Peer, Peer]) -> None:
     producer, consumer = ends
     consumer.do("read_stream", producer.do("open_stream", "request", 4))
-    consumer.begin("read", HEARD_S)
+    consumer.start("read", NOTICED_S)
     producer.kill()
     with pytest.raises(RelayBroken):
         consumer.answer()
@@ -289,8 +289,8 @@ def test_rows_that_were_ended_outlive_their_writer(ends: tuple[Peer, Peer]) -> N
     producer.do("end")
     assert consumer.do("await_end")  # between hosts, rows may die with their sender
     producer.kill()
-    assert consumer.do("read", HEARD_S) == [1, 2, 3]
-    assert consumer.do("read", HEARD_S) == []
+    assert consumer.do("read", NOTICED_S) == [1, 2, 3]
+    assert consumer.do("read", NOTICED_S) == []
 
 
 # -- at any step ------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_rows_that_were_ended_outlive_their_writer(ends: tuple[Peer, Peer]) -> N
 def test_a_producer_dies_at_any_step(ends: tuple[Peer, Peer], num_seen: int) -> None:
     producer, consumer = ends
     ours, theirs = get_context("forkserver").Pipe()
-    producer.begin("produce", theirs, 300_000)
+    producer.start("produce", theirs, 300_000)
     announced: list[tuple[TensorRef, int]] = []
     while len(announced) < num_seen:
         announced.append(ours.recv())
@@ -320,7 +320,7 @@ def test_a_producer_dies_at_any_step(ends: tuple[Peer, Peer], num_seen: int) -> 
 def test_a_consumer_dies_at_any_step(ends: tuple[Peer, Peer], num_sent: int) -> None:
     producer, consumer = ends
     theirs, ours = get_context("forkserver").Pipe(duplex=False)
-    consumer.begin("consume", theirs)
+    consumer.start("consume", theirs)
     for seed in range(num_sent):
         ours.send((producer.do("put", "request", 300_000, seed), seed))
     consumer.kill()
@@ -330,7 +330,7 @@ def test_a_consumer_dies_at_any_step(ends: tuple[Peer, Peer], num_sent: int) -> 
     theirs.close()
 
 
-# -- one that stands still --------------------------------------------------------------------------------------------
+# -- a stopped process ------------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_consumer_takes_no_more_than_its_credits(connected: tuple[Peer, Peer]) -> None:

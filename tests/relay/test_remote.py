@@ -1,4 +1,4 @@
-"""Relays between hosts, where they meet what a contract between two good ends has not: strangers, and deaths."""
+"""Relays between hosts: unknown and malicious peers, and peers that die. The contract suite has two good ends."""
 
 import asyncio
 import os
@@ -40,14 +40,14 @@ from vllm_omni.relay.remote.messages import (
 from vllm_omni.relay.remote.tcp import TcpRelay
 
 NUM_BYTES = 4 << 20
-# In which a death is noticed, and an answer comes late, also on a machine whose cores are busy with other tests.
+# Deadlines for noticing the end of a peer, and for a late answer, on a machine that is busy with other tests.
 NOTICED_S = 20.0
 SLACK_S = 4.0
 
 
 @pytest.fixture
 def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sockets made from now on: a host that has vanished is noticed within a second instead of five."""
+    """Let new sockets notice a vanished host within one second instead of five."""
     monkeypatch.setattr(wire, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 850)
 
@@ -170,7 +170,7 @@ async def test_a_relay_without_a_slab_cannot_put(consumer: TcpRelay) -> None:
 
 
 class Stranger:
-    """A DEALER that says what it likes."""
+    """A DEALER that sends any message."""
 
     def __init__(self, address: str):
         self._context = zmq.Context()
@@ -181,7 +181,7 @@ class Stranger:
         self._socket.send_multipart(frames)
 
     def receive(self) -> list[bytes]:
-        assert self._socket.poll(5000), "the producer says nothing"
+        assert self._socket.poll(5000), "the producer does not answer"
         return self._socket.recv_multipart()
 
     def ask(self, message: msgspec.Struct) -> list[bytes]:
@@ -319,7 +319,7 @@ async def test_a_reader_may_retry_after_a_timeout(relay: TcpRelay, stranger: Str
 
 
 class Impostor:
-    """A producer that says what it likes."""
+    """A producer that sends any message."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -329,7 +329,7 @@ class Impostor:
         self._peer = b""
 
     def receive(self) -> msgspec.Struct:
-        assert self._socket.poll(5000), "the consumer says nothing"
+        assert self._socket.poll(5000), "the consumer sends nothing"
         self._peer, data = self._socket.recv_multipart()
         return decode_to_producer(data)
 
@@ -449,7 +449,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 async def stop(process: subprocess.Popen[str], end: signal.Signals) -> None:
-    """Returns when none of its threads runs any more: one that has not heard of the signal still answers."""
+    """Send a signal; returns when all threads have stopped. A thread without the signal would still answer."""
     process.send_signal(end)
     await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

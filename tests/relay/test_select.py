@@ -1,4 +1,4 @@
-"""Which backend carries an edge."""
+"""The choice of an edge's backend."""
 
 import logging
 
@@ -13,7 +13,7 @@ EDGE = "thinker->talker"
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The backends that carry a tensor here, in place of a probe of each."""
+    """Replace the probes: names of the backends that work."""
     names: set[str] = set(BACKENDS)
 
     def probe(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""What ``ShmRelay`` does where the contract suite does not look: order of events between two ends."""
+"""``ShmRelay`` beyond the contract suite: the order of events between two ends."""
 
 import asyncio
 import gc
@@ -63,20 +63,20 @@ def test_two_relays_connect_to_each_other_at_the_same_time(pair: Pair) -> None:
 
 
 def test_a_relay_that_connects_can_answer_meanwhile(pair: Pair) -> None:
-    """The producer is asked by a third relay while it waits for a producer that never answers."""
+    """A relay answers a reader while it waits for a producer that never answers."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(b"\0" + f"vllm-omni-silent-{os.getpid()}".encode())
         silent.listen()
         ref = pair.producer.put_nowait("request", torch.ones(4))
         location = msgspec.msgpack.encode([f"vllm-omni-silent-{os.getpid()}", 1])
         wrong = msgspec.structs.replace(ref, location=location)
-        refused: list[RelayBroken] = []
+        errors: list[RelayBroken] = []
 
         def ask() -> None:
             try:
                 pair.producer.get_blocking(wrong, DEADLINE_S)
             except RelayBroken as exc:
-                refused.append(exc)
+                errors.append(exc)
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -84,7 +84,7 @@ def test_a_relay_that_connects_can_answer_meanwhile(pair: Pair) -> None:
         assert torch.equal(pair.consumer.get_blocking(ref, DEADLINE_S), torch.ones(4))
         peer.close()
         asking.join(DEADLINE_S)
-        assert len(refused) == 1
+        assert len(errors) == 1
 
 
 def test_releasing_what_a_dead_producer_had_put_does_nothing(pair: Pair) -> None:
@@ -145,14 +145,14 @@ def test_a_new_reader_in_the_place_of_one_that_left_is_another_reader(pair: Pair
 
 
 def test_a_reader_that_comes_too_late_does_not_keep_a_lease(pair: Pair) -> None:
-    """It had released the lease, and begins to read again just when the producer takes the number away."""
+    """It has released the lease, and starts to read again at the moment at which the producer clears the number."""
     producer = pair.producer
     ref = producer.put_nowait("request", torch.ones(4))
     pair.consumer.release(ref)
     flag = parse_location(ref).slot * SLOT_BYTES + FLAGS
     late, other = flag + 1, flag + 2
     assert producer.mapping.bytes[late] == RELEASED
-    producer.mapping.bytes[other] = READING  # as who was in time, with a wrong reference
+    producer.mapping.bytes[other] = READING  # as a reader that was in time, with a wrong reference
     assert producer.statistics().num_leases == 1
     producer.mapping.bytes[late] = producer.mapping.bytes[other] = 0
     assert producer.statistics().num_leases == 0

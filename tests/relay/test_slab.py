@@ -1,4 +1,4 @@
-"""What ``SlabRelay`` does with blocks and leases, where the contract suite does not look."""
+"""``SlabRelay`` beyond the contract suite: blocks and leases."""
 
 import gc
 import weakref

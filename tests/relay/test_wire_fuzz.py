@@ -1,4 +1,4 @@
-"""Whatever comes off a wire, random or almost right: it is refused by name, and nothing hangs, crashes or is lost."""
+"""Random and mutated input from the wire is rejected with a relay's error; nothing hangs, crashes or leaks."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ from vllm_omni.relay.slab import CHUNK_BYTES
 from vllm_omni.relay.stream import Streams
 
 DEADLINE_S = 20.0
-SHORT_S = 0.05  # for those who never answer
+SHORT_S = 0.05  # for peers that never answer
 NUM_EXAMPLES = max(num_cases(200), 20)
 wire = settings(deadline=None, max_examples=NUM_EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
 
@@ -50,7 +50,7 @@ shapes = st.lists(numbers | st.just(1 << 40), max_size=4).map(tuple)
 
 @st.composite
 def mutated(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes with some changed, left out, doubled or added."""
+    """Draw bytes with some changed, left out, doubled or added."""
     for _ in range(draw(st.integers(0, 4))):
         start, end = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
         end = min(end, start + 4)
@@ -140,7 +140,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @st.composite
 def references(draw: st.DrawFn, ref: TensorRef) -> TensorRef:
-    """Almost this one."""
+    """Draw a reference that is similar to this one."""
     location = st.binary(max_size=20) | trees.map(msgspec.msgpack.encode) | mutated(ref.location)
     with contextlib.suppress(msgspec.DecodeError, TypeError, ValueError):
         address = msgspec.msgpack.decode(ref.location)[0]
@@ -154,7 +154,7 @@ def references(draw: st.DrawFn, ref: TensorRef) -> TensorRef:
     )
 
 
-def refuses(function: Callable[..., object], *args: object) -> None:
+def returns_in_time(function: Callable[..., object], *args: object) -> None:
     start = time.monotonic()
     with contextlib.suppress(RelayBroken, RelayTimeout):
         function(*args)
@@ -168,12 +168,12 @@ def test_any_reference_is_read_or_rejected(pair: Pair, data: st.DataObject) -> N
     ref = pair.producer.put_nowait("request", torch.arange(4.0))
     wrong = data.draw(references(ref))
     for relay in (pair.consumer, pair.producer):
-        refuses(relay.get_nowait, wrong)
-        refuses(relay.get_blocking, wrong, SHORT_S)
+        returns_in_time(relay.get_nowait, wrong)
+        returns_in_time(relay.get_blocking, wrong, SHORT_S)
         if isinstance(relay, Streams):
-            refuses(relay.read_stream_blocking, wrong, SHORT_S)
-            refuses(relay.credits_of, wrong)
-        refuses(relay.release, wrong)
+            returns_in_time(relay.read_stream_blocking, wrong, SHORT_S)
+            returns_in_time(relay.credits_of, wrong)
+        returns_in_time(relay.release, wrong)
     pair.producer.abort("request")
     pair.consumer.release(ref)
     pair.producer.release(ref)
@@ -190,13 +190,13 @@ def test_any_reference_to_a_stream_is_read_or_rejected(pair: Pair, data: st.Data
     wrong = data.draw(references(writer.ref))
     for relay in (pair.consumer, pair.producer):
         assert isinstance(relay, Streams)
-        refuses(relay.get_blocking, wrong, SHORT_S)
-        refuses(relay.credits_of, wrong)
+        returns_in_time(relay.get_blocking, wrong, SHORT_S)
+        returns_in_time(relay.credits_of, wrong)
         try:
             reader = relay.read_stream_blocking(wrong, SHORT_S)
         except (RelayBroken, RelayTimeout):
             continue
-        refuses(reader.read_nowait)
+        returns_in_time(reader.read_nowait)
         reader.close()
     pair.producer.abort("request")
     for relay in (pair.consumer, pair.producer):
@@ -219,7 +219,7 @@ def test_a_hub_reads_or_rejects_any_reference(
     ref = TensorRef(backend, shape, dtype, location, lease)
     for call in (hub.get_blocking, hub.release, hub.credits_of):
         with contextlib.suppress(MissingDependency, ConfigError):  # a backend that this machine does not have
-            refuses(call, ref)
+            returns_in_time(call, ref)
 
 
 # -- handshakes of shared memory --------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ KINDS = ["none", "pipe", "directory", "file", "empty", "short", "table only", "u
 
 
 class HostileProducer:
-    """Sends one message with descriptors to whoever connects; what follows is up to its address's user."""
+    """Sends one message with descriptors to each relay that connects."""
 
     numbers = itertools.count()
 
@@ -335,7 +335,7 @@ class HostileProducer:
         self._thread.start()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # nobody came, or the consumer has had enough
+        with contextlib.suppress(OSError):  # no relay connected, or it closed the connection
             self.connection, _ = self._listener.accept()
             if self._message is not None and self.fds:
                 socket.send_fds(self.connection, [self._message], self.fds)
@@ -356,7 +356,7 @@ class HostileProducer:
 
 
 def meet(relay: Relay, message: bytes | None, kind: str) -> Exception | None:
-    """What pulling from such a producer raises."""
+    """Pull from such a producer; returns what that raises."""
     before = num_fds()
     producer = HostileProducer(message, kind)
     error = None
@@ -401,7 +401,7 @@ def test_a_producer_with_an_invalid_greeting_is_rejected(relay: Relay, message: 
 @wire
 @given(st.data())
 def test_a_slab_of_random_words_is_read_within_its_bounds(relay: ShmRelay, data: st.DataObject) -> None:
-    """The table and the rings are random; what is read may be nonsense, but lies in the slab."""
+    """Table and rings are random: reads may return nonsense, but stay within the slab."""
     producer = HostileProducer(GOOD, "good")
     words = st.integers(0, 1 << 17) | st.integers(0, (1 << 64) - 1)
     table = b"".join(data.draw(words).to_bytes(8, "little") for _ in range(3))
@@ -413,15 +413,15 @@ def test_a_slab_of_random_words_is_read_within_its_bounds(relay: ShmRelay, data:
     lease, num_bytes = int.from_bytes(table[:8], "little"), int.from_bytes(table[16:24], "little")
     assert len(table) == FLAGS
     try:
-        refuses(relay.get_blocking, producer.refer(1, (num_bytes,), "uint8", lease), DEADLINE_S)
+        returns_in_time(relay.get_blocking, producer.refer(1, (num_bytes,), "uint8", lease), DEADLINE_S)
         for num_rows in (4, max(num_bytes - 256, 1)):
             ref = producer.refer(1, (num_rows,), "uint8", lease)
-            refuses(lambda ref: relay.credits_of(ref)(), ref)
+            returns_in_time(lambda ref: relay.credits_of(ref)(), ref)
             try:
                 reader = relay.read_stream_blocking(ref, DEADLINE_S)
             except RelayBroken:
                 continue
-            refuses(reader.read_nowait)
+            returns_in_time(reader.read_nowait)
             reader.close()
     finally:
         producer.close()
