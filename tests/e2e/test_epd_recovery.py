@@ -111,9 +111,7 @@ def test_an_adapter_answers_as_in_one_engine(
     assert group.statistics().num_encoded == NUM_IMAGES
 
 
-def test_an_adapter_that_is_not_there_fails_its_request_alone(
-    omni: OmniLLM, upstream: Upstream, adapter: LoRARequest
-) -> None:
+def test_a_missing_adapter_fails_only_its_request(omni: OmniLLM, upstream: Upstream, adapter: LoRARequest) -> None:
     async def run() -> list[Any]:
         (prompt, *_), missing = make_prompts(), LoRARequest("missing", 2, "/nowhere")
         return await asyncio.gather(read(omni, prompt, missing), read(omni, prompt, adapter), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Instances whose caches go by other transports than shared memory: they answer as one engine does."""
+"""Instances whose caches travel over other transports than shared memory: replies equal those of one engine."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = [*MARKS, pytest.mark.long]
 PROMPTS = make_prompts()[1:6]  # a text, and four with an image each
 RELEASED_S = 20.0
 
-# Embeddings that do not ride in their reference.
+# Embeddings too large to be part of their reference.
 SHAPE = llava.Shape(image_size=112, hidden_size=128)
 assert SHAPE.num_image_tokens * SHAPE.hidden_size * 4 > INLINE_BYTES
 
@@ -36,7 +36,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "mooncake"])
-def test_embeddings_and_pages_go_over_any_transport(
+def test_embeddings_and_pages_travel_over_any_transport(
     transport: str, checkpoint: Path, expected: list[list[int]]
 ) -> None:
     if needs := BACKENDS[transport].needs:
@@ -50,15 +50,15 @@ def test_embeddings_and_pages_go_over_any_transport(
         statistics = group.statistics()
         of_relay = {name: omni._run(engine.relay_statistics())[0][transport] for name, engine in group.engines.items()}
         omni._run(omni.engine.reset_mm_cache())
-        assert omni._run(holds_nothing(group))
+        assert omni._run(all_leases_end(group))
     assert statistics.num_tasks == {"language/E0": 4, "language/P0": 5, "language/D0": 5}
     assert (statistics.num_encoded, statistics.num_migrations, statistics.num_redone) == (4, 5, 0)
     counts = {name: (one["num_puts"], one["num_gets"]) for name, one in of_relay.items()}
     assert counts == {"language/E0": (4, 0), "language/P0": (5, 4), "language/D0": (0, 5)}
 
 
-async def holds_nothing(group: InstanceGroup) -> bool:
-    """Whether every lease ends: between hosts, a release is a message."""
+async def all_leases_end(group: InstanceGroup) -> bool:
+    """Whether every lease ends in time: between hosts, a release is a message."""
     leases: dict[str, Any] = {}
     for _ in range(int(RELEASED_S / 0.02)):
         leases = await count_leases(group)
