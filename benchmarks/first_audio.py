@@ -93,7 +93,7 @@ async def measure_gated(omni: AsyncOmni) -> float:
     values = {"rows": None, "positions": None, "first_row": 0, "num_rows": 4}
     args = {"payloads": [encode(Payload(tensors, values, {"rows": writer.ref}))]}
     request = StageRequest({"prompt_token_ids": [0] * 6}, {**args, "num_own_tokens": 1, "speaker_index": 0})
-    context = RequestContext("gated", omni.stage_params(None), {})
+    context = RequestContext("gated", omni.params.resolve(None), {})
     outputs = engine.generate(request, context, frozenset({"codes"}))
     waiting = asyncio.ensure_future(anext(outputs))
     await asyncio.sleep(1)

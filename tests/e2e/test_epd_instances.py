@@ -400,7 +400,7 @@ def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, llava
     assert documented[-2] == "-d" and health[-1].endswith("/health")
 
     async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
-        app = await build_omni_app(omni.engine.with_defaults(modalities=("text",)), parsed.args)
+        app = await build_omni_app(omni.engine, parsed.args)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tiny") as client:
             content = [
                 {"type": "text", "text": "w0"},

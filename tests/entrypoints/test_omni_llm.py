@@ -142,8 +142,12 @@ def test_given_texts_are_said_in_their_order(omni: OmniLLM) -> None:
     [
         ("", {}, "empty"),
         ("Hello.", {"speaker": "Ethen"}, "did you mean 'Ethan'"),
-        ("Hello.", {"modalities": ["text", "audio"]}, "no other text"),
-        ("Hello.", {"sampling_params_list": {"max_tokens": 5}}, "'thinker': it samples nothing"),
+        ("Hello.", {"modalities": ["text", "audio"]}, "no text output"),
+        (
+            "Hello.",
+            {"sampling_params_list": {"max_tokens": 5}},
+            "stage 'thinker': sampling parameters have no effect: the text is fixed",
+        ),
         ("x" * MAX_MODEL_LEN, {}, f"{MAX_MODEL_LEN - 2}"),
     ],
 )
@@ -156,7 +160,7 @@ def test_a_text_that_cannot_be_said_is_refused(
 
 def test_a_model_that_says_no_given_text_says_so(omni: OmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(omni.engine.orchestrator.pipeline, "speech_stage", None)
-    with pytest.raises(InvalidRequest, match=r"this model \(qwen2_5_omni\) says no given text"):
+    with pytest.raises(InvalidRequest, match=r"this model \(qwen2_5_omni\) does not support text to speech"):
         omni.speak("Hello.")
 
 
@@ -308,7 +312,7 @@ def run_stage(omni: OmniLLM, stage: str, prompt_token_ids: list[int], args: dict
     async def first_output() -> Any:
         engine = omni.engine.orchestrator.engines[stage]
         request = StageRequest({"prompt_token_ids": prompt_token_ids}, args)
-        context = RequestContext("straight", omni.engine.stage_params(SHORT), {})
+        context = RequestContext("straight", omni.engine.params.resolve(SHORT), {})
         async with aclosing(engine.generate(request, context, frozenset())) as outputs:
             async for output in outputs:
                 return output

@@ -104,6 +104,38 @@ def load_config(
     return draft.build(model, model_type)
 
 
+def find_config(
+    model: str | os.PathLike[str] | None,
+    config: OmniConfig | None,
+    stage_configs: Sequence[StageConfig] | None,
+    changes: Mapping[str, Any],
+) -> OmniConfig:
+    """The deployment of a model, or of stages, or a ready one.
+
+    Args:
+        changes: arguments of ``load_config``, which go with a model alone.
+
+    Raises:
+        ConfigError: nothing is given, or arguments that exclude each other; and as ``load_config``.
+    """
+    is_changed = any(value not in (None, (), [], {}) for value in changes.values())
+    if config is not None:
+        if model or stage_configs is not None or is_changed:
+            raise ConfigError("`config` cannot be combined with other arguments")
+        return config
+    if stage_configs is not None:
+        if is_changed:
+            raise ConfigError("`stage_configs` cannot be combined with arguments that change a deployment")
+        if not stage_configs:
+            raise ConfigError("stage_configs: at least one stage is needed")
+        first = stage_configs[0]
+        model = model or first.model or (first.vllm_config.model_config.model if first.vllm_config else "")
+        return OmniConfig(model=str(model), model_type=read_model_type(model), stages=tuple(stage_configs))
+    if model is None:
+        raise ConfigError("give a model: the directory or hub name of a checkpoint")
+    return load_config(model, **changes)
+
+
 def _choose_model_type(model: str, layers: Sequence[Document], revision: object) -> tuple[str, Origin]:
     for layer in reversed(layers):
         chosen = layer.values.get("model_type")

@@ -1,4 +1,4 @@
-"""``OmniLLM``: the synchronous face of ``AsyncOmni``, used as vLLM's ``LLM``."""
+"""``OmniLLM``: the synchronous interface of ``AsyncOmni``, used as vLLM's ``LLM``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -21,13 +21,14 @@ from vllm.renderers import ChatParams  # noqa: E402
 
 from vllm_omni.config import StageConfig  # noqa: E402
 from vllm_omni.engine.rejection import rejection  # noqa: E402
-from vllm_omni.entrypoints.async_omni import AsyncOmni, ParamsList  # noqa: E402
+from vllm_omni.entrypoints.async_omni import AsyncOmni  # noqa: E402
+from vllm_omni.entrypoints.stage_params import ParamsList  # noqa: E402
 from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
-from vllm_omni.messages.outputs import OmniRequestOutput, Progress  # noqa: E402
+from vllm_omni.messages.outputs import OmniRequestOutput, Progress, collect  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-END_TIMEOUT_S = 10.0  # how long ``close`` waits for the loop behind it
+END_TIMEOUT_S = 10.0  # how long ``close`` waits for the event loop
 
 
 class OmniLLM:
@@ -57,7 +58,7 @@ class OmniLLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="omni-llm", daemon=True)
         self._thread.start()
-        # Also at the interpreter's end, and when nobody holds this object any more.
+        # Also runs at the interpreter's exit, and when this object is garbage.
         self._finalizer = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class OmniLLM:
             sampling_params_list: parameters of the stages, for all prompts: by position (one entry a stage) or by name
                 (``{"talker": {"temperature": 0}}``); or one set, for the first stage. For a diffusion pipeline
                 ``DiffusionParams``, or their fields by name: one for all prompts, or a list with one for each.
-            modalities: what to answer in: "text", "audio", "codec_ids"; everything that the model has by default.
+            modalities: modalities of the output: "text", "audio", "codec_ids"; by default all of the model.
             use_tqdm: show a progress bar: with the number of requests that each stage has finished; for a diffusion
                 pipeline, over the denoise steps.
             lora_request: one for all prompts, or one for each.
@@ -98,29 +99,30 @@ class OmniLLM:
         loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(prompts)
         priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
         params = [sampling_params_list] * len(prompts)
-        engine, progress = self.engine, _Progress(self.engine.config.stage_names, len(prompts), use_tqdm)
+        defaults, progress = None, _Progress(self.engine.config.stage_names, len(prompts), use_tqdm)
         if self.engine.is_diffusion:
             if isinstance(sampling_params_list, list | tuple):
                 params = list(sampling_params_list)
             if use_tqdm:
-                engine = engine.with_defaults(stage_params={"progress": True})
+                defaults = self.engine.request_defaults(stage_params={"progress": True})
                 progress = _StepProgress(len(prompts))
         for name, values in (("parameters", params), ("lora_request", loras), ("priority", priorities)):
             if len(values) != len(prompts):
                 raise InvalidRequest(f"{len(values)} values of {name} for {len(prompts)} prompts")
-        requests = [
-            {
-                "prompt": prompt,
-                "sampling_params": one_params,
-                "modalities": modalities,
-                "speaker": speaker,
-                "lora_request": lora,
-                "priority": one_priority,
-            }
+        streams = (  # each is made when the loop runs
+            self.engine.generate(
+                prompt,
+                one_params,
+                modalities=modalities,
+                speaker=speaker,
+                lora_request=lora,
+                priority=one_priority,
+                defaults=defaults,
+            )
             for prompt, one_params, lora, one_priority in zip(prompts, params, loras, priorities, strict=True)
-        ]
+        )
         with progress:
-            return self._run(self._generate_all(engine, requests, progress))
+            return self._collect_all(streams, progress.update)
 
     def chat(
         self,
@@ -141,7 +143,7 @@ class OmniLLM:
         Other arguments and errors: ``generate``, and ``LLM.chat`` of vLLM.
         """
         if self.engine.is_diffusion:
-            raise InvalidRequest("a diffusion pipeline holds no conversation: give generate a prompt")
+            raise InvalidRequest("a diffusion pipeline has no chat: give `generate` a prompt")
         messages = [messages] if isinstance(messages, Mapping) else messages
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         params = ChatParams(
@@ -163,32 +165,19 @@ class OmniLLM:
         modalities: Sequence[str] = ("audio",),
         speaker: str | None = None,
     ) -> list[OmniRequestOutput]:
-        """Say given texts, word for word, all at once; the outputs come in the texts' order.
+        """Text to speech for several texts at once; the outputs come in the texts' order.
 
         Other arguments and errors: ``AsyncOmni.speak``.
         """
         texts = [texts] if isinstance(texts, str) else texts
 
-        async def speak_all() -> list[OmniRequestOutput]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        _join(
-                            self.engine.speak(
-                                text,
-                                sampling_params_list,
-                                instructions=instructions,
-                                modalities=modalities,
-                                speaker=speaker,
-                            )
-                        )
-                    )
-                    for text in texts
-                ]
-            return [task.result() for task in tasks]
-
-        spoken: list[OmniRequestOutput] = self._run(speak_all())
-        return spoken
+        streams = [
+            self.engine.speak(
+                text, sampling_params_list, instructions=instructions, modalities=modalities, speaker=speaker
+            )
+            for text in texts
+        ]
+        return self._collect_all(streams)
 
     async def _render(
         self, conversations: list[Any], params: ChatParams, mm_processor_kwargs: Mapping[str, Any] | None
@@ -206,18 +195,25 @@ class OmniLLM:
             raise rejection(exc) from exc
         return list(prompts)
 
-    @staticmethod
-    async def _generate_all(
-        engine: AsyncOmni, requests: list[dict[str, Any]], progress: _Progress
+    def _collect_all(
+        self,
+        streams: Iterable[AsyncGenerator[OmniRequestOutput, None]],
+        on_update: Callable[[OmniRequestOutput], None] | None = None,
     ) -> list[OmniRequestOutput]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_generate_one(engine, request, progress)) for request in requests]
-        return [task.result() for task in tasks]
+        """Run requests at once; the merged output of each. When one fails, the others are aborted."""
+
+        async def run() -> list[OmniRequestOutput]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(collect(stream, on_update)) for stream in streams]
+            return [task.result() for task in tasks]
+
+        outputs: list[OmniRequestOutput] = self._run(run())
+        return outputs
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abort what runs and end the stages' processes; calling it twice does nothing."""
+        """Abort running requests and end the stages' processes; calling it twice does nothing."""
         self._finalizer()
 
     def __enter__(self) -> OmniLLM:
@@ -230,7 +226,7 @@ class OmniLLM:
         """Run a coroutine on the engines' loop; Ctrl-C cancels it."""
         if not self._finalizer.alive:
             coroutine.close()
-            raise OmniError("it was closed: make another OmniLLM")
+            raise OmniError("this OmniLLM is closed: make another one")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -238,17 +234,17 @@ class OmniLLM:
             future.cancel()
             raise
         except BaseExceptionGroup as group:
-            # One request of several failed, and with it the call: its own error says more than the group around it.
+            # One request failed, and the call with it: raise its own error rather than the group around it.
             raise group.exceptions[0] from group
 
 
 def _close(engine: AsyncOmni, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if not thread.is_alive():  # a fork of the user's program, at its end
         return
-    if threading.current_thread() is thread:  # collected as garbage by whichever thread came across it
+    if threading.current_thread() is thread:  # garbage collection may run in any thread
         threading.Thread(target=_close, args=(engine, loop, thread)).start()
         return
-    engine.shutdown()  # from another thread than the requests': it aborts them first
+    engine.shutdown()  # called outside the thread of the requests, it aborts them first
     try:
         asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(END_TIMEOUT_S)
     except TimeoutError:
@@ -260,30 +256,11 @@ def _close(engine: AsyncOmni, loop: asyncio.AbstractEventLoop, thread: threading
 
 
 async def _end_tasks() -> None:
-    """What the engines' clients left on the loop; ``shutdown`` has cancelled it."""
+    """Cancel the tasks that the engines' clients left on the loop."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _generate_one(engine: AsyncOmni, request: dict[str, Any], progress: _Progress) -> OmniRequestOutput:
-    final: OmniRequestOutput | None = None
-    async for output in engine.generate(**request):
-        if final is None:
-            final = output
-        else:
-            final.add(output, aggregate=True)
-        progress.update(final)
-    assert final is not None, "a request ends with an output or an error"
-    return final
-
-
-async def _join(outputs: AsyncIterator[OmniRequestOutput]) -> OmniRequestOutput:
-    final = await anext(outputs)
-    async for output in outputs:
-        final.add(output, aggregate=True)
-    return final
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:
@@ -305,7 +282,7 @@ class _Progress:
         self._bar.close()
 
     def update(self, output: OmniRequestOutput) -> None:
-        """Count what an output tells of its request's progress."""
+        """Count the stages that a request has finished."""
         seen = self._seen.setdefault(output.request_id, set())
         for stage in output.stage_durations:
             if stage in self._counts and stage not in seen:
@@ -317,11 +294,11 @@ class _Progress:
 
 
 class _StepProgress(_Progress):
-    """A bar over the denoise steps of all requests: each is one batch's, so it moves evenly."""
+    """A bar over the denoise steps of all requests, so that it moves evenly."""
 
     def __init__(self, total: int) -> None:
         self._num_requests = total
-        self._steps: dict[str, Progress] = {}  # of those that have begun
+        self._steps: dict[str, Progress] = {}  # by id of a started request
         self._num_finished = 0
         self._bar = tqdm(total=0, desc="steps", dynamic_ncols=True)
 
@@ -332,7 +309,7 @@ class _StepProgress(_Progress):
             self._num_finished += 1
             done = self._steps.get(output.request_id, Progress(0, 0)).num_steps
             self._steps[output.request_id] = Progress(done, done)
-        # Those that have not begun will have as many steps as those that have.
+        # Requests that have not started are assumed to have the average number of steps.
         known = [progress.num_steps for progress in self._steps.values() if progress.num_steps]
         waiting = self._num_requests - len(known)
         self._bar.total = sum(known) + (waiting * round(sum(known) / len(known)) if known else 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,3 +220,24 @@ def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:
             into[name] = into[name] + value
         else:
             into[name] = value
+
+
+async def collect(
+    outputs: AsyncGenerator[OmniRequestOutput, None], on_update: Callable[[OmniRequestOutput], None] | None = None
+) -> OmniRequestOutput:
+    """Merge the stream of one request into one output, and close the stream.
+
+    Args:
+        on_update: called with the merged output after each one of the stream.
+    """
+    merged: OmniRequestOutput | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if merged is None:
+                merged = output
+            else:
+                merged.add(output, aggregate=True)
+            if on_update is not None:
+                on_update(merged)
+    assert merged is not None, "a request ends with an output or an error"
+    return merged

@@ -211,7 +211,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown parameter": ({"sampling_params_list": {"talker": {"temprature": 1}}}, "did you mean 'temperature'?"),
     "parameters of the first stage": (
         {"sampling_params_list": [{"temperature": 1.0}]},
-        "'thinker': it samples nothing, as its reply is given",
+        "stage 'thinker': sampling parameters have no effect: the text is fixed",
     ),
 }
 

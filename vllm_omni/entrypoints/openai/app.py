@@ -29,6 +29,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
+from vllm_omni.entrypoints.openai.engine_client import EngineWithDefaults
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
     OmniChatCompletionRequest,
@@ -36,6 +37,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     SpeechRequest,
 )
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
+from vllm_omni.entrypoints.stage_params import RequestDefaults
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, Overloaded, StageFailed, StageUnavailable
 
 router = APIRouter()  # of models that speak
@@ -134,9 +136,6 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats)
-        if not omni.is_diffusion:
-            # Behind vLLM's handlers of other routes, a request is for text; the chat handler says what it is for.
-            omni = omni.with_defaults(modalities=("text",))
         try:
             uvloop.run(_serve(omni, args, sock))
         finally:
@@ -188,7 +187,9 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     _replace_routes(app, common_router)
     _replace_routes(app, router)
     _add_handler(app)
-    await init_app_state(omni, app.state, args, tasks)
+    # vLLM's own handlers answer in text; the chat handler gets the modalities of each request.
+    text_engine: Any = EngineWithDefaults(omni, RequestDefaults(modalities=("text",)))
+    await init_app_state(text_engine, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_speech = OmniServingSpeech(

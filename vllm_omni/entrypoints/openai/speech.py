@@ -114,21 +114,23 @@ class OmniServingSpeech:
     def _speak(
         self, request: SpeechRequest, raw_request: Request, trace_headers: Mapping[str, str] | None
     ) -> AsyncGenerator[OmniRequestOutput, None]:
-        view = self._engine.with_defaults(speaker=request.speaker, stage_params=request.sampling_params_list)
-        # The stage that is given the text samples nothing. What the stages' own parameters say is over these.
+        # The first stage samples nothing. Parameters given for a stage win over the fields of the request.
         params: dict[str, dict[str, Any]] = {name: {} for name in self._engine.config.stage_names[1:]}
         if request.seed is not None:
             params = {name: {"seed": request.seed} for name in params}
         if request.max_new_tokens is not None and self._pipeline.speech_stage is not None:
             params[self._pipeline.speech_stage]["max_tokens"] = request.max_new_tokens
+        for name, fields in self._engine.params.check_overrides(request.sampling_params_list).items():
+            params[name] = {**params.get(name, {}), **fields}
         # Tokens of the speech are counted where the client is told.
         wants_codes = request.stream_format == "sse" and "codec_ids" in self._pipeline.extra_outputs
-        return view.speak(
+        return self._engine.speak(
             request.input,
             params,
             f"speech-{self._upstream._base_request_id(raw_request)}",
             instructions=request.instructions,
             modalities=("audio", "codec_ids") if wants_codes else ("audio",),
+            speaker=request.speaker,
             lora_request=self._upstream._maybe_get_adapters(request),
             trace_headers=trace_headers,
         )

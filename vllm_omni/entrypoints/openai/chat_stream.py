@@ -1,0 +1,148 @@
+"""Merge the text stream of vLLM's chat handler with the speech of the same reply."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from vllm_omni.entrypoints.openai.speech import Speech
+from vllm_omni.messages.outputs import OmniRequestOutput
+
+DONE = "data: [DONE]\n\n"
+
+
+class SpokenStream:
+    """One reply on its way to the client.
+
+    Upstream's generator reads the outputs with text (``read_text``) and writes lines. Those lines and the outputs with
+    sound pass through one queue, in their order. The queue holds one item, so that a client that reads slowly holds the
+    engine back.
+    """
+
+    def __init__(
+        self, outputs: AsyncGenerator[OmniRequestOutput, None], speech: Speech, writer: ChatStreamWriter
+    ) -> None:
+        self._outputs = outputs
+        self._speech = speech
+        self._writer = writer
+        self._events: asyncio.Queue[str | OmniRequestOutput | Exception | None] = asyncio.Queue(1)
+        self._text_has_ended = False
+
+    async def read_text(self) -> AsyncIterator[OmniRequestOutput]:
+        """The outputs with text, up to its end; sound among them goes to the queue."""
+        async for output in self._outputs:
+            if output.multimodal_output:
+                await self._events.put(output)
+            if not output.outputs:
+                continue
+            self._text_has_ended = output.outputs[0].finish_reason not in (None, "error")
+            yield output
+            if self._text_has_ended:
+                return
+
+    async def merge(self, lines: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """Upstream's lines and those of the speech; upstream's last lines come after the speech.
+
+        Closing it closes the outputs and the lines.
+        """
+        ending: list[str] = []  # finish_reason, usage, [DONE]
+        async with aclosing(self._outputs), aclosing(lines):
+            reader = asyncio.create_task(self._read(lines))
+            try:
+                while (event := await self._events.get()) is not None:
+                    if isinstance(event, Exception):
+                        raise event
+                    if isinstance(event, OmniRequestOutput):
+                        if data := await self._speech.encode(event):
+                            yield self._writer.audio(data)
+                        continue
+                    for line in self._writer.rewrite(event):
+                        if self._text_has_ended and self._writer.is_ending(line):
+                            ending.append(line)
+                        else:
+                            yield line
+                if self._text_has_ended:
+                    yield self._writer.end_of_audio(await self._speech.finish())
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+            for line in ending:
+                yield line
+
+    async def _read(self, lines: AsyncGenerator[str, None]) -> None:
+        """Fill the queue: lines, then outputs after the end of the text; at last an error or None."""
+        end: Exception | None = None
+        try:
+            async for line in lines:
+                await self._events.put(line)
+            if self._text_has_ended:
+                async for output in self._outputs:
+                    await self._events.put(output)
+        except Exception as exc:
+            end = exc
+        await self._events.put(end)
+
+
+class ChatStreamWriter:
+    """Writes the lines of a stream: upstream's, rewritten where needed, and those of the speech."""
+
+    def __init__(self, audio_id: str, wants_text: bool) -> None:
+        self._audio_id = audio_id
+        self._wants_text = wants_text
+        self._head: dict[str, Any] = {}  # the first fields of every chunk
+        self._transcript = ""
+
+    def rewrite(self, line: str) -> Iterator[str]:
+        """Split ``finish_reason`` from the text of a line; without text output, send the text as the transcript."""
+        chunk = None if line == DONE else json.loads(line.removeprefix("data: "))
+        if chunk is None or not chunk.get("choices"):
+            yield line
+            return
+        self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        content = delta.get("content")
+        self._transcript += content or ""
+        if not self._wants_text and content is not None:
+            delta["content"] = None
+            if content:
+                delta["audio"] = {"id": self._audio_id, "transcript": content}
+        if choice.get("finish_reason") is None:
+            yield line if self._wants_text else _line(chunk)
+            return
+        if any(value for value in delta.values()):
+            yield _line({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
+        ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
+        yield _line({**chunk, "choices": [{**ending, "delta": {}, "logprobs": None}]})
+
+    @staticmethod
+    def is_ending(line: str) -> bool:
+        """Whether a line belongs to the end of the stream: it has no delta."""
+        if line == DONE:
+            return True
+        choices = json.loads(line.removeprefix("data: ")).get("choices")
+        return not choices or choices[0]["finish_reason"] is not None
+
+    def audio(self, data: bytes) -> str:
+        """The line of a piece of the speech."""
+        return self._audio({"data": base64.b64encode(data).decode()})
+
+    def end_of_audio(self, data: bytes) -> str:
+        """The line of the last piece, with the transcript unless that was sent in pieces."""
+        rest = {"data": base64.b64encode(data).decode()} if data else {}
+        transcript = {"transcript": self._transcript} if self._wants_text else {}
+        return self._audio({**rest, **transcript, "expires_at": int(time.time())})
+
+    def _audio(self, audio: dict[str, Any]) -> str:
+        delta = {"audio": {"id": self._audio_id, **audio}}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return _line({**self._head, "choices": [choice]})
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

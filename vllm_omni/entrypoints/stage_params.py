@@ -1,0 +1,169 @@
+"""Resolve the parameters of a request: what it gives for each stage, over the stage's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.config.checks import Problem
+from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.config.vllm_args import make_sampling_params
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
+
+StageParams: TypeAlias = SamplingParams | DiffusionParams | Mapping[str, Any] | None
+"""Parameters of one stage: vLLM's object, for a diffusion stage ours; or its fields by name."""
+
+ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
+"""Parameters of one request: of the first stage; of the stages by position; or by name."""
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """Arguments of ``AsyncOmni.generate`` for a caller that knows the arguments of ``EngineClient.generate`` alone."""
+
+    modalities: tuple[str, ...] | None = None  # None: every modality of the model
+    speaker: str | None = None
+    stage_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # stage -> fields that win over its own
+
+
+class StageParamsResolver:
+    """Checks and completes the parameters of requests to one deployment."""
+
+    def __init__(self, config: OmniConfig, model_config: ModelConfig) -> None:
+        self._config = config
+        self._first = config.stages[0]
+        self._model_config = model_config  # of the first stage: its checkpoint has defaults of its own
+
+    def resolve(
+        self, given: ParamsList, over: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, SamplingParams | DiffusionParams]:
+        """The parameters of every stage, defaults filled in.
+
+        Args:
+            over: stage -> fields that win over the given ones.
+
+        Raises:
+            InvalidRequest: an unknown stage or parameter, with the nearest valid name; a wrong value.
+        """
+        by_name, over = self.by_stage(given), over or {}
+        params: dict[str, SamplingParams | DiffusionParams] = {}
+        for stage in self._config.stages:
+            resolve = self._resolve_diffusion if stage.is_diffusion else self._resolve_sampling
+            params[stage.name] = resolve(stage, by_name.get(stage.name), over.get(stage.name, {}))
+        for name in self._config.stage_names[1:]:
+            _check_single(name, params[name])
+        return params
+
+    def by_stage(self, given: ParamsList) -> dict[str, StageParams]:
+        """The parameters by name of their stage; raises ``InvalidRequest`` for an unknown stage, or too many."""
+        names = self._config.stage_names
+        if isinstance(given, Mapping) and self._is_by_name(given):
+            for name in given:
+                if name not in names:
+                    raise InvalidRequest(f"sampling parameters for unknown stage {name!r}: {suggest(str(name), names)}")
+            by_name = dict(given)
+        elif isinstance(given, Sequence) and not isinstance(given, str):
+            if len(given) > len(names):
+                raise InvalidRequest(f"{len(given)} sets of sampling parameters for the stages {', '.join(names)}")
+            by_name = dict(zip(names, given, strict=False))
+        else:
+            by_name = {names[0]: given}
+        for name, params in by_name.items():
+            if not isinstance(params, SamplingParams | DiffusionParams | Mapping | None):
+                raise InvalidRequest(f"sampling parameters of stage {name!r} = {params!r}: must be fields by name")
+        return by_name
+
+    def check_overrides(self, given: ParamsList) -> dict[str, Mapping[str, Any]]:
+        """Stage -> fields, checked, as ``resolve`` takes them for ``over``.
+
+        Raises:
+            InvalidRequest: an unknown stage or parameter, a wrong value, or an object instead of fields by name.
+        """
+        over: dict[str, Mapping[str, Any]] = {}
+        for name, params in self.by_stage(given).items():
+            if isinstance(params, SamplingParams | DiffusionParams):
+                raise InvalidRequest(f"sampling parameters of stage {name!r}: give the fields to change, by name")
+            if not params:
+                continue
+            if self._config.stage(name).is_diffusion:
+                over[name] = _diffusion_fields(name, params)
+                continue
+            validated = _make_sampling_params(name, params)
+            if name != self._first.name:
+                _check_single(name, validated)
+            over[name] = {key: getattr(validated, key) for key in params}
+        return over
+
+    def _is_by_name(self, given: Mapping[Any, Any]) -> bool:
+        """Whether the keys are names of stages rather than fields of the first stage's parameters."""
+        if set(given) & set(self._config.stage_names):
+            return True
+        return not self._first.is_diffusion and not set(given) <= set(SamplingParams.__struct_fields__)
+
+    def _resolve_diffusion(self, stage: StageConfig, given: StageParams, over: Mapping[str, Any]) -> DiffusionParams:
+        if isinstance(given, SamplingParams):
+            raise InvalidRequest(f"parameters of stage {stage.name!r}: it samples no tokens; give DiffusionParams")
+        fields = _diffusion_fields(stage.name, given or {})
+        return DiffusionParams(**{**stage.default_sampling_params, **fields, **over})
+
+    def _resolve_sampling(self, stage: StageConfig, given: StageParams, over: Mapping[str, Any]) -> SamplingParams:
+        if isinstance(given, DiffusionParams):
+            raise InvalidRequest(f"parameters of stage {stage.name!r}: it samples tokens; give SamplingParams")
+        if isinstance(given, SamplingParams):
+            _check_sampling_params(stage.name, given)
+            return msgspec.structs.replace(given, **over) if over else given
+        values = {**stage.default_sampling_params, **(given or {}), **over}
+        if stage is self._first:
+            values = {**self._model_config.get_diff_sampling_param(), **values}
+        return _make_sampling_params(stage.name, values)
+
+
+def _make_sampling_params(stage: str, values: Mapping[str, Any]) -> SamplingParams:
+    try:
+        params: SamplingParams = make_sampling_params(values)
+    except Problem as exc:
+        where = f"{exc.suffix[1:]} = {exc.value(values)!r}: " if exc.path else ""
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {where}{exc}") from exc
+    _check_seed(stage, params.seed)
+    return params
+
+
+def _check_sampling_params(stage: str, params: SamplingParams) -> None:
+    """Check an object that the caller made: in the engine, a field of a wrong type would end its input thread."""
+    _check_seed(stage, params.seed)
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError) as exc:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {exc}") from exc
+
+
+def _diffusion_fields(stage: str, given: DiffusionParams | Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given, checked; of an object, those that differ from the defaults."""
+    try:
+        params = given if isinstance(given, DiffusionParams) else DiffusionParams.of(given)
+        params.validate()
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"stage {stage!r}: {exc}", param=exc.param) from exc
+    if not isinstance(given, DiffusionParams):
+        return {name: getattr(params, name) for name in given}
+    default = DiffusionParams()
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    return {name: value for name, value in fields.items() if value != getattr(default, name)}
+
+
+def _check_single(stage: str, params: SamplingParams | DiffusionParams) -> None:
+    if isinstance(params, SamplingParams) and params.n > 1:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: n = {params.n}: it answers once; give n = 1")
+
+
+def _check_seed(stage: str, seed: int | None) -> None:
+    """A seed travels as a 64-bit integer; a larger one would fail after the engine's client has noted the request."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: seed = {seed}: valid: -2**63 to 2**64 - 1")
