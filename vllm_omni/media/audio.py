@@ -1,4 +1,4 @@
-"""Samples as a client can play them: files and streams of every format, by FFmpeg's libraries (PyAV)."""
+"""Encode samples as audio files and streams, with FFmpeg's libraries (PyAV)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import av
 import numpy as np
 from torch import Tensor
 
-from vllm_omni.errors import InvalidRequest
-from vllm_omni.names import suggest
+from vllm_omni.media import find_format
 
 NUM_SILENT_SAMPLES = 480  # 20 ms at 24 kHz
 SPEEDS = (0.25, 4.0)  # OpenAI's limits
 LAYOUTS = {1: "mono", 2: "stereo"}  # number of channels -> FFmpeg's name
 
-# No random serial numbers and no version of the library: the same samples give the same bytes. What is encoded leaves
-# at once, and FLAC's header is not followed by eight kilobytes of room for tags.
+# Files hold no random serial numbers and no version of the library: the same samples give the same bytes. Encoded data
+# is flushed at once, and FLAC's header has no padding of eight kilobytes for tags.
 CONTAINER_OPTIONS = {"fflags": "+bitexact", "flush_packets": "1", "metadata_header_padding": "0"}
 
 
@@ -29,7 +28,7 @@ class AudioFormat(NamedTuple):
     codec: str
     sample_format: str
     media_type: str
-    bit_rate: int | None = None  # bits per second; None where nothing is lost
+    bit_rate: int | None = None  # bits per second; None: lossless
     options: Mapping[str, str] = {}  # of the container
 
 
@@ -40,7 +39,7 @@ AUDIO_FORMATS = {
     "pcm": _PCM,
     "flac": AudioFormat("flac", "flac", "s16", "audio/flac"),
     "mp3": AudioFormat("mp3", "libmp3lame", "fltp", "audio/mpeg", 96_000, {"id3v2_version": "0"}),
-    # A page each 100 ms; by default it is one each second, for which a listener would wait.
+    # A page each 100 ms: with the default of one a second, a listener would wait for the first.
     "opus": AudioFormat("ogg", "libopus", "flt", "audio/ogg", 64_000, {"page_duration": "100000"}),
     "aac": AudioFormat("adts", "aac", "fltp", "audio/aac", 96_000),
 }
@@ -49,23 +48,21 @@ AUDIO_SUFFIXES = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"
 
 
 def find_audio_format(name: str, param: str | None = None) -> AudioFormat:
-    """Raises ``InvalidRequest`` for a name that there is not, with those that there are."""
-    if name not in AUDIO_FORMATS:
-        raise InvalidRequest(f"unknown audio format {name!r}: {suggest(name, AUDIO_FORMATS)}", param=param)
-    return AUDIO_FORMATS[name]
+    """Look up a format; see ``find_format``."""
+    return find_format("audio", AUDIO_FORMATS, name, param)
 
 
 class AudioEncoder:
-    """Encodes samples as they come.
+    """Encodes samples incrementally.
 
-    The bytes of all calls, joined, are one playable file. Of a stream, each call returns what can be sent already, and
-    its header says nothing of its length; otherwise the last call returns everything, with a header that does. The
-    calls must not overlap, and may come from any thread.
+    The bytes of all calls, joined, are one playable file. For a stream, each call returns the bytes that can be sent,
+    and the header has no length; otherwise the last call returns everything, with the length in the header. The calls
+    must not overlap, and may come from any thread.
 
     Args:
         sample_rate: of the samples and of the file, Hz.
         num_channels: 1 or 2.
-        speed: how much faster than they are the samples are played, at the same pitch; within ``SPEEDS``.
+        speed: playback speed at the same pitch; within ``SPEEDS``.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class AudioEncoder:
         self._stream = stream
 
     def encode(self, samples: Tensor) -> bytes:
-        """Float samples [num_samples] or [num_channels, num_samples] in [-1, 1]; what is beyond is clipped."""
+        """Float samples [num_samples] or [num_channels, num_samples] in [-1, 1]; values beyond are clipped."""
         channels = samples.numpy().reshape(self._num_channels, -1)
         if self._tempo is None:
             self._encode(channels)
@@ -104,14 +101,14 @@ class AudioEncoder:
         return self._take()
 
     def finish(self) -> bytes:
-        """The rest of the file. Nothing may be encoded after it."""
+        """The rest of the file. Do not call ``encode`` afterwards."""
         if self._tempo is not None:
             for changed in self._tempo.finish():
                 self._encode(changed)
         if not self._num_samples and self._format.codec != "pcm_s16le":
-            # These formats have no file of no samples.
+            # These formats cannot represent a file without samples.
             self._encode(np.zeros((self._num_channels, NUM_SILENT_SAMPLES), np.float32))
-        self._container.start_encoding()  # writes the header, where no samples did
+        self._container.start_encoding()  # writes the header if no samples were encoded
         self._container.mux(self._stream.encode(None))
         self._container.close()
         return self._take() if isinstance(self._file, _Outlet) else self._file.getvalue()
@@ -121,7 +118,7 @@ class AudioEncoder:
             return
         samples = samples.clip(-1.0, 1.0)
         if self._format.sample_format == "s16":
-            samples = (samples * 32767).round().astype(np.int16)  # the one rule for each format that loses nothing
+            samples = (samples * 32767).round().astype(np.int16)  # the same rounding for every lossless format
         frame = make_audio_frame(samples, self._format.sample_format, self._sample_rate, self._num_samples)
         self._num_samples += samples.shape[1]
         self._container.mux(self._stream.encode(frame))
@@ -131,14 +128,14 @@ class AudioEncoder:
 
 
 def encode_audio(samples: Tensor, sample_rate: int, audio_format: AudioFormat, *, speed: float = 1.0) -> bytes:
-    """Samples as a file in memory; see ``AudioEncoder``."""
+    """Encode samples as one file; see ``AudioEncoder``."""
     num_channels = 1 if samples.ndim == 1 else len(samples)
     encoder = AudioEncoder(audio_format, sample_rate, num_channels=num_channels, speed=speed)
     return encoder.encode(samples) + encoder.finish()
 
 
 class _Outlet:
-    """A file that can only be appended to, as a connection is: so the libraries never go back to a header."""
+    """A file that can only be appended to, like a connection, so that FFmpeg does not seek back to a header."""
 
     def __init__(self) -> None:
         self._written = bytearray()
@@ -148,20 +145,20 @@ class _Outlet:
         return len(data)
 
     def take(self) -> bytes:
-        """What was written since the last call."""
+        """The bytes written since the last call."""
         taken = bytes(self._written)
         self._written.clear()
         return taken
 
 
 class _Tempo:
-    """Plays samples faster or slower at the same pitch: FFmpeg's ``atempo``, which overlaps pieces of the waveform."""
+    """Changes the speed at the same pitch with FFmpeg's ``atempo``, which overlaps pieces of the waveform."""
 
     def __init__(self, sample_rate: int, num_channels: int, speed: float) -> None:
         self._sample_rate = sample_rate
         self._num_channels = num_channels
         self._num_samples = 0
-        # One filter goes down to 0.5, and above 2 it leaves samples out instead of blending them: two share the rest.
+        # One filter reaches down to 0.5, and above 2 it drops samples instead of blending them: chain two there.
         tempos = [speed] if 0.5 <= speed <= 2 else [math.sqrt(speed)] * 2
         self._graph = av.filter.Graph()
         nodes = [
@@ -191,12 +188,12 @@ class _Tempo:
         while True:
             try:
                 yield self._graph.pull().to_ndarray().reshape(-1, self._num_channels).T
-            except (BlockingIOError, EOFError):  # it wants more samples; it has had all
+            except (BlockingIOError, EOFError):  # more samples are needed; the end is reached
                 return
 
 
 def make_audio_frame(samples: np.ndarray[Any, Any], sample_format: str, sample_rate: int, start: int) -> Any:
-    """Samples [num_channels, num_samples] as FFmpeg's frame, the first of them at the time of sample ``start``."""
+    """Make an FFmpeg frame from samples [num_channels, num_samples]; the first is at the time of sample ``start``."""
     layout = LAYOUTS[len(samples)]
     if not sample_format.endswith("p"):
         samples = samples.T.reshape(1, -1)  # packed: the channels of one moment side by side

@@ -1,4 +1,4 @@
-"""Pixels as files of an image, by Pillow."""
+"""Encode images as files, with Pillow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_omni.errors import InvalidRequest
-from vllm_omni.names import suggest
+from vllm_omni.media import find_format
 
 
 class ImageFormat(NamedTuple):
@@ -23,7 +22,7 @@ class ImageFormat(NamedTuple):
 
 IMAGE_FORMATS = {
     "png": ImageFormat("PNG", "image/png"),
-    # At the default of 75, with colours at half the resolution, edges of colour are visibly torn.
+    # The defaults, 75 with halved resolution of colours, show artifacts at edges between colours.
     "jpeg": ImageFormat("JPEG", "image/jpeg", {"quality": 95, "subsampling": 0}, has_quality=True),
     "webp": ImageFormat("WEBP", "image/webp", {"quality": 95}, has_quality=True),
 }
@@ -32,14 +31,12 @@ IMAGE_SUFFIXES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp
 
 
 def find_image_format(name: str, param: str | None = None) -> ImageFormat:
-    """Raises ``InvalidRequest`` for a name that there is not, with those that there are."""
-    if name not in IMAGE_FORMATS:
-        raise InvalidRequest(f"unknown image format {name!r}: {suggest(name, IMAGE_FORMATS)}", param=param)
-    return IMAGE_FORMATS[name]
+    """Look up a format; see ``find_format``."""
+    return find_format("image", IMAGE_FORMATS, name, param)
 
 
 def to_pixels(values: Tensor) -> Tensor:
-    """Whatever a pipeline answers with as uint8 on the host: floats are taken to be in [0, 1], and clipped."""
+    """Convert the output of a pipeline to uint8 on the host; floats are in [0, 1], and clipped."""
     values = values.detach().cpu()
     if values.is_floating_point():
         values = (values.float().clamp(0, 1) * 255).round()
@@ -47,15 +44,15 @@ def to_pixels(values: Tensor) -> Tensor:
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Pixels [H, W, 3], uint8 or float in [0, 1], as an image of their own."""
+    """Make an image from a copy of pixels [H, W, 3], uint8 or float in [0, 1]."""
     return Image.fromarray(to_pixels(pixels).contiguous().numpy())
 
 
 def encode_image(image: Image.Image, image_format: ImageFormat, quality: int | None = None) -> bytes:
-    """The bytes of a file.
+    """Encode an image as a file.
 
     Args:
-        quality: 0 to 100, of a format that loses something; its default is high.
+        quality: 0 to 100, for a lossy format; its default is high.
     """
     options = dict(image_format.options)
     if quality is not None and image_format.has_quality:

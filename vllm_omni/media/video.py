@@ -1,4 +1,4 @@
-"""Frames as files of a video, by FFmpeg's libraries (PyAV); animations by Pillow."""
+"""Encode frames as video files, with FFmpeg's libraries (PyAV), and as GIF animations, with Pillow."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.media import find_format
 from vllm_omni.media.audio import CONTAINER_OPTIONS, make_audio_frame
 from vllm_omni.media.image import to_pixels
-from vllm_omni.names import suggest
 
 DEFAULT_FPS = 16
-"""Of a video whose request and pipeline say nothing of it."""
+"""Frames per second of a video if neither the request nor the pipeline sets them."""
 
 
 class VideoFormat(NamedTuple):
     container: str  # FFmpeg's names
     codec: str
-    audio_codec: str | None  # None: it has no sound
+    audio_codec: str | None  # None: the format has no sound
     media_type: str
     options: Mapping[str, str] = {}  # of the codec
 
@@ -38,14 +37,12 @@ VIDEO_FORMATS = {
 VIDEO_SUFFIXES = {".mp4": "mp4", ".webm": "webm", ".gif": "gif"}
 """A file's suffix -> the name of its format."""
 
-_OPUS_RATE = 48_000  # Hz; Opus knows few others
+_OPUS_RATE = 48_000  # Hz; Opus supports few others
 
 
 def find_video_format(name: str, param: str | None = None) -> VideoFormat:
-    """Raises ``InvalidRequest`` for a name that there is not, with those that there are."""
-    if name not in VIDEO_FORMATS:
-        raise InvalidRequest(f"unknown video format {name!r}: {suggest(name, VIDEO_FORMATS)}", param=param)
-    return VIDEO_FORMATS[name]
+    """Look up a format; see ``find_format``."""
+    return find_format("video", VIDEO_FORMATS, name, param)
 
 
 def encode_video(
@@ -55,9 +52,9 @@ def encode_video(
     audio: Tensor | None = None,
     sample_rate: int | None = None,
 ) -> bytes:
-    """The bytes of a file; the same frames give the same.
+    """Encode frames as a file; the same frames give the same bytes.
 
-    A height or width that is odd is made even, by repeating its last line: the codecs halve the colours' resolution.
+    An odd height or width is made even by repeating the last line: the codecs halve the resolution of colours.
 
     Args:
         frames: [T, H, W, 3], uint8 or float in [0, 1].
@@ -74,7 +71,7 @@ def encode_video(
         stream = container.add_stream(video_format.codec, rate=fps, options=dict(video_format.options))
         assert isinstance(stream, av.VideoStream)
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"  # what every player shows
+        stream.pix_fmt = "yuv420p"  # supported by every player
         stream.codec_context.thread_count = 1  # the bytes must not depend on the machine
         sound: av.AudioStream | None = None
         if audio is not None and video_format.audio_codec is not None:
@@ -98,7 +95,7 @@ def encode_video(
 def _encode_sound(
     container: av.container.OutputContainer, stream: av.AudioStream, audio: Tensor, sample_rate: int
 ) -> None:
-    """Behind the frames in the call, between them in the file: the muxer sorts by time."""
+    """Encode the sound after the frames; the muxer sorts both by time."""
     samples = audio.detach().cpu().float().clamp(-1, 1).numpy()
     resampler = av.AudioResampler(stream.codec_context.format, stream.layout, stream.rate)
     for frame in (make_audio_frame(samples, "fltp", sample_rate, 0), None):
@@ -110,7 +107,7 @@ def _encode_sound(
 def _encode_gif(frames: Tensor, fps: int) -> bytes:
     first, *rest = [Image.fromarray(pixels) for pixels in frames.contiguous().numpy()]
     file = io.BytesIO()
-    duration_ms = max(round(100 / fps), 2) * 10  # players take less than two hundredths for a mistake
+    duration_ms = max(round(100 / fps), 2) * 10  # players do not honour less than 20 ms
     first.save(file, "GIF", save_all=True, append_images=rest, duration=duration_ms, loop=0)
     return file.getvalue()
 

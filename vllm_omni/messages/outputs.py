@@ -1,8 +1,8 @@
-"""What a stage answers, and what the user gets: one class."""
+"""``OmniRequestOutput``: the output of a stage, and of a request, with every modality."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,30 +23,30 @@ from vllm_omni.vllm_patches import adopt
 
 
 class Progress(NamedTuple):
-    """How far a denoising loop is."""
+    """Progress of a denoising loop."""
 
-    step: int  # denoise steps done
-    num_steps: int  # of all; 0: not known yet
+    step: int  # denoise steps that are done
+    num_steps: int  # in all; 0: not known yet
 
 
 class OmniRequestOutput(RequestOutput):
     """vLLM's ``RequestOutput`` with the other modalities beside the text.
 
     Attributes:
-        outputs: the text, as vLLM gives it.
+        outputs: the text, as in vLLM.
         multimodal_output: ``audio`` (float32 Tensor [num_samples]; of a diffusion pipeline [N, C, num_samples]),
             ``sample_rate`` (Hz), and on request ``codec_ids`` (list[int]). Of a diffusion pipeline also ``images``
             (uint8 [N, H, W, 3]), ``frames`` (uint8 [N, T, H, W, 3]) with ``fps``, ``latents``, and while it runs
             ``step``, ``num_steps`` and ``preview`` (uint8 [H, W, 3]). Deltas while streaming, everything in a final
             output.
-        payloads: references for the next stage; empty in what the user gets.
+        payloads: references for the next stage; empty in a user's output.
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
         latency_parts: in the last output, by autoregressive stage that has ended: its seconds by part (``Part`` of
             ``engine/latency.py``: ``encode_queueing``, ``encode_execution``, ``ep_migration``, ``prefill_queueing``,
             ``prefill_execution``, ``pd_migration``, ``decode_queueing``, ``decode_execution``). They sum to the time
             from the request's arrival there to its last token; a part that it did not have is 0.
-        slo_reports: likewise how it did, by stage whose parameters or deployment have an SLO.
+        slo_reports: in the last output, whether the SLO was met, by stage whose parameters or deployment have one.
     """
 
     multimodal_output: dict[str, Any]
@@ -57,7 +57,7 @@ class OmniRequestOutput(RequestOutput):
 
     @classmethod
     def of(cls, output: RequestOutput) -> OmniRequestOutput:
-        """The same output with room for the other modalities; shares its fields with ``output``."""
+        """Extend vLLM's output by the other modalities; shares its fields with ``output``."""
         omni = adopt(cls, output)
         omni.multimodal_output, omni.payloads, omni.stage_durations = {}, [], {}
         omni.latency_parts, omni.slo_reports = {}, {}
@@ -73,11 +73,11 @@ class OmniRequestOutput(RequestOutput):
             self.latency_parts |= next_output.latency_parts
             self.slo_reports |= next_output.slo_reports
 
-    # -- what a diffusion pipeline made: one of N outputs each ---------------------------------------------------------
+    # -- outputs of a diffusion pipeline: N of each kind --------------------------------------------------------------
 
     @property
     def images(self) -> list[Image.Image]:
-        """The images; none where the answer has none."""
+        """The images; empty without any."""
         return [to_image(pixels) for pixels in self.multimodal_output.get("images", ())]
 
     @property
@@ -97,26 +97,26 @@ class OmniRequestOutput(RequestOutput):
 
     @property
     def latents(self) -> Tensor | None:
-        """What the denoiser left, if the request asked for ``output_type="latents"``."""
+        """The latents after the last step, if the request asked for ``output_type="latents"``."""
         return self.multimodal_output.get("latents")
 
     @property
     def progress(self) -> Progress | None:
-        """Of a request that asked for it."""
+        """Progress, if the request asked for it."""
         if "step" not in self.multimodal_output:
             return None
         return Progress(self.multimodal_output["step"], self.multimodal_output.get("num_steps", 0))
 
     @property
     def preview(self) -> Image.Image | None:
-        """What the denoiser has so far, small, of a request that asked for it."""
+        """A small preview of the current latents, if the request asked for previews."""
         pixels = self.multimodal_output.get("preview")
         return None if pixels is None else to_image(pixels)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write what was made to a file; the suffix chooses the format: of an image, a video or a sound.
+        """Write the images, videos or sounds to files; the suffix chooses the kind and format.
 
         Several outputs become several files: ``cat.png`` becomes ``cat-0.png``, ``cat-1.png``, and so on.
 
@@ -124,33 +124,16 @@ class OmniRequestOutput(RequestOutput):
             The files, in the order of the outputs.
 
         Raises:
-            OmniError: the answer has nothing of that kind.
+            OmniError: the output has nothing of that kind.
             ValueError: unknown suffix.
         """
         path = Path(path)
         suffix = path.suffix.lower()
-        if suffix in IMAGE_SUFFIXES:
-            self._require("images", path)
-            images, image_format = self.images, IMAGE_FORMATS[IMAGE_SUFFIXES[suffix]]
-            return _write(path, len(images), lambda index: encode_image(images[index], image_format))
-        if suffix in VIDEO_SUFFIXES:
-            self._require("frames", path)
-            videos, sounds = self.multimodal_output["frames"], self.multimodal_output.get("audio")
-            video_format, fps = VIDEO_FORMATS[VIDEO_SUFFIXES[suffix]], self.fps or DEFAULT_FPS
-            sample_rate = self.multimodal_output.get("sample_rate")
-
-            def encode(index: int) -> bytes:
-                sound = None if sounds is None else sounds[index]
-                return encode_video(videos[index], fps, video_format, sound, sample_rate)
-
-            return _write(path, len(videos), encode)
-        if suffix in AUDIO_SUFFIXES:
-            self._require("audio", path)
-            sounds, sample_rate = self.multimodal_output["audio"], self.multimodal_output["sample_rate"]
-            sounds = sounds if sounds.ndim == 3 else sounds[None]  # speech is one
-            audio_format = AUDIO_FORMATS[AUDIO_SUFFIXES[suffix]]
-            return _write(path, len(sounds), lambda index: encode_audio(sounds[index], sample_rate, audio_format))
-        known = self._suffixes() or [*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *AUDIO_SUFFIXES]
+        for name, kind in _KINDS.items():
+            if suffix in kind.suffixes:
+                self._require(name, path)
+                return self._write(path, name, kind)
+        known = self._suffixes() or [suffix for kind in _KINDS.values() for suffix in kind.suffixes]
         said = f"unknown suffix {path.suffix!r}" if suffix else "it has no suffix"
         raise ValueError(f"cannot write to {path.name!r}: {said}: {suggest(suffix, known)}")
 
@@ -169,13 +152,24 @@ class OmniRequestOutput(RequestOutput):
             raise ValueError(f"cannot write audio to {path.name!r}: unknown suffix {path.suffix!r}; known: {known}")
         return self.save(path)[0]
 
+    def _write(self, path: Path, name: str, kind: _Kind) -> list[Path]:
+        media, file_format = self.multimodal_output, kind.suffixes[path.suffix.lower()]
+        if name == "audio" and media["audio"].ndim < 3:  # speech is a single sound
+            media = {**media, "audio": media["audio"][None]}
+        num_outputs = len(media[name])
+        paths = [path] if num_outputs == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(num_outputs)]
+        for index, one in enumerate(paths):
+            one.write_bytes(kind.encode(media, index, file_format))
+        return paths
+
     def _require(self, name: str, path: Path) -> None:
         if name in self.multimodal_output:
             return
-        what = _KINDS[name][0]
         suffixes = self._suffixes()
         if suffixes:
-            has = " and ".join(_KINDS[one][0] for one in _KINDS if one in self.multimodal_output)
+            has = " and ".join(
+                f"{kind.article} {kind.noun}" for key, kind in _KINDS.items() if key in self.multimodal_output
+            )
             instead = f"it has {has}: {', '.join(suffixes)}"
         elif "latents" in self.multimodal_output:
             instead = "it has latents, which are no file: read .latents, or ask for output_type='media'"
@@ -183,35 +177,51 @@ class OmniRequestOutput(RequestOutput):
             instead = "it has not ended"
         else:
             instead = "it has text alone"
-        raise OmniError(f"cannot write {path.name!r}: this answer has no {what.split()[-1]}; {instead}")
+        raise OmniError(f"cannot write {path.name!r}: this answer has no {_KINDS[name].noun}; {instead}")
 
     def _suffixes(self) -> list[str]:
-        """Those that ``save`` can write."""
-        return [suffix for name, (_, known) in _KINDS.items() if name in self.multimodal_output for suffix in known]
+        """The suffixes that ``save`` can write."""
+        return [suffix for name, kind in _KINDS.items() if name in self.multimodal_output for suffix in kind.suffixes]
 
     def __repr__(self) -> str:
         media = {k: tuple(v.shape) if isinstance(v, torch.Tensor) else v for k, v in self.multimodal_output.items()}
         return f"{super().__repr__()[:-1]}, multimodal_output={media}, stage_durations={self.stage_durations})"
 
 
-_KINDS: dict[str, tuple[str, Sequence[str]]] = {
-    "images": ("an image", tuple(IMAGE_SUFFIXES)),
-    "frames": ("a video", tuple(VIDEO_SUFFIXES)),
-    "audio": ("a sound", tuple(AUDIO_SUFFIXES)),
+def _encode_image(media: Mapping[str, Any], index: int, file_format: str) -> bytes:
+    return encode_image(to_image(media["images"][index]), IMAGE_FORMATS[file_format])
+
+
+def _encode_video(media: Mapping[str, Any], index: int, file_format: str) -> bytes:
+    sounds, fps = media.get("audio"), int(media.get("fps") or DEFAULT_FPS)
+    sound = None if sounds is None else sounds[index]
+    return encode_video(media["frames"][index], fps, VIDEO_FORMATS[file_format], sound, media.get("sample_rate"))
+
+
+def _encode_sound(media: Mapping[str, Any], index: int, file_format: str) -> bytes:
+    return encode_audio(media["audio"][index], media["sample_rate"], AUDIO_FORMATS[file_format])
+
+
+class _Kind(NamedTuple):
+    """A kind of file that ``save`` writes."""
+
+    article: str
+    noun: str
+    suffixes: Mapping[str, str]  # of a file -> name of the format
+    encode: Callable[[Mapping[str, Any], int, str], bytes]  # multimodal_output, index of the output, format
+
+
+_KINDS = {  # by key of ``multimodal_output``
+    "images": _Kind("an", "image", IMAGE_SUFFIXES, _encode_image),
+    "frames": _Kind("a", "video", VIDEO_SUFFIXES, _encode_video),
+    "audio": _Kind("a", "sound", AUDIO_SUFFIXES, _encode_sound),
 }
 
 
-def _write(path: Path, num_outputs: int, encode: Callable[[int], bytes]) -> list[Path]:
-    paths = [path] if num_outputs == 1 else [path.with_stem(f"{path.stem}-{index}") for index in range(num_outputs)]
-    for index, one in enumerate(paths):
-        one.write_bytes(encode(index))
-    return paths
-
-
 def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:
-    """Append ``new`` to ``into`` in place: tensors along the first dimension, lists likewise, the rest replaces.
+    """Append ``new`` to ``into`` in place, tensors along the first dimension, and replace other values.
 
-    A preview is no piece of the answer: each replaces the one before.
+    A preview is not a piece of the output: each replaces the one before.
     """
     for name, value in new.items():
         if name in into and isinstance(value, torch.Tensor) and name != "preview":
