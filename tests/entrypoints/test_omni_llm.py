@@ -196,7 +196,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no modality": ({"modalities": []}, "no modality"),
     "speaker": ({"speaker": "Ethen"}, "'Ethen'.*did you mean 'Ethan'"),
     "stage": ({"sampling_params_list": {"talkr": {}}}, "'talkr'.*did you mean 'talker'"),
-    "parameter": ({"sampling_params_list": {"talker": {"temprature": 1}}}, "temprature = 1: .*did you mean 'temperature'"),
+    "parameter": ({"sampling_params_list": {"talker": {"temprature": 1}}}, "temprature = 1: .*mean 'temperature'"),
     "value": ({"sampling_params_list": {"talker": {"temperature": -1.0}}}, "temperature"),
     "too many": ({"sampling_params_list": [{}, {}, {}, {}]}, "4 sets"),
     "priority": ({"priority": [1, 2]}, "2 values of priority for 1 prompts"),
