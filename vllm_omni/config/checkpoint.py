@@ -21,31 +21,31 @@ MODEL_INDEX = "model_index.json"
 
 
 def bundled_model_types() -> tuple[str, ...]:
-    """Those of this package."""
+    """The model types of this package."""
     return tuple(sorted(path.stem for path in _bundled_dir().glob("*.yaml")))
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """Those of this package, and those that other packages add."""
+    """The model types of this package and of packages that add pipelines."""
     return tuple(sorted({*bundled_model_types(), *added_pipelines()}))
 
 
 def added_pipelines() -> dict[str, EntryPoint]:
-    """Model type -> the class that another package adds by an entry point in the group ``vllm_omni.pipelines``.
+    """Model type -> pipeline class that another package adds by an entry point in the group ``vllm_omni.pipelines``.
 
-    Beside the module of the class lies ``<model_type>.yaml``, which says how the model is deployed.
+    The deployment of the model, ``<model_type>.yaml``, lies beside the module of the class.
     """
     return {entry.name: entry for entry in entry_points(group=PIPELINE_GROUP)}
 
 
 def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
-    """The ``model_type`` of a checkpoint's ``config.json``: of a local directory, or of a repository on the Hub.
+    """Read the model type of a checkpoint: a local directory, or a repository on the Hub.
 
-    One with a ``model_index.json`` is in diffusers' layout, whatever pipeline it is for: "diffusers". One of a type
-    that has no pipeline here, and of an architecture that vLLM has, is a language model: "language".
+    It is ``model_type`` of its ``config.json``; "diffusers" for every checkpoint with a ``model_index.json``;
+    "language" for a model type without a pipeline here whose architecture vLLM has.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is of a type that is not supported.
+        ConfigError: there is no such checkpoint, or its model type is not supported.
     """
     model = os.fspath(model)
     try:
@@ -54,13 +54,7 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         path = _find_model_file(model, "config.json", revision)
     else:
         return DIFFUSERS
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        model_type, architectures = config.get("model_type"), config.get("architectures")
-    except (ValueError, AttributeError) as exc:
-        raise ConfigError(f"{path}: not a JSON object: {exc}") from None
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    model_type, architectures = _read_config(path)
     if model_type in supported_model_types():
         return str(model_type)
     if isinstance(architectures, list) and any(one in _vllm_architectures() for one in architectures):
@@ -69,13 +63,23 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     raise ConfigError(f"{path}: model_type = {model_type!r} is not supported{nor}: {supported(str(model_type))}")
 
 
+def _read_config(path: Path) -> tuple[Any, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return config.get("model_type"), config.get("architectures")
+    except (ValueError, AttributeError) as exc:
+        raise ConfigError(f"{path}: not a JSON object: {exc}") from None
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
 def _vllm_architectures() -> Iterable[str]:
     registry = vllm_attribute("vllm.model_executor.models.registry", "ModelRegistry")
     return () if registry is None else registry.get_supported_archs()
 
 
 def read_model_index(model: str, *, revision: str | None = None) -> dict[str, Any]:
-    """The ``model_index.json`` of a directory in diffusers' layout, or of a repository on the Hub.
+    """Read the ``model_index.json`` of a directory in diffusers' layout, or of a repository on the Hub.
 
     Raises:
         ConfigError: there is none, or it names no pipeline.
@@ -84,7 +88,7 @@ def read_model_index(model: str, *, revision: str | None = None) -> dict[str, An
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index["_class_name"], str):
-            raise TypeError(f"_class_name = {index['_class_name']!r} is no name")
+            raise TypeError(f"_class_name = {index['_class_name']!r} is not a name")
     except (ValueError, KeyError, TypeError, OSError) as exc:
         raise ConfigError(f"{path}: names no pipeline of diffusers: {exc!r}") from exc
     return dict(index)
@@ -118,14 +122,18 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
 
 
 def supported(name: str = "") -> str:
-    return (
-        f"supported model types: {', '.join(supported_model_types())}"
-        if not name
-        else suggest(name, supported_model_types())
-    )
+    """The supported model types, or the one nearest to a name, for the end of an error message."""
+    if name:
+        return suggest(name, supported_model_types())
+    return f"supported model types: {', '.join(supported_model_types())}"
 
 
 def default_deployment(model_type: str) -> Path:
+    """The YAML file that is bundled with the pipeline of a model type.
+
+    Raises:
+        ConfigError: the package that adds the pipeline is not installed or not complete.
+    """
     entry = added_pipelines().get(model_type)
     if entry is None:
         return _bundled_dir() / f"{model_type}.yaml"
@@ -134,7 +142,7 @@ def default_deployment(model_type: str) -> Path:
     except ImportError as exc:
         raise ConfigError(f"model type {model_type!r}: its package cannot be imported: {exc}") from exc
     if spec is None or spec.origin is None:
-        raise ConfigError(f"model type {model_type!r}: there is no module {entry.module}, which is to bring it")
+        raise ConfigError(f"model type {model_type!r}: plugin module {entry.module} not found")
     return Path(spec.origin).with_name(f"{model_type}.yaml")
 
 

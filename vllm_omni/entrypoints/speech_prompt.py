@@ -1,4 +1,4 @@
-"""The ids of a prompt whose reply is given, in which the user's text stays text."""
+"""Tokenize prompts of text to speech: the user's text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from vllm_omni.model_executor.pipeline import SpeechPrompt
 
 
 async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_tokens: int) -> tuple[list[int], int]:
-    """Ids of the prompt with its reply, and how many of them are the reply's.
+    """Token ids of the prompt with its reply, and the number of the reply's.
 
     Args:
-        renderer: that of the stage which reads the prompt.
+        renderer: of the stage that reads the prompt.
 
     Raises:
-        InvalidRequest: there is nothing to say; or the ids are more than ``max_num_tokens``.
+        InvalidRequest: the text is empty, not Unicode or longer than ``max_num_tokens``.
     """
     if not prompt.reply.strip():
         raise InvalidRequest("the text to say is empty")
     try:
         prompt.request.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidRequest(f"the text to say, or how to, is no Unicode: {exc.reason}") from exc
+        raise InvalidRequest(f"input or instructions: invalid Unicode: {exc.reason}") from exc
     tokenizer = renderer.get_tokenizer()
-    # Before it is tokenized: what is too long by far would keep others waiting.
+    # Checked before tokenization, which would delay other requests for a very long text.
     max_num_characters = max_num_tokens * tokenizer.max_chars_per_token
     if len(prompt.request) > max_num_characters:
         raise InvalidRequest(
@@ -65,7 +65,7 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
 
 
 def cut(text: str, control_tokens: Iterable[str]) -> Iterator[str]:
-    """The text in parts, none of which holds a control token whole.
+    """Split the text so that no part holds a whole control token.
 
     A tokenizer's own switch for this is state that requests in other threads would see.
     """

@@ -197,7 +197,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         f"has {LONGEST + 1} tokens, which with the prompt around it makes {MAX_MODEL_LEN}: the model has room for 1022",
     ),
     "input beyond all": ({"input": "x" * 100_000}, "100000 characters"),
-    "half a character": ({"input": "\ud800"}, "is no Unicode: surrogates not allowed"),
+    "half a character": ({"input": "\ud800"}, "invalid Unicode: surrogates not allowed"),
     "unknown voice": ({"voice": "Ethen"}, "unknown speaker 'Ethen': did you mean 'Ethan'?"),
     "unknown format": ({"response_format": "mp4"}, "unknown audio format 'mp4': did you mean 'mp3'?"),
     "unknown stream format": ({"stream_format": "see"}, "unknown stream_format 'see': did you mean 'sse'?"),

@@ -1,4 +1,4 @@
-"""The server: vLLM's application with an ``AsyncOmni`` for its engine, and our routes in the place of some of its."""
+"""The server: vLLM's application with ``AsyncOmni`` as its engine, and our routes in place of some of its own."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
 from vllm_omni.entrypoints.stage_params import RequestDefaults
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, Overloaded, StageFailed, StageUnavailable
 
-router = APIRouter()  # of models that speak
+router = APIRouter()  # of models with audio output
 common_router = APIRouter()
 
 
 def answers(*media_types: str) -> dict[int | str, dict[str, Any]]:
-    """What the schema says of a route's answers: of these types, or upstream's errors."""
+    """Responses of a route for the OpenAPI schema: these media types, or upstream's errors."""
     errors = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR)
     return {
         HTTPStatus.OK.value: {"content": {media_type: {} for media_type in media_types}},
@@ -87,14 +87,14 @@ async def create_completion(request: OmniCompletionRequest, raw_request: Request
 @with_cancellation
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    """A given text, said word for word."""
+    """Text to speech."""
     speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
     return await speech.create_speech(request, raw_request)
 
 
 @router.get("/v1/audio/voices")
 async def voices(raw_request: Request) -> JSONResponse:
-    """The names that ``voice`` may have."""
+    """The valid names of ``voice``."""
     speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
     return JSONResponse(speech.voices())
 

@@ -1,4 +1,4 @@
-"""The bodies of requests, where they say more than vLLM's do."""
+"""Request bodies: vLLM's, extended by modalities, speech and SLOs."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ class AudioOutput(BaseModel):
     format: str = "wav"
 
 
-class _PromisedRequest(BaseModel):
-    """Beside vLLM's own fields: by when the answer is to come."""
+class _RequestWithSlo(BaseModel):
+    """Adds the latency targets (SLO) of a request to vLLM's fields."""
 
     slo: Any = Field(
         default=None,
@@ -29,7 +29,7 @@ class _PromisedRequest(BaseModel):
     )
 
     def check_slo(self) -> None:
-        """Raises ``InvalidRequest``."""
+        """Raise ``InvalidRequest`` for an SLO that is not valid."""
         Slo.parse(self.slo)
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
@@ -39,14 +39,14 @@ class _PromisedRequest(BaseModel):
         return params
 
 
-class OmniCompletionRequest(_PromisedRequest, CompletionRequest):
+class OmniCompletionRequest(_RequestWithSlo, CompletionRequest):
     """vLLM's request, with an SLO."""
 
 
-class OmniChatCompletionRequest(_PromisedRequest, ChatCompletionRequest):
-    """vLLM's request, with an SLO, and what to answer in."""
+class OmniChatCompletionRequest(_RequestWithSlo, ChatCompletionRequest):
+    """vLLM's request, with an SLO, and the modalities of the reply."""
 
-    modalities: list[str] | None = Field(default=None, description='What to answer in; ["text"] by default.')
+    modalities: list[str] | None = Field(default=None, description='Modalities of the reply; ["text"] by default.')
     audio: AudioOutput | None = Field(default=None, description="The voice and the file format of the speech.")
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None,
@@ -67,7 +67,7 @@ class OmniChatCompletionRequest(_PromisedRequest, ChatCompletionRequest):
 
 
 class Voice(BaseModel):
-    """The other form in which OpenAI's API names a voice."""
+    """A voice as OpenAI's API also names it: an object with an id."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,18 +77,19 @@ class Voice(BaseModel):
 class SpeechRequest(BaseModel):
     """OpenAI's request for speech; the last three fields are ours."""
 
-    model_config = ConfigDict(extra="allow")  # what is unknown is refused with the nearest name, by the handler
+    model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
-    input: str = Field(description="The text to say.")
+    input: str = Field(description="The text to speak.")
     model: str | None = None
     voice: str | Voice | None = Field(default=None, description="A speaker of the checkpoint; its first by default.")
-    instructions: str | None = Field(default=None, description="How to say it.")
+    instructions: str | None = Field(default=None, description="How to speak it.")
     response_format: str = "mp3"
     speed: float = 1.0
     stream_format: str | None = Field(
-        default=None, description='"audio": the bytes as they are made; "sse": events; by default, one whole file.'
+        default=None,
+        description='"audio": bytes as they are encoded; "sse": events; by default, one whole file.',
     )
-    seed: int | None = Field(default=None, description="Of every stage that draws random numbers.")
+    seed: int | None = Field(default=None, description="The random seed of every stage that samples.")
     max_new_tokens: int | None = Field(default=None, description="Tokens of the speech, at most.")
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."

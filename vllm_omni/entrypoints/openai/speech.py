@@ -1,4 +1,4 @@
-"""``POST /v1/audio/speech``: a given text, said word for word, as a file, as a stream of its bytes or as events."""
+"""``POST /v1/audio/speech``: text to speech, as a file, as a stream of its bytes or as events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAM_FORMATS = ("audio", "sse")
 
 
 class Speech:
-    """The sound of one answer on its way from the engine to a client: pieces of samples in, pieces of a file out."""
+    """Encodes the audio of one reply: pieces of samples in, pieces of a file out."""
 
     def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: MediaTimer) -> None:
         self._encoder = encoder
@@ -39,7 +39,7 @@ class Speech:
         self._num_samples = 0
 
     async def encode(self, output: OmniRequestOutput) -> bytes:
-        """What can be sent now of the sound that came with an output; often nothing."""
+        """Encode the samples of an output; returns the bytes that can be sent now, often none."""
         samples = output.multimodal_output.get("audio")
         if samples is None or not len(samples):
             return b""
@@ -56,10 +56,10 @@ class Speech:
 
 
 class OmniServingSpeech:
-    """Answers the routes of speech.
+    """Serves the routes of speech.
 
     Args:
-        upstream: one of vLLM's handlers, which knows the names under which the model is served.
+        upstream: one of vLLM's handlers, which knows the served model names.
         sse_keep_alive_s: send a comment after so many seconds without an event; 0: never.
     """
 
@@ -80,11 +80,11 @@ class OmniServingSpeech:
         return {"voices": list(self._pipeline.speakers)}
 
     async def create_speech(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """The answer. It begins when there is something to send, so that what is wrong before has a status of its own.
+        """Serve one request. The response starts with the first bytes, so that an earlier error has an HTTP status.
 
         Raises:
-            InvalidRequest: an unknown field, voice, format or parameter; a text that cannot be said.
-            StageFailed: a stage failed it before it began.
+            InvalidRequest: an unknown field, voice, format or parameter; a text that cannot be spoken.
+            StageFailed: a stage failed before the first bytes.
         """
         timer = MediaTimer(self._metrics)
         unknown_model = await self._upstream._check_model(request)
@@ -95,7 +95,7 @@ class OmniServingSpeech:
         self._engine.check_available(["audio"])
         audio_format = find_audio_format(request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
-        assert sample_rate is not None, "a model that speaks has one"
+        assert sample_rate is not None, "a model with audio output has one"
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
         speech = Speech(encoder, sample_rate, timer)
         usage = _Usage()
@@ -104,7 +104,7 @@ class OmniServingSpeech:
         if not is_stream:
             data = b"".join([piece async for piece in pieces])
             return Response(data, media_type=audio_format.media_type)
-        # A file has at least a header, or a frame of silence; but samples without a header can be none.
+        # Files have at least a header or a frame of silence; raw samples may be empty.
         first = await anext(pieces, b"")
         if request.stream_format == "audio":
             return StreamingResponse(_chain(first, pieces), media_type=audio_format.media_type)
@@ -122,7 +122,7 @@ class OmniServingSpeech:
             params[self._pipeline.speech_stage]["max_tokens"] = request.max_new_tokens
         for name, fields in self._engine.params.check_overrides(request.sampling_params_list).items():
             params[name] = {**params.get(name, {}), **fields}
-        # Tokens of the speech are counted where the client is told.
+        # Only events report the number of tokens.
         wants_codes = request.stream_format == "sse" and "codec_ids" in self._pipeline.extra_outputs
         return self._engine.speak(
             request.input,
@@ -155,14 +155,14 @@ class OmniServingSpeech:
                     if piece:
                         yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
                 yield _event({"type": "speech.audio.done", "usage": usage.as_dict()})
-            except Exception as exc:  # the answer has begun: it ends with the error
+            except Exception as exc:  # the response has started: it ends with the error
                 logger.exception("speech failed while it was streamed")
                 error = BaseServing.create_error_response(exc).error.model_dump()
                 yield _event({"type": "speech.audio.error", "error": error})
 
 
 class _Usage:
-    """Tokens of one request."""
+    """Counts the tokens of one request."""
 
     def __init__(self) -> None:
         self._num_input_tokens = self._num_output_tokens = 0
