@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from tests.cases import rejected
 from vllm_omni import config
 from vllm_omni.config import EdgeConfig, OmniConfig, Origin, StageConfig, load_config
 from vllm_omni.config.vllm_args import AR_STAGE_ARGS, EVERY_STAGE_ARGS, PER_STAGE_ARGS, check_engine_args
@@ -11,7 +12,7 @@ from vllm_omni.errors import ConfigError
 
 @pytest.fixture
 def model(tmp_path):
-    """A directory that says no more than which model it holds."""
+    """A checkpoint directory with nothing but the model type."""
     directory = tmp_path / "checkpoint"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
@@ -20,7 +21,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def deploy(tmp_path):
-    """Writes a deployment file and returns its path."""
+    """Write a deployment file and return its path."""
 
     def write(text):
         path = tmp_path / "deploy.yaml"
@@ -81,7 +82,7 @@ def test_overrides_may_be_stages_alone_by_id_or_name(model):
     assert omni.stage("talker").engine_args["seed"] == 7
 
 
-def test_plain_argument_goes_to_the_stages_it_means_something_for(model):
+def test_plain_argument_goes_to_the_stages_that_use_it(model):
     omni = load_config(model, dtype="float32", max_model_len=512, limit_mm_per_prompt={"image": 2})
     having = {key: [s.name for s in omni.stages if key in s.engine_args] for key in ("dtype", "max_model_len")}
     assert having == {"dtype": ["thinker", "talker", "token2wav"], "max_model_len": ["thinker", "talker"]}
@@ -94,7 +95,7 @@ def test_prefix_caching_asked_for_without_a_stage_leaves_the_talker_alone(model)
     assert "enable_prefix_caching" not in omni.stage("talker").engine_args
 
 
-def test_share_of_memory_must_name_its_stage(model):
+def test_share_of_memory_must_be_given_by_stage(model):
     with pytest.raises(ConfigError, match=r"thinker\.gpu_memory_utilization, talker\.gpu_memory_utilization"):
         load_config(model, gpu_memory_utilization=0.5)
     omni = load_config(model, stage_overrides=["talker.gpu_memory_utilization=0.2"])
@@ -106,9 +107,8 @@ def test_top_level_engine_args_of_a_file_are_plain_arguments(model, deploy):
     assert [s.engine_args["dtype"] for s in omni.stages] == ["float32", "half", "float32"]
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "expected"),
-    [
+def test_stage_flag(model):
+    for text, field, expected in [
         ("thinker.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
         ("0.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
         ("thinker.engine_args.max_num_seqs=8", "engine_args", {"max_num_seqs": 8}),
@@ -121,10 +121,8 @@ def test_top_level_engine_args_of_a_file_are_plain_arguments(model, deploy):
         ),
         ("thinker.executor_class=uni", "executor_class", "uni"),
         ("thinker.model=/elsewhere", "model", "/elsewhere"),
-    ],
-)
-def test_stage_flag(model, text, field, expected):
-    assert getattr(load_config(model, stage_overrides=[text]).stage("thinker"), field) == expected
+    ]:
+        assert getattr(load_config(model, stage_overrides=[text]).stage("thinker"), field) == expected, text
 
 
 def test_stage_may_have_its_own_model(model, deploy):
@@ -160,23 +158,33 @@ def test_each_value_has_an_origin(model, deploy):
     assert load_config(model) == dataclasses.replace(load_config(model), origins={})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, True, 3, 1e-5, "text", "1e3", "yes", "a: b", "ü\n", [1, "x"], {"a": {"b": [True]}}, {"a": "1e3"}, {}],
-)
-def test_dumped_value_is_read_as_it_was(model, value):
-    text = config.dump_value(value)
-    assert "\n" not in text
-    stage = load_config(model, stage_overrides=[f"thinker.hf_overrides={text}"]).stage("thinker")
-    assert stage.engine_args["hf_overrides"] == value
+def test_dumped_value_reads_back_unchanged(model):
+    for value in [
+        None,
+        True,
+        3,
+        1e-5,
+        "text",
+        "1e3",
+        "yes",
+        "a: b",
+        "ü\n",
+        [1, "x"],
+        {"a": {"b": [True]}},
+        {"a": "1e3"},
+        {},
+    ]:
+        text = config.dump_value(value)
+        assert "\n" not in text
+        stage = load_config(model, stage_overrides=[f"thinker.hf_overrides={text}"]).stage("thinker")
+        assert stage.engine_args["hf_overrides"] == value, value
 
 
 # --- mistakes in a file name the file, the line, the key and the nearest name
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_mistake_in_a_file(model, deploy):
+    for text, message in [
         ("stage: {}\n", r"deploy.yaml:1: stage: unknown key 'stage': did you mean 'stages'\?"),
         ("stages:\n  thinkr: {}\n", r"deploy.yaml:2: stages.thinkr: no stage 'thinkr': did you mean 'thinker'\?"),
         ("stages:\n  3: {}\n", r"no stage '3': valid: thinker, talker, token2wav \(or an id from 0 to 2\)"),
@@ -236,11 +244,9 @@ def test_dumped_value_is_read_as_it_was(model, value):
             "stages:\n  talker: {}\n  thinker: {}\n  talker: {}\n",
             r"deploy.yaml:4: stages.talker: given twice, first on line 2",
         ),
-    ],
-)
-def test_mistake_in_a_file(model, deploy, text, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(model, deploy_config=deploy(text))
+    ]:
+        with rejected(ConfigError, message, text):
+            load_config(model, deploy_config=deploy(text))
 
 
 def test_anchors_and_merge_keys_work(model, deploy):
@@ -258,9 +264,8 @@ def test_file_that_cannot_be_read_is_named(model, tmp_path):
         load_config(model, deploy_config=tmp_path / "binary.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_mistake_in_a_stage_flag(model):
+    for text, message in [
         ("thinker", r"must be NAME.KEY=VALUE, for example thinker.max_num_seqs=8"),
         ("thinker=3", r"must be NAME.KEY=VALUE"),
         ("thinkr.seed=3", r"no stage 'thinkr': did you mean 'thinker'\?"),
@@ -269,11 +274,9 @@ def test_file_that_cannot_be_read_is_named(model, tmp_path):
         ("thinker.seed=[", r"not valid YAML"),
         ("thinker.seed.x=1", r"only engine_args, default_sampling_params, diffusion, epd have keys below them"),
         ("thinker.name=x", r"unknown key 'name'"),
-    ],
-)
-def test_mistake_in_a_stage_flag(model, text, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(model, stage_overrides=[text])
+    ]:
+        with rejected(ConfigError, message, text):
+            load_config(model, stage_overrides=[text])
 
 
 def test_unknown_keyword_names_the_nearest(model):
@@ -283,7 +286,7 @@ def test_unknown_keyword_names_the_nearest(model):
         load_config(model, max_num_seq=8)
 
 
-def test_misspelt_environment_variable_is_refused_at_load(model, monkeypatch):
+def test_misspelt_environment_variable_is_rejected_at_load(model, monkeypatch):
     monkeypatch.setenv("VLLM_OMNI_STAGE_READY_TIMEOUT", "1")
     with pytest.raises(ConfigError, match="VLLM_OMNI_STAGE_READY_TIMEOUT_S"):
         load_config(model)
@@ -300,11 +303,11 @@ def test_unsupported_model_type_says_what_is_supported(tmp_path):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"'])
-def test_broken_config_json_is_named(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config.json: not a JSON object"):
-        load_config(tmp_path)
+def test_broken_config_json_is_named(tmp_path):
+    for text in ["", "{", "[1]", '"a"']:
+        (tmp_path / "config.json").write_text(text)
+        with rejected(ConfigError, r"config.json: not a JSON object", text):
+            load_config(tmp_path)
 
 
 def test_directory_without_config_json(tmp_path):
@@ -315,13 +318,13 @@ def test_directory_without_config_json(tmp_path):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"])
-def test_missing_checkpoint(name, monkeypatch):
+def test_missing_checkpoint(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ConfigError, match=r"no such directory, .*supported model types: diffusers, language, qwen2_5_omni"
-    ):
-        load_config(name)
+    for name in ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"]:
+        with rejected(
+            ConfigError, r"no such directory, .*supported model types: diffusers, language, qwen2_5_omni", name
+        ):
+            load_config(name)
 
 
 def test_model_type_of_a_file_needs_no_config_json(tmp_path, deploy):
@@ -339,9 +342,8 @@ def test_stage_config_is_frozen_and_takes_lists():
         stage.name = "other"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_stage_config_rejects_wrong_fields():
+    for fields, message in [
         ({"stage_id": -1}, r"stage 'thinker': stage_id = -1: must be at least 0"),
         ({"name": "a b"}, r"name = 'a b': must be letters"),
         ({"engine_type": "AR"}, r"engine_type = 'AR'"),
@@ -350,11 +352,9 @@ def test_stage_config_is_frozen_and_takes_lists():
         ({"executor_class": "uni", "engine_args": {"distributed_executor_backend": "mp"}}, r"set the same thing"),
         ({"vllm_config": object(), "engine_args": {"seed": 1}}, r"engine_args or a ready vllm_config, not both"),
         ({"model": ""}, r"model: the path of a checkpoint is needed"),
-    ],
-)
-def test_stage_config_refuses(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        StageConfig(**{"stage_id": 0, "name": "thinker", "model": "/m", **fields})
+    ]:
+        with rejected(ConfigError, message, fields):
+            StageConfig(**{"stage_id": 0, "name": "thinker", "model": "/m", **fields})
 
 
 def test_ready_vllm_config_needs_no_model():
@@ -372,28 +372,27 @@ def test_omni_config_from_stage_configs():
         omni.stage("talke")
 
 
-@pytest.mark.parametrize(
-    ("names", "ids", "edges", "message"),
-    [
+def test_omni_config_rejects_wrong_stages_and_edges():
+    for names, ids, edges, message in [
         ([], [], [], r"at least one stage"),
         (["a", "a"], [0, 1], [], r"the name 'a' is used 2 times"),
         (["a", "b"], [0, 2], [], r"stage 'b': stage_id = 2: its place in the list is 1"),
         (["a", "b"], [0, 1], [("a", "c")], r"edge a->c: no stage 'c'"),
         (["a", "b"], [0, 1], [("a", "b"), ("a", "b")], r"edge a->b is given 2 times"),
-    ],
-)
-def test_omni_config_refuses(names, ids, edges, message):
-    stages = [StageConfig(stage_id=i, name=name, model="/m") for i, name in zip(ids, names, strict=True)]
-    with pytest.raises(ConfigError, match=message):
-        OmniConfig(model="/m", model_type="x", stages=stages, edges=[EdgeConfig(source=s, target=t) for s, t in edges])
+    ]:
+        stages = [StageConfig(stage_id=i, name=name, model="/m") for i, name in zip(ids, names, strict=True)]
+        with rejected(ConfigError, message, (names, ids, edges)):
+            OmniConfig(
+                model="/m", model_type="x", stages=stages, edges=[EdgeConfig(source=s, target=t) for s, t in edges]
+            )
 
 
-def test_edge_config_refuses_an_unknown_transport():
+def test_edge_config_rejects_an_unknown_transport():
     with pytest.raises(ConfigError, match=r"edge a->b: transport = 'rdma': valid: auto, inline"):
         EdgeConfig(source="a", target="b", transport="rdma")
 
 
-def test_edge_config_refuses_credits_that_are_no_number():
+def test_edge_config_rejects_credits_that_are_not_a_number():
     with pytest.raises(ConfigError, match=r"edge a->b: credits = 'many': must be a whole number"):
         EdgeConfig(source="a", target="b", credits="many")
 
@@ -427,7 +426,7 @@ def test_every_bundled_file_loads(tmp_path):
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """A directory in diffusers' layout that says no more than which pipeline it is for."""
+    """A directory in diffusers' layout with nothing but the name of its pipeline."""
     directory = tmp_path / "pipeline"
     directory.mkdir()
     (directory / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
@@ -441,11 +440,11 @@ def test_a_directory_with_a_model_index_is_one_diffusion_stage(pipeline):
     assert omni.stage("diffusion").diffusion["max_rows"] == 8
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"_class_name": 3}'])
-def test_a_model_index_that_names_no_pipeline_is_refused(tmp_path, text):
-    (tmp_path / "model_index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"model_index.json: names no pipeline of diffusers"):
-        config.read_model_index(str(tmp_path))
+def test_a_model_index_without_a_pipeline_is_rejected(tmp_path):
+    for text in ["", "{", "[1]", "{}", '{"_class_name": 3}']:
+        (tmp_path / "model_index.json").write_text(text)
+        with rejected(ConfigError, r"model_index.json: names no pipeline of diffusers", text):
+            config.read_model_index(str(tmp_path))
 
 
 def test_the_section_of_a_diffusion_stage_is_overlaid_key_by_key(pipeline, deploy):
@@ -455,9 +454,8 @@ def test_the_section_of_a_diffusion_stage_is_overlaid_key_by_key(pipeline, deplo
     assert stage.diffusion["max_wait_batches"] == 4
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
+def test_a_wrong_value_of_the_section_is_named_with_what_is_valid(pipeline, deploy):
+    for section, said in [
         (
             "{max_rows: 0}",
             r"deploy.yaml:3: .*diffusion.max_rows = 0: must be at least 1",
@@ -467,11 +465,9 @@ def test_the_section_of_a_diffusion_stage_is_overlaid_key_by_key(pipeline, deplo
         ("{cache_threshold: -1}", r"diffusion.cache_threshold = -1: must be at least 0"),
         ("{attention_backend: 3}", r"diffusion.attention_backend = 3: must be text"),
         ("7", r"diffusion = 7: must be a mapping"),
-    ],
-)
-def test_a_wrong_value_of_the_section_is_named_with_what_is_valid(pipeline, deploy, section, said):
-    with pytest.raises(ConfigError, match=said):
-        load_config(pipeline, deploy_config=deploy(f"stages:\n  diffusion:\n    diffusion: {section}\n"))
+    ]:
+        with rejected(ConfigError, said, section):
+            load_config(pipeline, deploy_config=deploy(f"stages:\n  diffusion:\n    diffusion: {section}\n"))
 
 
 def test_only_a_diffusion_stage_has_the_section(model):

@@ -1,10 +1,10 @@
 import math
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from tests.cases import rejected
 from vllm_omni import DiffusionParams
 from vllm_omni.config.diffusion_params import OUTPUT_TYPES, DiffusionLimits
 from vllm_omni.errors import InvalidRequest
@@ -12,7 +12,7 @@ from vllm_omni.errors import InvalidRequest
 LIMITS = DiffusionLimits(max_pixels=1024 * 1024, max_steps=50, max_outputs=4, max_frames=81)
 
 
-def test_what_says_nothing_is_valid() -> None:
+def test_default_params_are_valid() -> None:
     DiffusionParams().validate(LIMITS)
 
 
@@ -37,9 +37,8 @@ def test_everything_at_its_limit_is_valid() -> None:
     ).validate(LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
+def test_a_wrong_value_is_rejected_with_its_field_and_valid_values() -> None:
+    for values, said in [
         ({"num_inference_steps": 0}, "num_inference_steps = 0: must be at least 1"),
         ({"num_inference_steps": -4}, "num_inference_steps = -4: must be at least 1"),
         ({"num_inference_steps": 51}, r"num_inference_steps = 51: at most 50 here \(max_steps of the deployment\)"),
@@ -85,17 +84,14 @@ def test_everything_at_its_limit_is_valid() -> None:
         ({"preview_every": True}, "preview_every = True: must be a whole number"),
         ({"extra_args": None}, "extra_args = None: must be a mapping"),
         ({"extra_args": [1]}, r"extra_args = \[1\]: must be a mapping"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_its_field_and_what_is_valid(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{said}") as refused:
-        DiffusionParams(**values).validate(LIMITS)
-    assert refused.value.param in values
+    ]:
+        with rejected(InvalidRequest, f"^{said}", values) as raised:
+            DiffusionParams(**values).validate(LIMITS)
+        assert raised.error.param in values
 
 
-@pytest.mark.parametrize(
-    ("extra_args", "said"),
-    [
+def test_wrong_extra_args_are_rejected() -> None:
+    for extra_args, said in [
         ({"height": 64}, "'height' is a field of its own"),
         ({"generator": 1}, "'generator' is set by the server: seed"),
         ({"num_images_per_prompt": 2}, "num_outputs_per_prompt"),
@@ -103,11 +99,9 @@ def test_a_wrong_value_is_refused_with_its_field_and_what_is_valid(values: dict[
         ({"mask": object()}, "a value of type object cannot be sent"),
         ({"mask": np.zeros(2)}, "a value of type ndarray cannot be sent"),
         ({"much": 2**70}, "can.t serialize ints"),
-    ],
-)
-def test_wrong_extra_args_are_refused(extra_args: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"extra_args: .*{said}"):
-        DiffusionParams(extra_args=extra_args).validate(LIMITS)
+    ]:
+        with rejected(InvalidRequest, f"extra_args: .*{said}", extra_args):
+            DiffusionParams(extra_args=extra_args).validate(LIMITS)
 
 
 def test_without_limits_large_values_are_valid() -> None:
@@ -119,22 +113,19 @@ def test_fields_by_name_make_the_same_params() -> None:
     assert DiffusionParams.of(values) == DiffusionParams(**values)
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
+def test_an_unknown_field_is_rejected_with_the_nearest() -> None:
+    for name, nearest in [
         ("heigth", "height"),
         ("steps", "num_inference_steps"),
         ("guidance", "guidance_scale"),
         ("negative", "negative_prompt"),
         ("num_images_per_prompt", "num_outputs_per_prompt"),
-    ],
-)
-def test_an_unknown_field_is_refused_with_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"unknown diffusion parameter {name!r}: did you mean {nearest!r}"):
-        DiffusionParams.of({name: 1})
+    ]:
+        with pytest.raises(InvalidRequest, match=f"unknown diffusion parameter {name!r}: did you mean {nearest!r}"):
+            DiffusionParams.of({name: 1})
 
 
-def test_a_wrong_type_is_refused_by_name() -> None:
+def test_a_wrong_type_is_rejected_by_name() -> None:
     with pytest.raises(InvalidRequest, match="height = 'tall': must be a whole number"):
         DiffusionParams.of({"height": "tall"}).validate()
 
