@@ -124,7 +124,7 @@ def is_idle(llm: "OmniLLM") -> bool:
     """Whether the graph's runtime holds no call, no activation and no frame, and admits requests."""
     statistics = llm.engine.orchestrator.runtime.statistics()
     counts = (statistics.num_open_calls, statistics.num_running_activations, statistics.num_buffered_frames)
-    return not any(counts) and not llm._run(llm.engine.is_paused())
+    return not any(counts) and not llm.run(llm.engine.is_paused())
 
 
 def has_ended_or_is_idle(server: "Server") -> bool:
@@ -211,9 +211,9 @@ def on_the_loop_of(argument: str) -> Callable[[Callable[..., Coroutine[Any, Any,
         def run(**fixtures: Any) -> None:
             given = fixtures[argument]
             if hasattr(given, "llm"):
-                given.llm._run(test(**fixtures))
+                given.llm.run(test(**fixtures))
             else:
-                given._run(test(**{**fixtures, argument: given.engine}))
+                given.run(test(**{**fixtures, argument: given.engine}))
 
         return run
 

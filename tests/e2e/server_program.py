@@ -80,7 +80,7 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             except StageFailed as exc:
                 report(f"request failed: {exc}")
             try:
-                omni._run(omni.engine.check_health())
+                omni.run(omni.engine.check_health())
             except StageFailed as exc:
                 report(f"unhealthy: {exc}")
             (engine,) = omni.engine.orchestrator.engines.values()

@@ -112,8 +112,8 @@ def group(omni: OmniLLM) -> Iterator[InstanceGroup]:
     if not all(map(group.is_available, group.engines)):  # after the last test
         return
     for reset in (omni.engine.reset_mm_cache, omni.engine.reset_encoder_cache, omni.engine.reset_prefix_cache):
-        omni._run(reset())
-    leases = omni._run(count_leases(group))
+        omni.run(reset())
+    leases = omni.run(count_leases(group))
     assert not any(leases.values()), leases
 
 
@@ -176,7 +176,7 @@ def ask_all(omni: OmniLLM) -> list[list[int]]:
             *(ask(omni, prompt, make_params(number)) for number, prompt in enumerate(make_prompts()))
         )
 
-    return [answer.tokens for answer in omni._run(all_of_them())]
+    return [answer.tokens for answer in omni.run(all_of_them())]
 
 
 def num_computed_by(name: str) -> float:
@@ -288,8 +288,8 @@ def test_the_instance_with_least_work_gets_the_next_request(
 
     with only(group, "P=PD|PD"):
         with pause(group, "P", "PD"):
-            prompt, reply, third = (omni._run(give(*request)) for request in requests)
-        omni._run(end())
+            prompt, reply, third = (omni.run(give(*request)) for request in requests)
+        omni.run(end())
     assert prompt != reply
     assert third == (reply if cost is None else prompt)
 
@@ -312,11 +312,11 @@ def test_with_affinity_requests_go_to_their_caches(omni: OmniLLM, group: Instanc
     order = (0, 1, 1, 0, 0, 1, 0)  # the first two go to different instances, the others to the same ones
     with only(group, "P=PD|PD"):
         # The texts of a session have no common prefix.
-        found = [omni._run(where(**session("ab"[number]))) for number in order]
+        found = [omni.run(where(**session("ab"[number]))) for number in order]
         assert [used == found[0][0] for used, _ in found] == [number == 0 for number in order]
         assert not any(answer.num_cached_tokens for _, answer in found)
         # Texts with a common prefix.
-        found = [omni._run(where(text(50 + number, 100))) for number in order]
+        found = [omni.run(where(text(50 + number, 100))) for number in order]
         assert [used == found[0][0] for used, _ in found] == [number == 0 for number in order]
         assert [answer.num_cached_tokens for _, answer in found] == [0, 0, *[96] * 5]
     with only(group, "E|ED=E|PD"):
@@ -324,7 +324,7 @@ def test_with_affinity_requests_go_to_their_caches(omni: OmniLLM, group: Instanc
         num_encoded, found = group.statistics().num_encoded, []
         for number in order:
             omni.engine.orchestrator.forget_images()
-            found.append(omni._run(where(prompt_of(40 + number))))
+            found.append(omni.run(where(prompt_of(40 + number))))
         encoders = [used.keys() - {"language/PD0"} for used, _ in found]
         assert [one == encoders[0] for one in encoders] == [number == 0 for number in order]
         assert group.statistics().num_encoded == num_encoded + 2
@@ -365,7 +365,7 @@ def test_an_abort_at_any_task_leaves_nothing(omni: OmniLLM, group: InstanceGroup
 
     with only(group, "E|P|D"):
         for number in range(4):
-            omni._run(leave_early(0.005 * 4**number))
+            omni.run(leave_early(0.005 * 4**number))
 
 
 def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
@@ -383,7 +383,7 @@ def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
     before = group.statistics()
     with only(group, "E|P|D|PD"), pause(group, "D"):
         other_work = occupy(group, "PD")  # until P and D are assigned
-        assert omni._run(run(other_work)) == upstream.long
+        assert omni.run(run(other_work)) == upstream.long
     after = group.statistics()
     assert (after.num_redone, after.num_migrations) == (1, before.num_migrations + 1)
     assert after.num_tasks["language/P0"] == 1
@@ -417,7 +417,7 @@ def test_a_server_answers_with_images(omni: OmniLLM, group: InstanceGroup, llava
             return answered, as_documented, await client.get("/health")
 
     with only(group, "E|P|D"):
-        answered, as_documented, report = omni._run(ask())
+        answered, as_documented, report = omni.run(ask())
     assert answered.status_code == 200, answered.text
     assert as_documented.status_code == 200, as_documented.text
     (same,) = omni.generate(
@@ -442,7 +442,7 @@ def test_a_waiting_request_resumes_when_an_instance_recovers(omni: OmniLLM, grou
         return await reading
 
     with only(group, "E|PD"):
-        assert len(omni._run(run())) == NUM_TOKENS
+        assert len(omni.run(run())) == NUM_TOKENS
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
@@ -460,7 +460,7 @@ def test_instances_sleep_and_wake_up(omni: OmniLLM, group: InstanceGroup, upstre
         return await asyncio.gather(*replies, return_exceptions=True)
 
     with only(group, "E|P|D"):
-        *replies, late = omni._run(run())
+        *replies, late = omni.run(run())
     assert late == upstream.long
     if mode == "abort":
         assert all(isinstance(one, CallAborted) for one in replies)
@@ -508,14 +508,14 @@ def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: Instanc
 
     want = upstream.of_images
     with only(group, "E|P|D"):
-        omni._run(omni.engine.reset_mm_cache())
-        assert omni._run(with_many("E")) == want  # P encodes
-        assert omni._run(with_many("P")) == want  # D does everything
+        omni.run(omni.engine.reset_mm_cache())
+        assert omni.run(with_many("E")) == want  # P encodes
+        assert omni.run(with_many("P")) == want  # D does everything
     before = group.statistics().num_redone
     assert before >= 2
     with only(group, "EP|D|PD"):
         other_work = occupy(group, "PD")  # so that D is chosen
-        tokens = omni._run(tokens_through_a_kill(omni, group, "D"))
+        tokens = omni.run(tokens_through_a_kill(omni, group, "D"))
         group.router.release(other_work)
     assert tokens == upstream.long  # resumed on PD
     assert group.statistics().num_redone == before + 1
@@ -526,16 +526,16 @@ def test_no_request_is_lost_while_an_instance_runs(omni: OmniLLM, group: Instanc
             StageFailed, match=r"language/PD0': its engine has died: .* cannot be resumed on another instance"
         ),
     ):
-        omni._run(tokens_through_a_kill(omni, group, "PD", temperature=1.0, seed=1))
-    assert omni._run(all_of_them()) == want
+        omni.run(tokens_through_a_kill(omni, group, "PD", temperature=1.0, seed=1))
+    assert omni.run(all_of_them()) == want
     health = omni.engine.stage_report()
     assert {name for name, status in health.items() if status.state is StageState.FAILED} == {
         f"language/{kind}0" for kind in ("E", "P", "D", "PD")
     }
-    omni._run(omni.engine.check_health())
+    omni.run(omni.engine.check_health())
     with only(group, "ED"):
         with pytest.raises(StageUnavailable, match=r"stage 'language': failed: language/ED0: its engine has died"):
-            omni._run(tokens_through_a_kill(omni, group, "ED"))
+            omni.run(tokens_through_a_kill(omni, group, "ED"))
         with pytest.raises(StageUnavailable):
-            omni._run(omni.engine.check_health())
+            omni.run(omni.engine.check_health())
     assert not any(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())

@@ -105,8 +105,8 @@ def test_an_adapter_answers_as_in_one_engine(
     omni: OmniLLM, group: InstanceGroup, upstream: Upstream, adapter: LoRARequest
 ) -> None:
     for _ in range(2):  # the second time with images and prefixes that are cached
-        assert omni._run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
-    assert omni._run(omni.engine.list_loras()) == {1}
+        assert omni.run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
+    assert omni.run(omni.engine.list_loras()) == {1}
     # The adapter is the language model's alone, so an image is one with it and without.
     assert group.statistics().num_encoded == NUM_IMAGES
 
@@ -116,7 +116,7 @@ def test_a_missing_adapter_fails_only_its_request(omni: OmniLLM, upstream: Upstr
         (prompt, *_), missing = make_prompts(), LoRARequest("missing", 2, "/nowhere")
         return await asyncio.gather(read(omni, prompt, missing), read(omni, prompt, adapter), return_exceptions=True)
 
-    rejected, answered = omni._run(run())
+    rejected, answered = omni.run(run())
     assert isinstance(rejected, InvalidRequest) and "/nowhere" in str(rejected)
     assert answered == upstream.adapted[0]
 
@@ -145,14 +145,14 @@ def test_killed_instances_restart_and_no_request_is_lost(
             while not all(map(group.is_available, group.engines)):  # noqa: ASYNC110  # a thread changes it
                 await asyncio.sleep(0.05)
 
-    assert omni._run(while_it_encodes()) == (upstream.plain, upstream.adapted)  # by PD alone
+    assert omni.run(while_it_encodes()) == (upstream.plain, upstream.adapted)  # by PD alone
     assert group.statistics().num_redone
     assert group.engines["language/E0"].current_status().state is StageState.RESTARTING
     # No other instance has the language model: the reply continues when the instance has restarted.
-    assert omni._run(while_it_writes()) == upstream.long
-    omni._run(back())
+    assert omni.run(while_it_writes()) == upstream.long
+    omni.run(back())
     before = group.statistics()
-    assert omni._run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
+    assert omni.run(read_all(omni, adapter)) == (upstream.plain, upstream.adapted)
     after = group.statistics()
     assert after.num_redone == before.num_redone
     # The image of the long reply may have been encoded once more while no instance could resume it.

@@ -48,9 +48,9 @@ def test_embeddings_and_pages_travel_over_any_transport(
         group = omni.engine.orchestrator.nodes["language"]
         assert isinstance(group, InstanceGroup)
         statistics = group.statistics()
-        of_relay = {name: omni._run(engine.relay_statistics())[0][transport] for name, engine in group.engines.items()}
-        omni._run(omni.engine.reset_mm_cache())
-        assert omni._run(all_leases_end(group))
+        of_relay = {name: omni.run(engine.relay_statistics())[0][transport] for name, engine in group.engines.items()}
+        omni.run(omni.engine.reset_mm_cache())
+        assert omni.run(all_leases_end(group))
     assert statistics.num_tasks == {"language/E0": 4, "language/P0": 5, "language/D0": 5}
     assert (statistics.num_encoded, statistics.num_migrations, statistics.num_redone) == (4, 5, 0)
     counts = {name: (one["num_puts"], one["num_gets"]) for name, one in of_relay.items()}

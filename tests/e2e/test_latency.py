@@ -106,6 +106,6 @@ def test_an_invalid_slo_fails_alone(llm: OmniLLM, slo: Any) -> None:
 
         return await asyncio.gather(one({"slo": slo}), one(None), return_exceptions=True)
 
-    rejected, answered = llm._run(both())
+    rejected, answered = llm.run(both())
     assert isinstance(rejected, InvalidRequest) and "slo" in str(rejected)
     assert answered.finished

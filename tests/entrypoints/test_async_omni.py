@@ -86,7 +86,7 @@ def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM
         statistics = omni.orchestrator.runtime.statistics()
         assert statistics.num_running_activations == statistics.num_buffered_frames == 0
 
-    llm._run(run())
+    llm.run(run())
 
 
 # -- pausing -----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_request_that_is_kept_resumes_where_it_was(llm: OmniLLM, omni: AsyncOm
         await omni.resume_generation()
         assert (await task)[1] == expected[1]
 
-    llm._run(run())
+    llm.run(run())
 
 
 def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni: AsyncOmni) -> None:
@@ -114,7 +114,7 @@ def test_waiting_for_a_pause_lets_requests_through_all_stages(llm: OmniLLM, omni
         assert len((await task)[1]) == LONG["talker"]["max_tokens"]
         await omni.resume_generation()
 
-    llm._run(run())
+    llm.run(run())
 
 
 def test_a_request_that_comes_during_a_pause_waits_and_can_be_aborted(llm: OmniLLM, omni: AsyncOmni) -> None:
@@ -137,7 +137,7 @@ def test_a_request_that_comes_during_a_pause_waits_and_can_be_aborted(llm: OmniL
         with pytest.raises(InvalidRequest, match="'kep': did you mean 'keep'"):
             await omni.pause_generation(mode="kep")  # type: ignore[arg-type]
 
-    llm._run(run())
+    llm.run(run())
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -152,7 +152,7 @@ def test_engines_sleep_and_wake_up(llm: OmniLLM, omni: AsyncOmni, level: int) ->
         assert not await omni.is_sleeping()
         assert await late == expected
 
-    llm._run(run())
+    llm.run(run())
 
 
 # -- caches, traces, health, metrics -----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_caches_of_every_stage_are_reset(llm: OmniLLM, omni: AsyncOmni) -> None:
         assert await omni.reset_prefix_cache()
         assert await ask(omni) == expected
 
-    llm._run(run())
+    llm.run(run())
 
 
 def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, engines: SharedEngines) -> None:
@@ -178,20 +178,20 @@ def test_every_stage_is_traced(llm: OmniLLM, omni: AsyncOmni, engines: SharedEng
         await ask(omni, few, modalities=["audio"])
         await omni.stop_profile()
 
-    llm._run(run())
+    llm.run(run())
     traces = engines.directory(QWEN) / "traces"
     for stage in STAGES:
         assert list(traces.glob(f"run_{stage}_*")), [path.name for path in traces.iterdir()]
 
 
 def test_health_is_reported_by_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
-    llm._run(omni.check_health())
-    llm._run(omni.check_health("talker"))
+    llm.run(omni.check_health())
+    llm.run(omni.check_health("talker"))
     assert {name: status.state for name, status in omni.stage_report().items()} == dict.fromkeys(
         STAGES, StageState.RUNNING
     )
     with pytest.raises(InvalidRequest, match="'talkr': did you mean 'talker'"):
-        llm._run(omni.check_health("talkr"))
+        llm.run(omni.check_health("talkr"))
 
 
 def test_metrics_of_every_stage_are_in_the_registry(llm: OmniLLM, omni: AsyncOmni) -> None:
@@ -205,8 +205,8 @@ def test_metrics_of_every_stage_are_in_the_registry(llm: OmniLLM, omni: AsyncOmn
         return tokens
 
     before = {stage: num_tokens(stage) for stage in STAGES}
-    llm._run(ask(omni, modalities=["audio"]))
-    llm._run(omni.do_log_stats())
+    llm.run(ask(omni, modalities=["audio"]))
+    llm.run(omni.do_log_stats())
     assert {stage: num_tokens(stage) - before[stage] for stage in STAGES} == {
         "thinker": 8,
         "talker": 20,
@@ -245,7 +245,7 @@ def test_an_answer_leaves_no_lease_in_any_stage(llm: OmniLLM, omni: AsyncOmni) -
         await ask(omni)
         return await has_no_lease(omni)
 
-    assert llm._run(run())
+    assert llm.run(run())
 
 
 def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: AsyncOmni) -> None:
@@ -262,7 +262,7 @@ def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: As
         await asyncio.gather(*(abort_after(number) for number in (1, 2, 3, 5, 8, 13, 21, 34)))
         return await has_no_lease(omni)
 
-    assert llm._run(run())
+    assert llm.run(run())
 
 
 @pytest.mark.long
@@ -285,7 +285,7 @@ def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: 
         assert await until(is_back, timeout_s=100)
         await ask(omni)
 
-    llm._run(run())
+    llm.run(run())
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_an_adapter_of_the_thinker_changes_text_and_speech(adapting: OmniLLM, ad
         assert await ask(omni, modalities=modalities, lora_request=adapter) == adapted
         await omni.remove_lora(1)
 
-    adapting._run(run())
+    adapting.run(run())
 
 
 @pytest.mark.long
@@ -357,7 +357,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(adapting: Omni
             await omni.pin_lora(7)
         assert (await ask(omni))[1]
 
-    adapting._run(run())
+    adapting.run(run())
 
 
 def test_adapters_and_batches_exclude_each_other_on_a_cpu(tiny_checkpoint: Path) -> None:

@@ -246,7 +246,7 @@ def test_an_abort_returns_when_every_stage_has_let_go(omni: OmniLLM) -> None:
         for stage in engine.orchestrator.engines.values():
             assert stage.llm.get_num_unfinished_requests() == 0
 
-    omni._run(run())
+    omni.run(run())
 
 
 def test_a_reader_that_leaves_ends_its_request(omni: OmniLLM) -> None:
@@ -257,7 +257,7 @@ def test_a_reader_that_leaves_ends_its_request(omni: OmniLLM) -> None:
         await outputs.aclose()
         assert omni.engine.orchestrator.runtime.statistics().num_open_calls == 0
 
-    omni._run(run())
+    omni.run(run())
 
 
 def test_a_deadline_ends_a_request(omni: OmniLLM) -> None:
@@ -267,7 +267,7 @@ def test_a_deadline_ends_a_request(omni: OmniLLM) -> None:
             async for _ in omni.engine.generate(PROMPT, params, deadline_s=0.01):
                 pass
 
-    omni._run(run())
+    omni.run(run())
 
 
 @pytest.mark.parametrize("value", ["x", {"payloads": [b"x"]}, {"publish": True}], ids=repr)
@@ -286,11 +286,11 @@ def test_two_requests_of_one_id_are_refused(omni: OmniLLM) -> None:
         assert sum(isinstance(result, InvalidRequest) for result in results) == 1
         assert sum(isinstance(result, list) for result in results) == 1
 
-    omni._run(run())
+    omni.run(run())
 
 
 def test_health_is_that_of_every_stage(omni: OmniLLM) -> None:
-    omni._run(omni.engine.check_health())
+    omni.run(omni.engine.check_health())
     assert omni.engine.is_running
     assert not omni.engine.errored
 
@@ -317,7 +317,7 @@ def run_stage(omni: OmniLLM, stage: str, prompt_token_ids: list[int], args: dict
             async for output in outputs:
                 return output
 
-    return omni._run(first_output())
+    return omni.run(first_output())
 
 
 def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: OmniLLM) -> None:

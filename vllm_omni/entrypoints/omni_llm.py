@@ -151,7 +151,7 @@ class OmniLLM:
             chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})},
             mm_processor_kwargs=dict(mm_processor_kwargs) if mm_processor_kwargs else None,
         )
-        prompts: list[EngineInput] = self._run(self._render(conversations, params, mm_processor_kwargs))
+        prompts: list[EngineInput] = self.run(self._render(conversations, params, mm_processor_kwargs))
         return self.generate(
             prompts, sampling_params_list, modalities, use_tqdm, lora_request, priority, speaker=speaker
         )
@@ -207,7 +207,7 @@ class OmniLLM:
                 tasks = [group.create_task(collect(stream, on_update)) for stream in streams]
             return [task.result() for task in tasks]
 
-        outputs: list[OmniRequestOutput] = self._run(run())
+        outputs: list[OmniRequestOutput] = self.run(run())
         return outputs
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ class OmniLLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, coroutine: Any) -> Any:
-        """Run a coroutine on the engines' loop; Ctrl-C cancels it."""
+    def run(self, coroutine: Any) -> Any:
+        """Run a coroutine of ``engine`` on its event loop and wait for the result; Ctrl-C cancels it."""
         if not self._finalizer.alive:
             coroutine.close()
             raise OmniError("this OmniLLM is closed: make another one")

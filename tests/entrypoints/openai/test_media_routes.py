@@ -244,7 +244,7 @@ class Composer(NamedTuple):
 def composer(engines: SharedEngines) -> Composer:
     llm = engines.get(STABLE_AUDIO)
     parsed = parse_serve_args([llm.engine.config.model, "--served-model-name=tiny"])
-    transport = httpx.ASGITransport(llm._run(build_omni_app(llm.engine, parsed.args)))
+    transport = httpx.ASGITransport(llm.run(build_omni_app(llm.engine, parsed.args)))
     return Composer(llm, httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60))
 
 
