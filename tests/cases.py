@@ -1,10 +1,22 @@
 """Loops over cases inside one test."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import pytest
+
+
+@contextmanager
+def case(*values: object) -> Iterator[None]:
+    """Name the case in a failure of the block."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as exc:
+        exc.add_note(f"case: {', '.join(map(repr, values))}")
+        raise
 
 
 class rejected:  # reads as pytest.raises

@@ -11,6 +11,7 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 
+from tests.cases import case
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio, find_audio_format
 
@@ -75,62 +76,69 @@ def to_16_bits(sound: torch.Tensor) -> Samples:
     return rounded
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_formats_without_loss_have_the_samples_to_16_bits(name: str, is_stream: bool) -> None:
-    sound = make_sound() * 2.5  # beyond 1, too
-    assert sound.abs().max() > 1
-    np.testing.assert_array_equal(decode(name, encode(name, sound, is_stream)), to_16_bits(sound))
+def test_formats_without_loss_have_the_samples_to_16_bits() -> None:
+    for is_stream in [False, True]:
+        for name in LOSSLESS:
+            with case(is_stream, name):
+                sound = make_sound() * 2.5  # beyond 1, too
+                assert sound.abs().max() > 1
+                np.testing.assert_array_equal(decode(name, encode(name, sound, is_stream)), to_16_bits(sound))
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", LOSSY)
-def test_formats_with_loss_have_the_sound_all_of_it_and_little_else(name: str, is_stream: bool) -> None:
-    sound, loss = make_sound(), LOSSY[name]
-    decoded = decode(name, encode(name, sound, is_stream))
-    delay = loss.delay if is_stream else loss.whole_delay
-    assert 0 <= len(decoded) - delay - len(sound) <= loss.padding
-    heard = decoded[delay : delay + len(sound)]
-    noise = heard - sound.numpy()
-    snr_db = 10 * np.log10(np.mean(sound.numpy() ** 2) / np.mean(noise**2))
-    assert snr_db > loss.snr_db
+def test_formats_with_loss_have_the_sound_all_of_it_and_little_else() -> None:
+    for is_stream in [False, True]:
+        for name in LOSSY:
+            with case(is_stream, name):
+                sound, loss = make_sound(), LOSSY[name]
+                decoded = decode(name, encode(name, sound, is_stream))
+                delay = loss.delay if is_stream else loss.whole_delay
+                assert 0 <= len(decoded) - delay - len(sound) <= loss.padding
+                heard = decoded[delay : delay + len(sound)]
+                noise = heard - sound.numpy()
+                snr_db = 10 * np.log10(np.mean(sound.numpy() ** 2) / np.mean(noise**2))
+                assert snr_db > loss.snr_db
 
 
-@pytest.mark.parametrize("speed", [1.0, 2.0])
-@pytest.mark.parametrize("name", AUDIO_FORMATS)
-def test_two_channels_stay_apart(name: str, speed: float) -> None:
-    sound = torch.stack([make_sound(1.0), torch.zeros(RATE)])
-    data = encode_audio(sound, RATE, AUDIO_FORMATS[name], speed=speed)
-    if name.startswith("pcm"):
-        left, right = np.frombuffer(data, "<i2").reshape(-1, 2).T / 32768
-    else:
-        with av.open(io.BytesIO(data)) as container:
-            resampler = av.AudioResampler("fltp", "stereo", RATE)
-            pieces = [piece for frame in container.decode(audio=0) for piece in resampler.resample(frame)]
-        left, right = np.concatenate([piece.to_ndarray() for piece in pieces], axis=1)
-    assert len(left) == pytest.approx(RATE / speed, abs=2500)
-    assert left.std() > 0.2
-    assert right.std() < 0.01
+def test_two_channels_stay_apart() -> None:
+    for speed in [1.0, 2.0]:
+        for name in AUDIO_FORMATS:
+            with case(speed, name):
+                sound = torch.stack([make_sound(1.0), torch.zeros(RATE)])
+                data = encode_audio(sound, RATE, AUDIO_FORMATS[name], speed=speed)
+                if name.startswith("pcm"):
+                    left, right = np.frombuffer(data, "<i2").reshape(-1, 2).T / 32768
+                else:
+                    with av.open(io.BytesIO(data)) as container:
+                        resampler = av.AudioResampler("fltp", "stereo", RATE)
+                        pieces = [piece for frame in container.decode(audio=0) for piece in resampler.resample(frame)]
+                    left, right = np.concatenate([piece.to_ndarray() for piece in pieces], axis=1)
+                assert len(left) == pytest.approx(RATE / speed, abs=2500)
+                assert left.std() > 0.2
+                assert right.std() < 0.01
 
 
-@pytest.mark.parametrize("name", AUDIO_FORMATS)
-def test_a_stream_is_the_same_however_it_is_cut(name: str) -> None:
-    sound = make_sound(1.0)
-    joined = {b"".join(stream(name, sound.split(size))) for size in (480, 5000, len(sound))}
-    assert len(joined) == 1
-    whole = encode(name, sound, is_stream=False)
-    if name == "mp3":
-        assert whole.endswith(*joined)  # behind a frame that tells of the length
-    elif name not in ("wav", "flac"):  # whose header tells of the length in a file, and not in a stream
-        assert joined == {whole}
+def test_a_stream_is_the_same_however_it_is_cut() -> None:
+    for name in AUDIO_FORMATS:
+        with case(name):
+            sound = make_sound(1.0)
+            joined = {b"".join(stream(name, sound.split(size))) for size in (480, 5000, len(sound))}
+            assert len(joined) == 1
+            whole = encode(name, sound, is_stream=False)
+            if name == "mp3":
+                assert whole.endswith(*joined)  # behind a frame that tells of the length
+            elif name not in ("wav", "flac"):  # whose header tells of the length in a file, and not in a stream
+                assert joined == {whole}
 
 
-@pytest.mark.parametrize("name", AUDIO_FORMATS)
-def test_a_stream_begins_to_be_sent_before_its_sound_ends(name: str) -> None:
-    sent = np.cumsum([len(piece) for piece in stream(name, make_sound(2.0).split(2400))])  # a tenth of a second each
-    assert sent[2] > 0
-    assert sent[9] > sent[-1] / 4
-    assert (np.diff(sent) > 0).sum() > len(sent) / 2
+def test_a_stream_begins_to_be_sent_before_its_sound_ends() -> None:
+    for name in AUDIO_FORMATS:
+        with case(name):
+            sent = np.cumsum(
+                [len(piece) for piece in stream(name, make_sound(2.0).split(2400))]
+            )  # a tenth of a second each
+            assert sent[2] > 0
+            assert sent[9] > sent[-1] / 4
+            assert (np.diff(sent) > 0).sum() > len(sent) / 2
 
 
 def test_the_header_of_a_whole_wav_tells_its_length_and_that_of_a_stream_does_not() -> None:
@@ -144,27 +152,29 @@ def test_the_header_of_a_whole_wav_tells_its_length_and_that_of_a_stream_does_no
     np.testing.assert_array_equal(samples, to_16_bits(sound))
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", AUDIO_FORMATS)
-def test_no_samples_make_a_file_that_is_silent_for_a_moment_at_most(name: str, is_stream: bool) -> None:
-    decoded = decode(name, encode(name, torch.zeros(0), is_stream))
-    assert len(decoded) <= 2048
-    assert not decoded.any()
+def test_no_samples_make_a_file_that_is_silent_for_a_moment_at_most() -> None:
+    for is_stream in [False, True]:
+        for name in AUDIO_FORMATS:
+            with case(is_stream, name):
+                decoded = decode(name, encode(name, torch.zeros(0), is_stream))
+                assert len(decoded) <= 2048
+                assert not decoded.any()
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("speed", [0.25, 0.5, 0.9, 1.5, 2.0, 3.0, 4.0])
-def test_speed_changes_the_length_and_not_the_pitch(speed: float, is_stream: bool) -> None:
-    tone = 0.5 * torch.sin(torch.arange(4 * RATE) * 2 * np.pi * 440 / RATE)
-    changed = decode("wav", encode("wav", tone, is_stream, speed=speed))
-    assert len(changed) * speed == pytest.approx(len(tone), rel=0.02)
-    spectrum = np.abs(np.fft.rfft(changed * np.hanning(len(changed))))
-    assert np.argmax(spectrum) * RATE / len(changed) == pytest.approx(440, abs=1.5)
-    assert changed.std() == pytest.approx(tone.std().item(), rel=0.01)
-    # A sine stays one: what overlapping pieces add is small.
-    near = np.arange(len(spectrum)) * RATE / len(changed)
-    power = spectrum**2
-    assert power[abs(near - 440) > 20].sum() < 0.01 * power.sum()
+def test_speed_changes_the_length_and_not_the_pitch() -> None:
+    for is_stream in [False, True]:
+        for speed in [0.25, 0.5, 0.9, 1.5, 2.0, 3.0, 4.0]:
+            with case(is_stream, speed):
+                tone = 0.5 * torch.sin(torch.arange(4 * RATE) * 2 * np.pi * 440 / RATE)
+                changed = decode("wav", encode("wav", tone, is_stream, speed=speed))
+                assert len(changed) * speed == pytest.approx(len(tone), rel=0.02)
+                spectrum = np.abs(np.fft.rfft(changed * np.hanning(len(changed))))
+                assert np.argmax(spectrum) * RATE / len(changed) == pytest.approx(440, abs=1.5)
+                assert changed.std() == pytest.approx(tone.std().item(), rel=0.01)
+                # A sine stays one: what overlapping pieces add is small.
+                near = np.arange(len(spectrum)) * RATE / len(changed)
+                power = spectrum**2
+                assert power[abs(near - 440) > 20].sum() < 0.01 * power.sum()
 
 
 def test_speed_one_changes_nothing() -> None:

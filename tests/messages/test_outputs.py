@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from vllm.outputs import RequestOutput
 
+from tests.cases import case
 from tests.media.test_audio import decode
 from tests.media.test_image import make_pixels
 from tests.media.test_video import decode as decode_video
@@ -35,13 +36,14 @@ def test_deltas_add_up_without_loss() -> None:
     assert later.multimodal_output["codec_ids"] == [4, 5]
 
 
-@pytest.mark.parametrize("suffix", sorted(AUDIO_SUFFIXES))
-def test_saved_audio_is_playable(tmp_path: Path, suffix: str) -> None:
-    tone = torch.sin(torch.arange(24000) * 0.1) * 0.5
-    path = make_output(tone).save_audio(tmp_path / f"tone{suffix}")
-    samples = decode(AUDIO_SUFFIXES[suffix], path.read_bytes())
-    assert 24000 <= len(samples) <= 24000 + 2048  # a lossy format ends in whole frames
-    assert abs(samples).max() == pytest.approx(0.5, abs=0.05)
+def test_saved_audio_is_playable(tmp_path: Path) -> None:
+    for suffix in sorted(AUDIO_SUFFIXES):
+        with case(suffix):
+            tone = torch.sin(torch.arange(24000) * 0.1) * 0.5
+            path = make_output(tone).save_audio(tmp_path / f"tone{suffix}")
+            samples = decode(AUDIO_SUFFIXES[suffix], path.read_bytes())
+            assert 24000 <= len(samples) <= 24000 + 2048  # a lossy format ends in whole frames
+            assert abs(samples).max() == pytest.approx(0.5, abs=0.05)
 
 
 def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -128,23 +130,25 @@ def test_one_image_is_saved_under_the_given_name(tmp_path: Path) -> None:
     assert torch.equal(read_image(tmp_path / "cat.png"), pixels)
 
 
-@pytest.mark.parametrize("name", ["cat.png", "cat.JPG", "cat.webp"])
-def test_several_images_get_numbers(tmp_path: Path, name: str) -> None:
-    pixels = torch.stack([make_pixels(), 255 - make_pixels()])
-    paths = make_media(images=pixels).save(tmp_path / name)
-    stem, _, suffix = name.partition(".")
-    assert [path.name for path in paths] == [f"{stem}-0.{suffix}", f"{stem}-1.{suffix}"]
-    for path, one in zip(paths, pixels, strict=True):
-        assert (read_image(path).int() - one.int()).abs().float().mean() < 2.5
-    assert not (tmp_path / name).exists()
+def test_several_images_get_numbers(tmp_path: Path) -> None:
+    for name in ["cat.png", "cat.JPG", "cat.webp"]:
+        with case(name):
+            pixels = torch.stack([make_pixels(), 255 - make_pixels()])
+            paths = make_media(images=pixels).save(tmp_path / name)
+            stem, _, suffix = name.partition(".")
+            assert [path.name for path in paths] == [f"{stem}-0.{suffix}", f"{stem}-1.{suffix}"]
+            for path, one in zip(paths, pixels, strict=True):
+                assert (read_image(path).int() - one.int()).abs().float().mean() < 2.5
+            assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("suffix", [".mp4", ".webm", ".gif"])
-def test_a_video_is_saved_with_its_rate(tmp_path: Path, suffix: str) -> None:
-    (path,) = make_media(frames=make_frames()[None], fps=10).save(tmp_path / f"cat{suffix}")
-    frames, times = decode_video(path.read_bytes())
-    assert frames.shape == (7, 48, 64, 3)
-    assert times[-1] == pytest.approx(0.6, abs=0.01)
+def test_a_video_is_saved_with_its_rate(tmp_path: Path) -> None:
+    for suffix in [".mp4", ".webm", ".gif"]:
+        with case(suffix):
+            (path,) = make_media(frames=make_frames()[None], fps=10).save(tmp_path / f"cat{suffix}")
+            frames, times = decode_video(path.read_bytes())
+            assert frames.shape == (7, 48, 64, 3)
+            assert times[-1] == pytest.approx(0.6, abs=0.01)
 
 
 def test_several_videos_get_numbers_and_each_its_sound(tmp_path: Path) -> None:
@@ -167,31 +171,24 @@ def test_sounds_of_two_channels_are_saved_with_both(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(samples.T), sound, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("media", "name", "said"),
-    [
+def test_a_modality_that_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
+    for media, name, said in [
         ({"images": make_pixels()[None]}, "a.mp4", "no video; it has an image: .png, .jpg, .jpeg, .webp"),
         ({"frames": make_frames()[None]}, "a.png", "no image; it has a video: .mp4, .webm, .gif"),
         ({"images": make_pixels()[None]}, "a.wav", "no sound; it has an image"),
         ({"latents": torch.zeros(1, 4)}, "a.png", "no image; it has latents, which are no file"),
         ({}, "a.png", "no image; it has text alone"),
-    ],
-)
-def test_a_modality_that_is_missing_is_told_with_what_there_is(
-    tmp_path: Path, media: dict[str, Any], name: str, said: str
-) -> None:
-    with pytest.raises(OmniError, match=said):
-        make_media(**media).save(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
+    ]:
+        with case(media, name):
+            with pytest.raises(OmniError, match=said):
+                make_media(**media).save(tmp_path / name)
+            assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_a_wrong_suffix_is_refused_with_those_of_the_answer(tmp_path: Path) -> None:
+    for name, said in [
         ("cat.pgn", r"unknown suffix '.pgn': did you mean '.png'\? valid: .png, .jpg, .jpeg, .webp$"),
         ("cat", "it has no suffix: valid: .png"),
-    ],
-)
-def test_a_wrong_suffix_is_refused_with_those_of_the_answer(tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_media(images=make_pixels()[None]).save(tmp_path / name)
+    ]:
+        with case(name), pytest.raises(ValueError, match=said):
+            make_media(images=make_pixels()[None]).save(tmp_path / name)
