@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -149,11 +149,7 @@ class ReplicatedNode:
         self.outstanding[replica.replica_id] += 1
         try:
             emissions = self._resolve(replica).forward(activation)
-            if isinstance(emissions, AsyncGenerator):
-                async with aclosing(emissions):
-                    async for emission in emissions:
-                        yield emission
-            else:
+            async with aclosing(emissions) if isinstance(emissions, AsyncGenerator) else nullcontext():
                 async for emission in emissions:
                     yield emission
         finally:

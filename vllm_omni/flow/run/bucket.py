@@ -166,9 +166,8 @@ class Bucket:
 
     def unreachable_reason(self) -> tuple[EndReason, Exception | None, Termination]:
         """The report to the nodes below: the most severe reason for which a slot is empty."""
-        empty = [slot for slot in self.slots.values() if slot.is_empty] or list(
-            self.slots.values()
-        )  # too few frames of a field
+        slots = list(self.slots.values())
+        empty = [slot for slot in slots if slot.is_empty] or slots  # none is empty: a counted field got too few frames
         worst = max(empty, key=lambda slot: SEVERITY.index(slot.reason))
         # An empty slot may combine parts from a loop that started no iteration with others: the least one covers both.
         termination = max(Termination.NOT_ACTIVATED, min(slot.termination or Termination.NONE for slot in empty))
