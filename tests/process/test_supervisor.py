@@ -1,6 +1,16 @@
 """When a stage is restarted. Restarts of real engines: tests/e2e/test_lifecycle.py."""
 
-from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.process.programs import TIMEOUT_S
+from vllm_omni.errors import StageFailed
+from vllm_omni.process import supervisor
+from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.status import StageState, StageStatus
+from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget, Supervisor
 
 
 class Clock:
@@ -33,3 +43,103 @@ def test_an_attempt_does_not_count_after_the_window() -> None:
 
 def test_a_budget_of_zero_allows_no_restart() -> None:
     assert RestartBudget(0, window_s=10.0, clock=Clock()).next_delay_s() is None
+
+
+class Engine:
+    """An engine that a supervisor watches; ``outcomes``: what each restart does."""
+
+    name = "talker"
+
+    def __init__(self, outcomes: list[Callable[[], None]]) -> None:
+        self.has_died = False
+        self.lost_process = threading.Event()
+        self.statuses: list[StageStatus] = []
+        self.settled = threading.Event()  # it runs again, or has failed for good
+        self._outcomes = iter(outcomes)
+
+    def has_lost_process(self) -> bool:
+        return self.lost_process.is_set()
+
+    def termination_reason(self) -> str:
+        return "its engine has died"
+
+    def current_status(self) -> StageStatus:
+        return self.statuses[-1] if self.statuses else StageStatus()
+
+    def set_status(self, status: StageStatus) -> None:
+        self.statuses.append(status)
+        if status.state is not StageState.RESTARTING:
+            self.settled.set()
+
+    def kill(self) -> None:
+        self.lost_process.clear()
+        self.has_died = True
+
+    def restart(self) -> None:
+        next(self._outcomes)()
+        self.has_died = False
+
+
+def succeed() -> None:
+    pass
+
+
+def fail() -> None:
+    raise StageFailed("talker", "did not start: no memory")
+
+
+def fail_unexpectedly() -> None:
+    raise ZeroDivisionError
+
+
+def supervise(engine: Engine, directory: RunDirectory) -> list[StageStatus]:
+    """Statuses until the engine runs again or has failed, after it has lost a worker."""
+    watcher = Supervisor(engine, directory)
+    engine.lost_process.set()
+    assert engine.settled.wait(TIMEOUT_S)
+    watcher.stop()
+    watcher.join()
+    return engine.statuses
+
+
+@pytest.fixture
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_an_engine_that_lost_a_worker_is_killed_and_restarted_until_it_runs(directory: RunDirectory) -> None:
+    assert supervise(Engine([fail, fail_unexpectedly, succeed]), directory) == [
+        StageStatus(StageState.RESTARTING, "its engine has died", 1),
+        StageStatus(StageState.RESTARTING, "did not start: no memory", 2),
+        StageStatus(StageState.RESTARTING, "did not start: ZeroDivisionError()", 3),
+        StageStatus(StageState.RUNNING, None, 3),
+    ]
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_an_engine_that_cannot_restart_has_failed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OMNI_STAGE_RESTARTS", "1")
+    reason = "did not start: no memory; given up after 1 restarts (VLLM_OMNI_STAGE_RESTARTS)"
+    assert supervise(Engine([fail]), directory)[-1] == StageStatus(StageState.FAILED, reason, 1)
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_supervisor_that_is_stopped_kills_an_attempt(directory: RunDirectory) -> None:
+    started, released = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        released.wait(TIMEOUT_S)
+        fail()
+
+    engine = Engine([hang])
+    watcher = Supervisor(engine, directory)
+    engine.lost_process.set()
+    assert started.wait(TIMEOUT_S)
+    engine.kill = released.set  # type: ignore[method-assign]
+    watcher.stop()
+    watcher.join()
+    assert released.is_set()
+    assert [status.state for status in engine.statuses] == [StageState.RESTARTING]
