@@ -82,9 +82,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.messages.epd_step import EPD_CONFIG
-from vllm_omni.messages.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, judge
+from vllm_omni.messages.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, SloState
 from vllm_omni.testing import llava
 from vllm_omni.worker.platforms import ar_worker_cls
 
@@ -346,7 +346,15 @@ class Cell:
 
     @property
     def are_met(self) -> list[bool]:
-        return [judge(answer.token_s[0], answer.gaps, self.slo).is_met for answer in self.answers]
+        return [meets(answer.token_s, self.slo) for answer in self.answers]
+
+
+def meets(token_s: Sequence[float], slo: Slo) -> bool:
+    """Whether a request with tokens after these seconds met its SLO."""
+    state = SloState(slo, arrived_at=0.0)
+    for at in token_s:
+        state.add_tokens(1, at)
+    return state.report().is_met
 
 
 async def run_cell(mode: Mode, asked: Sequence[Asked], slo: Slo | None) -> Cell:

@@ -42,7 +42,6 @@ MAY_IMPORT_VLLM = (
     "config/",
     "core/sched/",
     "engine/",
-    "epd/",
     "entrypoints/",
     "messages/",
     "model_executor/",
@@ -169,7 +168,7 @@ def run_without_vllm(code: str) -> subprocess.CompletedProcess:
 
 def without_vllm_names() -> list[str]:
     names = ["vllm_omni", "vllm_omni.config", "vllm_omni.envs"]
-    packages = ("flow", "relay", "ops", "diffusion")
+    packages = ("flow", "relay", "ops", "diffusion", "epd")
     for path in FILES:
         file = relative(path)
         if file.startswith(packages) and path.name != "redis.py":

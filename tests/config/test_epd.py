@@ -1,14 +1,12 @@
 """The section ``epd`` of a stage: mixes of instances, and the errors for wrong ones."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from vllm_omni.config import LANGUAGE, load_config
-from vllm_omni.config.epd import BUDGET_KEYS, Tasks, needless_encoder, no_encoder, parse_instances
-from vllm_omni.epd.budget import EPDConfig
+from vllm_omni.config.epd import Tasks, needless_encoder, no_encoder, parse_instances
 from vllm_omni.errors import ConfigError
 
 
@@ -110,10 +108,6 @@ def test_only_the_first_stage_has_instances(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stage 'talker': epd: only the first stage"):
         load_config(tmp_path, stage_overrides=["talker.epd.instances=PD:2"])
     assert load_config(tmp_path, epd="E,PD").stage("thinker").deployment.instances == {"E": 1, "PD": 1}
-
-
-def test_the_section_knows_the_budgets_of_the_scheduler() -> None:
-    assert set(BUDGET_KEYS) == {one.name for one in fields(EPDConfig)}
 
 
 def test_advice_on_a_mix_that_does_not_suit_the_model() -> None:

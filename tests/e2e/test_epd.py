@@ -10,9 +10,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.e2e.engines import MARKS, OMNI, engine_here, greedy, make_image, tokens_of
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.profile import PREFIX
 from vllm_omni.epd.cost import CostModel
-from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPDSchedulerOutput
 from vllm_omni.testing import llava as llava
 
 pytestmark = MARKS
@@ -157,6 +158,6 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_alone(
         llm.llm_engine.step()
         llm.llm_engine.add_request("aborted", make_prompts()[6], greedy())
         llm.llm_engine.step()
-        assert core.scheduler._is_encoding
+        assert core.scheduler.planner.is_encoding
         llm.llm_engine.abort_request(["aborted", "decodes"])
         assert tokens_of(llm.generate([make_prompts()[6]], greedy(), use_tqdm=False)) == [upstream.tokens[6]]

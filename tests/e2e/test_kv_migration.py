@@ -20,7 +20,7 @@ from tests.e2e.engines import (
     tokens_of,
     upstream_answers,
 )
-from vllm_omni.messages.epd_step import EPD_CONFIG
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.messages.payload import decode
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 

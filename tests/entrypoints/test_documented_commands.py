@@ -21,7 +21,7 @@ import yaml
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
 from tests.media.test_image import decode
 from vllm_omni.config import load_config
-from vllm_omni.config.epd import BUDGET_KEYS
+from vllm_omni.config.budgets import BUDGET_KEYS
 from vllm_omni.engine.instance_args import make_instances
 from vllm_omni.entrypoints.cli.generate import parse_generate_args
 from vllm_omni.entrypoints.cli.main import main

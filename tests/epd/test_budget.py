@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.sched.costs import TRUE
-from vllm_omni.epd.budget import BATCH_GRID, STEP, EPDConfig, FixedBudgets, SloBudgets, largest
-from vllm_omni.epd.cost import LanguageLoad
+from tests.core.sched.costs import TRUE, scaled
+from vllm_omni.config.budgets import EPDConfig
+from vllm_omni.epd.budget import BATCH_GRID, STEP, FixedBudgets, SloBudgets, largest
+from vllm_omni.epd.cost import CostModel, LanguageLoad
 from vllm_omni.errors import ConfigError
 
 DECODES = LanguageLoad().with_decode(8, 250)
@@ -84,7 +85,7 @@ def test_a_batch_that_is_cut_has_a_size_for_which_there_are_kernels(load: Langua
 @pytest.mark.parametrize("times", [2.0, 0.5], ids=["slower", "faster"])
 def test_budgets_follow_a_machine_that_becomes_twice_as_slow_or_fast(times: float) -> None:
     budgets = make_budgets()
-    fitting = SloBudgets(TRUE.scaled(times), 1.0, max_tokens=2048, max_embeds=4000)
+    fitting = SloBudgets(scaled(times), 1.0, max_tokens=2048, max_embeds=4000)
     fitting.num_layers_of_batch = 8
     for _ in range(50):
         budgets.observe_language(DECODES, times * TRUE.language_s(DECODES))
@@ -160,4 +161,4 @@ def test_a_wrong_configuration_is_refused_with_its_key(values: dict[str, Any], s
 
 
 def test_a_measured_cost_travels_as_plain_values() -> None:
-    assert EPDConfig.parse({"tpot_ms": 30, "cost": vars(TRUE)}).cost == TRUE
+    assert CostModel.of(EPDConfig.parse({"tpot_ms": 30, "cost": vars(TRUE)}).cost) == TRUE

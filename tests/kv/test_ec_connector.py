@@ -13,7 +13,8 @@ from vllm.v1.request import RequestStatus
 from tests.core.sched.drive import make_config, make_request
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest
 from vllm_omni.errors import ConfigError
-from vllm_omni.kv.ec_connector import EMBEDS, Pull, Put, PutRejection, RelayECConnector, RelayECMetadata, RelayECReport
+from vllm_omni.kv.ec_connector import EMBEDS, RelayECConnector, RelayECMetadata, RelayECReport
+from vllm_omni.messages.images import Pull, Put, PutRejection
 from vllm_omni.messages.payload import Payload, decode, encode
 from vllm_omni.relay import InlineRelay
 from vllm_omni.relay.hub import RelayHub, RelayOptions

@@ -13,10 +13,10 @@ from vllm.v1.request import RequestStatus
 from tests import machine
 from tests.contract.relays import BACKENDS
 from tests.kv.paged_engine import BLOCK_SIZE, PagedEngine, answer, release
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv import page_relay
-from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 

@@ -5,8 +5,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.text_model import make_config
+from vllm_omni.config.budgets import ENCODE_IN, SLICES, THREAD, encodes_in_thread
 from vllm_omni.errors import ConfigError
-from vllm_omni.messages.epd_step import ENCODE_IN, SLICES, THREAD, encodes_in_thread
 from vllm_omni.testing import llava as tiny_llava
 
 

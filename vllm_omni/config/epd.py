@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
+from vllm_omni.config.budgets import BUDGET_KEYS
 from vllm_omni.config.checks import NumBytes, Problem, Seconds, Transport, check_section
 from vllm_omni.config.vllm_args import check_engine_args
 from vllm_omni.names import suggest
@@ -54,12 +55,6 @@ KINDS = tuple(Tasks.__members__)
 VERBS = {Tasks.E: "encodes", Tasks.P: "prefills", Tasks.D: "decodes"}
 Balance = Literal["least_work", "round_robin", "affinity"]
 MAX_INSTANCES = 64  # of one kind
-
-BUDGET_KEYS = (
-    "token_budget image_budget num_encode_layers tpot_ms ttft_ms tpot_share margin min_prefill_tokens patience "
-    "cost profile_s encode_in"
-).split()
-"""Fields of ``epd.budget.EPDConfig``, which are keys of the same section."""
 
 
 def _read_instances(value: object) -> object:

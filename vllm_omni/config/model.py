@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field
 
+from vllm_omni.config.budgets import BUDGET_KEYS
 from vllm_omni.config.checks import (
     FromList,
     FromMapping,
@@ -23,7 +24,7 @@ from vllm_omni.config.checks import (
 )
 from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.config.epd import BUDGET_KEYS, EPDDeployment, check_epd_section
+from vllm_omni.config.epd import EPDDeployment, check_epd_section
 from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
@@ -96,7 +97,7 @@ class StageConfig:
     diffusion: Annotated[Section, AfterValidator(_diffusion)] = field(default_factory=dict)
     """Field of ``DiffusionConfig`` -> value, for a diffusion stage."""
     epd: Annotated[Section, AfterValidator(check_epd_section)] = field(default_factory=dict)
-    """Field of ``EPDDeployment`` or of ``epd.budget.EPDConfig`` -> value, for an ar stage that reads the prompt."""
+    """Field of ``EPDDeployment`` or of ``config.budgets.EPDConfig`` -> value, for an ar stage that reads the prompt."""
 
     def __post_init__(self) -> None:
         for key in STAGE_FIELDS:
@@ -157,7 +158,7 @@ class StageConfig:
 
     @property
     def budgets(self) -> dict[str, Any]:
-        """Budgets of its schedulers: fields of ``epd.budget.EPDConfig``."""
+        """Budgets of its schedulers: fields of ``config.budgets.EPDConfig``."""
         return {key: value for key, value in self.epd.items() if key in BUDGET_KEYS}
 
 

@@ -15,11 +15,10 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni.config import StageConfig
+from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.config.epd import Instance
 from vllm_omni.engine.kinds import KINDS
-from vllm_omni.epd.budget import EPDConfig
 from vllm_omni.errors import ConfigError
-from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.model_executor.pipeline import StageSpec
 
 

@@ -21,13 +21,14 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
+from vllm_omni.config.budgets import EPDConfig
 from vllm_omni.config.epd import Tasks
 from vllm_omni.engine.instance_request import EC, KV, InstanceRequest, may_resume
 from vllm_omni.engine.media_names import has_counted_media, name_media, without_media
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
-from vllm_omni.epd.budget import EPDConfig
+from vllm_omni.epd.cost import CostModel
 from vllm_omni.epd.image_store import ImageStore, ImageStoreStatistics
 from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, RequestState, Router
 from vllm_omni.errors import RelayError, StageFailed, StageUnavailable
@@ -73,7 +74,8 @@ class InstanceGroup(StageNode):
         self.engines = {engine.name: engine for engine in engines}
         kinds = {engine.name: engine.instance.kind for engine in engines if engine.instance is not None}
         self.front = next(engine for engine in engines if engine.instance is not None and engine.instance.is_front)
-        self.router = Router(kinds, self.deployment, self.is_available, EPDConfig.parse(config.budgets).cost)
+        cost = CostModel.of(EPDConfig.parse(config.budgets).cost)
+        self.router = Router(kinds, self.deployment, self.is_available, cost)
         self._hub = hub
         relay_bytes = self.deployment.relay_bytes or envs.VLLM_OMNI_RELAY_BYTES
         kept = self.deployment.image_cache_bytes

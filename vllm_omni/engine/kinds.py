@@ -14,11 +14,11 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config import StageConfig
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.messages.epd_step import EPD_CONFIG
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
 from vllm_omni.worker.platforms import ar_worker_cls

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from vllm.config import VllmConfig
 
+from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.engine.latency import break_down
 from vllm_omni.engine.metrics import STAGE_LABEL
 from vllm_omni.errors import CallAborted, InvalidRequest
-from vllm_omni.messages.epd_step import EPD_CONFIG
-from vllm_omni.messages.slo import Slo, SloReport, SloWatch
+from vllm_omni.messages.slo import Slo, SloReport, SloState
 from vllm_omni.model_executor.pipeline import RequestContext
 
 logger = logging.getLogger(__name__)
@@ -147,14 +147,13 @@ class RequestLatency:
         return self._context.stage_times[stage].began_at
 
     def _report(self, stage: str) -> SloReport:
-        watch = SloWatch(self._slos[stage], self._arrived_at(stage))
+        state = SloState(self._slos[stage], self._arrived_at(stage))
         times = self._context.stage_times.get(stage)
         for index, num_tokens, at in times.token_times if times is not None else ():
-            watch.add_tokens(num_tokens, at, index)
-        return watch.report()
+            state.add_tokens(num_tokens, at, index)
+        return state.report()
 
 
 def default_slo(vllm_config: VllmConfig) -> Slo:
     """The latency targets that the deployment gives to requests without their own."""
-    epd = vllm_config.additional_config.get(EPD_CONFIG) or {}
-    return Slo(epd.get("ttft_ms"), epd.get("tpot_ms"), epd.get("tpot_share"))
+    return EPDConfig.parse(vllm_config.additional_config.get(EPD_CONFIG) or {}).slo

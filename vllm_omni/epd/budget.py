@@ -6,78 +6,20 @@ From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from vllm_omni.epd.cost import CostModel, LanguageLoad, SampleLog, medians
-from vllm_omni.errors import ConfigError
-from vllm_omni.messages.epd_step import ENCODE_IN, EPD_CONFIG, SLICES, THREAD
-from vllm_omni.messages.slo import SHARE_OF_GAPS
-from vllm_omni.names import suggest
-
-
-@dataclass(frozen=True)
-class EPDConfig:
-    """Budgets of an engine. None given: its scheduler decides as vLLM's own does.
-
-    Either both budgets are fixed, or they follow from ``tpot_ms`` and what batches cost.
-    """
-
-    token_budget: int | None = None  # tokens of the language model in one iteration
-    image_budget: int | None = None  # embeddings in one batch of images
-    num_encode_layers: int | None = None  # of the tower, beside one iteration with tokens; None: to the end
-    tpot_ms: float | None = None  # default of the requests' own
-    ttft_ms: float | None = None
-    tpot_share: float = SHARE_OF_GAPS  # of a request's gaps, which keep the TPOT; beyond them one may be spent
-    # Of the TPOT: what an iteration is planned to take. On two cores of a shared host one iteration in a hundred takes
-    # 1.4 times as long as the median one of the same batch, and the way to the client is part of a gap, too.
-    margin: float = 0.7
-    min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter: nothing waits for ever
-    patience: int = 64  # steps for which an encode, or a request that is too late, gives way in a row
-    cost: CostModel | None = None  # of this machine, if it was fitted before; None: batches are measured at the start
-    profile_s: float = 5.0  # at most, for that; 0: the first iterations are measured instead
-    encode_in: str = SLICES  # between the steps of the language model, or in a THREAD beside them
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not is_number and one.name not in ("cost", ENCODE_IN):
-                raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value!r}: must be a number")
-            if one.name == "profile_s" and value == 0:
-                continue
-            if isinstance(value, int | float) and value <= 0:
-                raise ConfigError(f"{EPD_CONFIG}.{one.name} = {value}: must be greater than 0")
-        if self.tpot_share > 1:
-            raise ConfigError(f"{EPD_CONFIG}.tpot_share = {self.tpot_share}: a share of the gaps, at most 1")
-        if self.encode_in not in (SLICES, THREAD):
-            raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN}: {suggest(self.encode_in, (SLICES, THREAD))}")
-        if self.encode_in == THREAD and not self.is_on:
-            raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN} = {THREAD!r}: needs budgets: give tpot_ms as well")
-        if self.tpot_ms is None and (self.token_budget is None) != (self.image_budget is None):
-            raise ConfigError(f"{EPD_CONFIG}: give both token_budget and image_budget, or tpot_ms")
-
-    @property
-    def is_on(self) -> bool:
-        return self.tpot_ms is not None or self.token_budget is not None
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> EPDConfig:
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ConfigError(f"{EPD_CONFIG}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-        cost = values.get("cost")
-        return cls(**{**values, "cost": CostModel.parse(cost, f"{EPD_CONFIG}.cost") if cost is not None else None})
 
 
 class Budgets(Protocol):
-    """What ``EPDScheduler`` asks before and after each iteration."""
+    """The decisions that ``EPDScheduler`` asks for before each iteration; the costs that it reports after it."""
 
     def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
         """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens.
 
-        ``num_encoding``: embeddings of the batch of images under way.
+        Args:
+            num_encoding: embeddings of the batch of images in flight.
         """
         ...
 
@@ -86,26 +28,27 @@ class Budgets(Protocol):
         ...
 
     def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
-        """How many layers a batch of so many embeddings goes on by beside ``load``; at least one."""
+        """How many layers of the encoder a batch of images passes beside ``load``, at least one; None: all."""
         ...
 
     def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
-        """What an iteration is planned to take, with decodes of which one asks for ``tpot_s``; None: no limit.
+        """Plan the duration of an iteration with decodes of which one asks for ``tpot_s``; None: no limit.
 
-        ``is_hurried``: with less care for them, because somebody's first token would be late.
+        Args:
+            is_hurried: plan with a smaller margin, because a first token would be late.
         """
         ...
 
     def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
-        """What an encode of so many embeddings and then the language batch take with the machine to themselves."""
+        """The time of an encode of ``num_embeds`` and then the language batch, with the machine to themselves."""
         ...
 
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
-        """What an iteration took, without its encode."""
+        """Report what an iteration took, without its encode."""
         ...
 
     def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
-        """What so many of a batch's layers took."""
+        """Report what ``num_layers`` of a batch of images took."""
         ...
 
 
@@ -140,24 +83,24 @@ class FixedBudgets:
 
 
 HURRIED_MARGIN = 0.8
-"""Of the TPOT, where a first token would be late otherwise: of the gaps, some may be."""
+"""Share of the TPOT that is planned where a first token would be late otherwise: some of the gaps may be late."""
 
 STEP = 0.03
-"""By how much an iteration corrects what is expected of the next ones, in ``ln``."""
+"""Correction of the expected duration by each iteration, in ``ln``."""
 
 FIRST_FIT, LAST_FIT = 8, 2048
-"""Samples, where a cost model is found out while the engine runs."""
+"""Numbers of samples for the first and the last fit, where the costs are learned while the engine runs."""
 
 BATCH_GRID = 16
-"""A batch that is cut to its time has a multiple of so many tokens.
+"""A batch that is cut to its time has a multiple of this many tokens.
 
-Kernels are made for sizes: oneDNN compiles one for each number of rows that it meets, which takes as long as computing
-some hundred of them; CUDA graphs are captured for some sizes and padded up to the next.
+Kernels are made for sizes: oneDNN compiles one for each new number of rows, which takes as long as computing some
+hundred rows; CUDA graphs are captured for some sizes, and batches are padded to the next.
 """
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to ``limit`` that fits, where whatever is below one that fits does, too; 0 if none."""
+    """Find the largest number up to ``limit`` that fits, by bisection; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -171,17 +114,16 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 class SloBudgets:
     """The largest budgets with which an iteration stays under the TPOT, by binary search over a cost model.
 
-    Joint: a prefill is planned with a layer of the batch of images under way, the layers with the language batch that
-    was scheduled. What iterations really took corrects both parts of the model: the machine may be shared, and the
-    model was fitted on one day.
+    Both budgets share the iteration: a prefill is planned with one layer of the batch of images in flight, the layers
+    with the language batch that was scheduled. Measured durations correct both parts of the model, as the machine may
+    be shared with other work than when the model was fitted.
 
-    Without a model one is fitted to the first iterations, and again each time that there are twice as many: the
-    requests with which an engine is warmed up are the batches that it is profiled with. Of what was not seen yet it
-    knows no cost, and so sets it no limit.
+    Without a model, one is fitted to the first iterations, and again each time that their number has doubled, so the
+    requests that warm up an engine also profile it. Work that was not seen yet has no known cost, and no limit.
 
     Args:
-        cost: fitted before; None: to be found out.
-        margin: of the TPOT that is planned.
+        cost: fitted before; None: to be learned.
+        margin: share of the TPOT that is planned.
         max_tokens: of one iteration, from the engine's configuration.
         max_embeds: of one batch of images.
     """
@@ -190,15 +132,15 @@ class SloBudgets:
         self.cost = cost or CostModel.free()
         self.language_factor = 1.0  # the median of measured over modelled
         self.encode_factor = 1.0
-        self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
+        self.num_layers_of_batch = 1  # unknown before the first encode, when a batch counts as indivisible
         self._margin = margin
         self._max_tokens = max_tokens
         self._max_embeds = max_embeds
         self._log: SampleLog | None = SampleLog() if cost is None else None
         self._num_samples_to_fit = FIRST_FIT
 
-    def go_on_learning(self, log: SampleLog) -> None:
-        """From what was measured before on: of some batches it says nothing."""
+    def continue_learning(self, log: SampleLog) -> None:
+        """Add the next iterations to a log of measurements that does not cover all kinds of batches."""
         self._log = log
         self._num_samples_to_fit = len(log.samples) + FIRST_FIT
 
@@ -210,7 +152,7 @@ class SloBudgets:
         return self.cost.language_s(load) * self.language_factor
 
     def layer_s(self, num_embeds: int) -> float:
-        """One layer of a batch of images: what an iteration with an encode takes at least."""
+        """The time of one layer of a batch of images, the least that an iteration with an encode takes."""
         return self.cost.images_s(num_embeds) * self.encode_factor / self.num_layers_of_batch
 
     def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
@@ -263,13 +205,13 @@ class SloBudgets:
         self.language_factor = self.encode_factor = 1.0
         self._num_samples_to_fit *= 2
         if self._num_samples_to_fit > LAST_FIT:
-            self._log = None  # from here on the correction does
+            self._log = None  # later changes are left to the correction
 
     def _corrected(self, factor: float, modelled_s: float, measured_s: float) -> float:
-        """A step towards the median of measured over modelled; the margin is for what takes longer than that.
+        """Move the factor a step towards the median of measured over modelled; the margin covers what takes longer.
 
-        Of the same length however far it is, so that an iteration from which the machine was taken away counts no more
-        than any other; and long enough that a machine twice as slow is noticed within ``ln 2 / STEP`` iterations.
+        The step has a fixed length, so that an interrupted iteration counts no more than any other. It is long enough
+        to notice a machine twice as slow within ``ln 2 / STEP`` iterations.
         """
         if modelled_s <= 0:
             return factor

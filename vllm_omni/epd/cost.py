@@ -1,22 +1,21 @@
-"""``CostModel``: how long an iteration lasts, fitted to batches that were measured.
+"""``CostModel``: how long an iteration lasts, fitted to measured batches.
 
-From: HydraInfer, section 4.2 (profiling at start) and tables 1 and 2 (what the stages cost grows with).
+From: HydraInfer, section 4.2 (profiling at start) and tables 1 and 2 (what the costs of the stages depend on).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_omni.errors import ConfigError
+from vllm_omni.config.budgets import Costs
 
 
 class LanguageLoad(NamedTuple):
-    """A batch of the language model, as far as its duration goes."""
+    """The properties of a language batch that its duration depends on."""
 
     num_decodes: int = 0
     decode_context: int = 0  # summed over the decodes: tokens that each attends to
@@ -24,13 +23,14 @@ class LanguageLoad(NamedTuple):
     prefill_pairs: int = 0  # summed over the chunks: pairs of a token and one that it attends to
 
     def with_prefill(self, num_tokens: int, context: int) -> LanguageLoad:
-        """With a chunk of so many tokens behind ``context`` that are computed."""
+        """Add a chunk of ``num_tokens`` behind ``context`` computed ones."""
         pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
         return self._replace(
             num_prefill_tokens=self.num_prefill_tokens + num_tokens, prefill_pairs=self.prefill_pairs + pairs
         )
 
     def with_decode(self, num_tokens: int, context: int) -> LanguageLoad:
+        """Add ``num_tokens`` that are decoded behind ``context`` computed ones."""
         return self._replace(
             num_decodes=self.num_decodes + num_tokens, decode_context=self.decode_context + num_tokens * context
         )
@@ -45,12 +45,12 @@ class Sample(NamedTuple):
 
 
 class SampleLog:
-    """Samples of what an engine does; slices of an encode become one of the whole batch."""
+    """Measured iterations of an engine; the slices of an encode become one sample of the whole batch."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.num_layers_of_batch = 1  # not known before the first encode: then a batch is indivisible
-        self._encode_s = 0.0  # of the batch of images under way
+        self.num_layers_of_batch = 1  # unknown before the first encode, when a batch counts as indivisible
+        self._encode_s = 0.0  # of the batch of images in flight
         self._num_layers_done = 0.0
 
     def add_language(self, load: LanguageLoad, seconds: float) -> None:
@@ -66,43 +66,26 @@ class SampleLog:
 
 
 def medians(samples: Iterable[Sample]) -> list[Sample]:
-    """One of all samples that differ in nothing but the context: an iteration that stood still is not seen any more."""
+    """Reduce samples that differ only a little to their median, which drops interrupted iterations."""
     alike: dict[tuple[int, int, int, int], list[Sample]] = {}
     for one in samples:
-        # Contexts differ where they differ by half: so do their costs, by a part of that.
+        # Contexts count as alike within a factor of two; the costs differ by a part of that.
         context = (one.load.decode_context + one.load.prefill_pairs).bit_length()
         alike.setdefault((one.load.num_decodes, one.load.num_prefill_tokens, one.num_embeds, context), []).append(one)
     return [sorted(group)[len(group) // 2] for group in alike.values()]
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """Seconds of an iteration as a sum of shares, each of them never negative: a larger batch never costs less.
+class CostModel(Costs):
+    """The duration of an iteration as a sum of parts, none negative: a larger batch never costs less.
 
-    The pairs of a prefill are needed: without them the error on the CPU was 10% on average rather than 1%.
+    Without the pairs of a prefill, the mean error on a CPU was 10% instead of 1%.
     """
 
-    step_s: float  # of any language batch
-    decode_s: float  # per decoding token
-    decode_context_s: float  # per token that a decode attends to
-    prefill_token_s: float
-    prefill_pair_s: float
-    encode_s: float  # of any batch of images
-    embed_s: float  # per embedding of an image
-
     @classmethod
-    def parse(cls, values: Any, name: str) -> CostModel:
-        """From a configuration, where it is called ``name``. Raises ``ConfigError``."""
-        known = [one.name for one in fields(cls)]
-        if not isinstance(values, Mapping) or set(values) != set(known):
-            raise ConfigError(f"{name} = {values!r}: must be a mapping with {', '.join(known)}, as the log gives it")
-        for key, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}.{key} = {value!r}: must be a number of seconds, not negative")
-        return cls(**values)
-
-    def __post_init__(self) -> None:
-        assert min(astuple(self)) >= 0, "binary search needs a cost that never falls"
+    def of(cls, costs: Costs | None) -> CostModel | None:
+        """Compute with configured costs, if there are any."""
+        return cls(*astuple(costs)) if costs is not None else None
 
     def language_s(self, load: LanguageLoad) -> float:
         if not load.num_decodes and not load.num_prefill_tokens:
@@ -118,27 +101,23 @@ class CostModel:
     def images_s(self, num_embeds: int) -> float:
         return self.encode_s + self.embed_s * num_embeds if num_embeds else 0.0
 
-    def scaled(self, factor: float) -> CostModel:
-        """Of a machine on which everything takes so many times as long."""
-        return CostModel(*(factor * share for share in astuple(self)))
-
     @classmethod
     def free(cls) -> CostModel:
-        """Of a machine of which nothing is known."""
+        """The model of a machine without measurements."""
         return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     @classmethod
     def fit(cls, samples: Iterable[Sample]) -> CostModel:
-        """The model whose relative errors are least in the square, over shares that are not negative.
+        """Fit by least squares of the relative errors, with parts that are not negative.
 
-        Relative, so that the short iterations count, which are those that a token's deadline is about.
+        Relative errors give weight to the short iterations, which decide whether tokens are in time.
 
         Raises:
             ValueError: nothing was measured.
         """
         language, images = [], []
         samples = list(samples)
-        # Of batches of one size nobody knows which part is fixed: none, as was measured on the CPU.
+        # From batches of one size the fixed part cannot be told: it is taken as zero, as measured on a CPU.
         has_fixed_part = len({sample.num_embeds for sample in samples if sample.num_embeds}) > 1
         for sample in samples:
             if sample.num_embeds:
@@ -151,11 +130,11 @@ class CostModel:
 
 
 def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:
-    """Least squares without negative coefficients: while there is one, the most negative is taken out."""
+    """Least squares without negative coefficients: while there is one, the most negative is removed."""
     seconds = np.array([row[1] for row in rows])
     features = np.array([row[0] for row in rows]) / seconds[:, None]
     scale = np.abs(features).max(axis=0)
-    scale[scale == 0] = 1.0  # never seen: its share is 0
+    scale[scale == 0] = 1.0  # not measured: its part is 0
     kept = list(range(features.shape[1]))
     solution = np.zeros(features.shape[1])
     while kept:

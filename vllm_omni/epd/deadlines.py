@@ -1,4 +1,4 @@
-"""``Deadlines``: how requests stand to their SLOs, whose turn it is, and how long an iteration may take for them.
+"""``Deadlines``: the order of requests by their SLOs, and how long an iteration may take for them.
 
 From: HydraInfer, section 2.3 (when a request meets its SLO).
 """
@@ -6,179 +6,148 @@ From: HydraInfer, section 2.3 (when a request meets its SLO).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-
-from vllm.v1.request import Request
+from typing import Any, Generic, TypeVar
 
 from vllm_omni.epd.budget import Budgets
 from vllm_omni.epd.cost import LanguageLoad
-from vllm_omni.messages.slo import SHARE_OF_GAPS, Slo, enough_in_time
+from vllm_omni.epd.engine_request import EngineRequest
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.slo import Slo, SloState, slo_of
+
+logger = logging.getLogger(__name__)
 
 TPOT_FACTOR_OF_LOST = 2.0
-OVERLOAD = 3  # times the TTFT, to the tokens of those who wait
-NUM_ANSWERS_EXPECTED = 16  # as long as about so many before them were
-MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take the whole of their TPOT themselves
+OVERLOAD = 3  # overload: the waiting requests' first tokens need more than this many TTFT targets
+NUM_ANSWERS_EXPECTED = 16  # the expected length of an answer averages about this many before it
+MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take all of their TPOT themselves
+
+R = TypeVar("R", bound=EngineRequest)
 
 
 @dataclass
-class SloState:
-    """How a request stands to its SLO. Times are those of the scheduler's clock.
+class _Deadline:
+    """A request with an SLO."""
 
-    From: HydraInfer, section 2.3.
-    """
-
-    arrived_at: float
-    ttft_s: float | None
-    tpot_s: float | None
-    max_gaps: int  # between tokens, if the request takes all it may
-    tpot_share: float = SHARE_OF_GAPS
+    state: SloState
     needed_s: float | None = None  # to its first token, with the machine to itself, when it was first looked at
-    last_token_at: float | None = None
-    is_first_late: bool = False
-    num_gaps: int = 0
-    num_late_gaps: int = 0
-    num_steps_given_way: int = 0  # to requests that can still meet theirs
-
-    def add_tokens(self, num_tokens: int, now: float) -> None:
-        """Tokens came; several of one iteration have gaps of nothing between them."""
-        if self.last_token_at is None:
-            self.is_first_late = self.ttft_s is not None and now - self.arrived_at > self.ttft_s
-            self.num_gaps = num_tokens - 1
-        else:
-            self.num_gaps += num_tokens
-            if self.tpot_s is not None and now - self.last_token_at > self.tpot_s:
-                self.num_late_gaps += 1
-        self.last_token_at = now
-
-    @property
-    def deadline(self) -> float:
-        """When the next token is due; infinite without an SLO."""
-        if self.last_token_at is None:
-            return self.arrived_at + self.ttft_s if self.ttft_s is not None else float("inf")
-        return self.last_token_at + self.tpot_s if self.tpot_s is not None else float("inf")
-
-    def is_lost(self, now: float, seconds_left: float = 0.0) -> bool:
-        """Whether no schedule can meet the SLO any more, if the next token takes at least ``seconds_left``."""
-        if self.is_first_late:
-            return True
-        num_late = self.num_late_gaps
-        if now + seconds_left > self.deadline:
-            if self.last_token_at is None:
-                return True
-            num_late += 1
-        return not enough_in_time(num_late, self.max_gaps, self.tpot_share)
-
-    def can_spare_a_gap(self, expected_gaps: float) -> bool:
-        """Whether one more late gap leaves it its SLO.
-
-        Args:
-            expected_gaps: of an answer; nobody knows when this one ends.
-        """
-        if self.tpot_s is None:
-            return True
-        num_gaps = min(self.max_gaps, max(self.num_gaps + 1, int(expected_gaps)))
-        return enough_in_time(self.num_late_gaps + 1, num_gaps, self.tpot_share)
+    num_deferrals: int = 0  # steps for which requests that can still meet their SLO went first
 
 
-class Deadlines:
-    """Of the requests that have an SLO. Times are those of the scheduler's clock.
+class Deadlines(Generic[R]):
+    """The requests with an SLO. Times are those of the scheduler's clock.
 
     Args:
-        patience: steps for which a request that is too late gives way, in a row.
-        seconds_to_token: what a request's next token takes at least, with the machine to itself.
+        patience: steps in a row for which a request that is too late is deferred.
+        seconds_to_token: the least time to a request's next token, with the machine to itself.
     """
 
-    def __init__(self, patience: int, seconds_to_token: Callable[[Request], float]) -> None:
-        self.states: dict[str, SloState] = {}  # by request
+    def __init__(self, patience: int, seconds_to_token: Callable[[R], float]) -> None:
         self.expected_gaps = 0.0  # of an answer, by those that have ended
+        self._requests: dict[str, _Deadline] = {}
         self._patience = patience
         self._seconds_to_token = seconds_to_token
-        self._known: dict[str, float] = {}  # seconds to a request's token, while one step is planned
+        self._known: dict[str, float] = {}  # seconds to a request's next token, while one step is planned
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self.states
+        return request_id in self._requests
 
-    # -- requests come and go -----------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def add(self, request: Request, slo: Slo) -> None:
-        self.states[request.request_id] = SloState(
-            arrived_at=request.arrival_time,
-            ttft_s=slo.ttft_ms / 1000 if slo.ttft_ms is not None else None,
-            tpot_s=slo.tpot_ms / 1000 if slo.tpot_ms is not None else None,
-            max_gaps=max(0, request.max_tokens - 1),
-            tpot_share=slo.share,
-        )
+    # -- start and end of a request -----------------------------------------------------------------------------------
+
+    def add_request(self, request: R, extra_args: Mapping[str, Any] | None, default: Slo) -> None:
+        """Add a request with these ``SamplingParams.extra_args``, if it has an SLO."""
+        slo = default
+        try:
+            slo = slo_of(extra_args, default)
+        except InvalidRequest as exc:  # the front end rejects these; an exception here would end the engine
+            logger.warning("request %s: its own SLO is ignored: %s", request.request_id, exc)
+        if slo:
+            self.add(request, slo)
+
+    def add(self, request: R, slo: Slo) -> None:
+        state = SloState(slo, request.arrival_time, max(0, request.max_tokens - 1))
+        self._requests[request.request_id] = _Deadline(state)
 
     def add_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
-        if (slo := self.states.get(request_id)) is not None:
-            slo.add_tokens(num_tokens, now)
+        if (deadline := self._requests.get(request_id)) is not None:
+            deadline.state.add_tokens(num_tokens, now)
 
     def remove(self, request_id: str) -> None:
-        slo = self.states.pop(request_id, None)
-        if slo is not None and slo.last_token_at is not None:
-            self.expected_gaps += (slo.num_gaps - self.expected_gaps) / NUM_ANSWERS_EXPECTED
+        deadline = self._requests.pop(request_id, None)
+        if deadline is not None and deadline.state.has_token:
+            self.expected_gaps += (deadline.state.num_gaps - self.expected_gaps) / NUM_ANSWERS_EXPECTED
 
-    # -- whose turn it is ---------------------------------------------------------------------------------------------
+    def state_of(self, request: R) -> SloState | None:
+        deadline = self._requests.get(request.request_id)
+        return deadline.state if deadline is not None else None
 
-    def begin_step(self) -> None:
-        """What requests need is looked up anew, once in a step."""
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def start_step(self) -> None:
+        """Look up anew, once in a step, what requests need."""
         self._known.clear()
 
-    def seconds_to_token(self, request: Request) -> float:
+    def seconds_to_token(self, request: R) -> float:
         seconds = self._known.get(request.request_id)
         if seconds is None:
             seconds = self._known[request.request_id] = self._seconds_to_token(request)
         return seconds
 
-    def in_order(self, requests: Iterable[Request], now: float) -> list[Request]:
-        """Least slack first; behind them who cannot meet its SLO any more, for a while.
+    def in_order(self, requests: Iterable[R], now: float) -> list[R]:
+        """Sort by slack, least first; requests whose SLO is already missed come last, for ``patience`` steps.
 
-        Slack is what it was when the request came: whoever has its image by now would otherwise stand behind those who
-        have none yet, and lose it to them.
+        Slack is computed with the time that a request needed when it came. By what is left, a request whose image is
+        encoded would stand behind those without theirs, and lose the image to them.
         """
         keys = {request: self._urgency(request, now) for request in requests}
-        for request, (gives_way, _) in keys.items():
-            if gives_way:
-                self.states[request.request_id].num_steps_given_way += 1
+        for request, (is_deferred, _) in keys.items():
+            if is_deferred:
+                self._requests[request.request_id].num_deferrals += 1
         return sorted(keys, key=keys.__getitem__)
 
-    def _urgency(self, request: Request, now: float) -> tuple[bool, float]:
-        slo = self.states.get(request.request_id)
-        if slo is None:
+    def _urgency(self, request: R, now: float) -> tuple[bool, float]:
+        deadline = self._requests.get(request.request_id)
+        if deadline is None:
             return False, math.inf
-        if slo.needed_s is None:
-            slo.needed_s = self.seconds_to_token(request)
-        gives_way = (
-            slo.num_steps_given_way < self._patience
-            and slo.is_lost(now, slo.needed_s)
-            and slo.is_lost(now, self.seconds_to_token(request))
+        if deadline.needed_s is None:
+            deadline.needed_s = self.seconds_to_token(request)
+        is_deferred = (
+            deadline.num_deferrals < self._patience
+            and deadline.state.is_lost(now, deadline.needed_s)
+            and deadline.state.is_lost(now, self.seconds_to_token(request))
         )
-        return gives_way, slo.deadline - slo.needed_s
+        return is_deferred, deadline.state.deadline - deadline.needed_s
 
-    def is_first_token_made_late(self, request_ids: Iterable[str], now: float, without_s: float, with_s: float) -> bool:
-        """Whether a first token would be late that comes in ``with_s``, and not if it comes in ``without_s``."""
-        slos = (self.states.get(request_id) for request_id in request_ids)
-        waiting = [slo for slo in slos if slo is not None and slo.last_token_at is None]
-        return any(slo.is_lost(now, with_s) and not slo.is_lost(now, without_s) for slo in waiting)
+    def is_first_token_made_late(self, requests: Iterable[R], now: float, without_s: float, with_s: float) -> bool:
+        """Whether a first token that is in time after ``without_s`` would be late after ``with_s``."""
+        return any(
+            state.is_lost(now, with_s) and not state.is_lost(now, without_s)
+            for state in self._states(requests)
+            if not state.has_token
+        )
 
-    # -- how long an iteration may take -------------------------------------------------------------------------------
+    # -- duration of an iteration -------------------------------------------------------------------------------------
 
     def limit_s(
         self,
         budgets: Budgets,
-        decodes: Collection[Request],
+        decodes: Collection[R],
         load: LanguageLoad,
-        prefills: Collection[Request],
-        waiting: Collection[Request],
+        prefills: Collection[R],
+        waiting: Collection[R],
         now: float,
     ) -> float | None:
-        """What the iteration is planned to take; None: no limit.
+        """Plan how long the iteration may take; None: no limit.
 
         Args:
             load: of the decodes.
-            prefills: those that run, in order; ``waiting`` likewise.
+            prefills: running requests whose prompt is not complete, in order; ``waiting`` likewise.
         """
         tpot_s = self._tpot_s(decodes, waiting, now)
         limit_s = budgets.limit_s(tpot_s)
@@ -190,46 +159,44 @@ class Deadlines:
             return limit_s
         hurried_s = budgets.limit_s(tpot_s, is_hurried=True)
         assert hurried_s is not None
-        if not self._can_spare_a_gap(decodes, now):
+        if not self._can_spare_gap(decodes, now):
             return hurried_s
-        # Each decode loses a gap, however long that is: so the next request is brought to its token in it.
+        # Each decode loses a gap, however long it is, so the next request is brought to its first token in this one.
         following = next(itertools.chain(prefills, waiting))
         return max(hurried_s, decodes_s + self.seconds_to_token(following))
 
-    def _tpot_s(self, decodes: Iterable[Request], waiting: Iterable[Request], now: float) -> float | None:
+    def _states(self, requests: Iterable[R]) -> list[SloState]:
+        return [state for request in requests if (state := self.state_of(request)) is not None]
+
+    def _tpot_s(self, decodes: Iterable[R], waiting: Collection[R], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
+        # Decodes whose SLO is missed yield to the others, but do not stand still for a whole encode.
         factor_of_lost = math.inf if self._is_overloaded(waiting, now) else TPOT_FACTOR_OF_LOST
-        gaps = []
-        for request in decodes:
-            slo = self.states.get(request.request_id)
-            if slo is not None and slo.tpot_s is not None:
-                # Who cannot meet its SLO any more gives way, and yet does not stand still for a whole encode.
-                gaps.append(slo.tpot_s * (factor_of_lost if slo.is_lost(now) else 1))
+        gaps = (state.tpot_limit_s * (factor_of_lost if state.is_lost(now) else 1) for state in self._states(decodes))
         shortest = min(gaps, default=math.inf)
         return shortest if shortest < math.inf else None
 
-    def _is_overloaded(self, waiting: Iterable[Request], now: float) -> bool:
-        """Whether who waits with an SLO cannot meet it any more, and is much: then what is done per second counts."""
-        slos = [slo for request in waiting if (slo := self.states.get(request.request_id)) is not None]
-        ttft_s = min((slo.ttft_s for slo in slos if slo.ttft_s is not None), default=math.inf)
-        if ttft_s == math.inf or not all(slo.is_lost(now) for slo in slos):
+    def _is_overloaded(self, waiting: Collection[R], now: float) -> bool:
+        """Whether the waiting requests miss their SLO already, and are so many that throughput matters."""
+        states = self._states(waiting)
+        ttft_s = min((state.ttft_limit_s for state in states), default=math.inf)
+        if ttft_s == math.inf or not all(state.is_lost(now) for state in states):
             return False
         return sum(map(self.seconds_to_token, waiting)) > OVERLOAD * ttft_s
 
-    def _is_hurried(self, requests: Iterable[Request], pace: float, now: float) -> bool:
-        """Whether a first token would be late if everything before it went on at this pace."""
+    def _is_hurried(self, requests: Iterable[R], pace: float, now: float) -> bool:
+        """Whether a first token would be late if everything before it continued at this pace."""
         until = now
         for request in requests:
             left_s = self.seconds_to_token(request)
             until += left_s / pace
-            slo = self.states.get(request.request_id)
-            is_late = slo is not None and slo.last_token_at is None and slo.deadline < until
-            if slo is not None and is_late and not slo.is_lost(now, left_s):
+            state = self.state_of(request)
+            is_late = state is not None and not state.has_token and state.deadline < until
+            if state is not None and is_late and not state.is_lost(now, left_s):
                 return True
         return False
 
-    def _can_spare_a_gap(self, decodes: Iterable[Request], now: float) -> bool:
-        """Whether the decodes that have an SLO to lose, if there are any, keep it with one more gap that is late."""
-        slos = [self.states.get(request.request_id) for request in decodes]
-        to_lose = [slo for slo in slos if slo is not None and not slo.is_lost(now)]
-        return bool(to_lose) and all(slo.can_spare_a_gap(self.expected_gaps) for slo in to_lose)
+    def _can_spare_gap(self, decodes: Iterable[R], now: float) -> bool:
+        """Whether there are decodes with an SLO that is not missed, and all of them keep it with one more late gap."""
+        can_lose = [state for state in self._states(decodes) if not state.is_lost(now)]
+        return bool(can_lose) and all(state.can_spare_gap(self.expected_gaps) for state in can_lose)

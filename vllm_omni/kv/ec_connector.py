@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import ConfigError, InvalidRequest, PoolExhausted, RelayBroken
 from vllm_omni.kv.identifiers import is_counter
+from vllm_omni.messages.images import Pull, Put, PutRejection
 from vllm_omni.messages.payload import Payload, decode, encode
 from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, process_hub
 
@@ -94,28 +95,6 @@ def parse_params(request: Request) -> ECParams:
 
 
 # -- between scheduler and workers ------------------------------------------------------------------------------------
-
-
-class Put(NamedTuple):
-    """An image to put into the relay for a request, with a lease of its own."""
-
-    request_id: str
-    identifier: str
-
-
-class Pull(NamedTuple):
-    """An image to pull into the encoder cache."""
-
-    identifier: str
-    payload: bytes
-    num_embeds: int
-
-
-class PutRejection(NamedTuple):
-    """Why an image could not be put."""
-
-    message: str
-    is_final: bool  # it is larger than the whole pool
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""When a request meets its service level objective (SLO): the time to its first token, and those between its tokens.
+"""``Slo``, ``SloState``: whether a request meets its service level objective for its first token and between tokens.
 
 From: HydraInfer, section 2.3.
 """
@@ -6,7 +6,7 @@ From: HydraInfer, section 2.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ SLO_ARGS = "slo"
 """Key of ``SamplingParams.extra_args`` for a request's own ``ttft_ms``, ``tpot_ms`` and ``tpot_share``."""
 
 SHARE_OF_GAPS = 0.9
-"""A request meets its TPOT SLO when so many of its gaps between tokens do (HydraInfer, section 2.3)."""
+"""Share of the gaps between tokens that must keep the TPOT for a request to meet its SLO (HydraInfer, section 2.3)."""
 
 STRICT_SHARE_OF_GAPS = 0.99
-"""The same, strictly: the 99th percentile of its gaps does."""
+"""The same for the strict rule: the 99th percentile of the gaps must keep it."""
 
 _TIMES = ("ttft_ms", "tpot_ms")
 _KEYS = (*_TIMES, "tpot_share")
@@ -28,11 +28,11 @@ _KEYS = (*_TIMES, "tpot_share")
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request is promised; None: nothing."""
+    """Latency targets of a request; None: no target."""
 
     ttft_ms: float | None = None  # from its arrival to its first token
     tpot_ms: float | None = None  # between two tokens
-    tpot_share: float | None = None  # of the gaps between tokens, which keep it; None: SHARE_OF_GAPS
+    tpot_share: float | None = None  # of the gaps between tokens must keep it; None: SHARE_OF_GAPS
 
     def __bool__(self) -> bool:
         return self.ttft_ms is not None or self.tpot_ms is not None
@@ -43,10 +43,10 @@ class Slo:
 
     @classmethod
     def parse(cls, value: object) -> Slo:
-        """A request's own, as it stands in ``extra_args``.
+        """Read a request's own targets, the value of ``SLO_ARGS`` in its ``extra_args``.
 
         Raises:
-            InvalidRequest: not a mapping, an unknown key, or a value that is no time or share.
+            InvalidRequest: not a mapping, an unknown key, or a value that is not a time or a share.
         """
         if value is None:
             return cls()
@@ -60,7 +60,7 @@ class Slo:
                 raise InvalidRequest(f"{SLO_ARGS}: unknown {name!r}: {suggest(str(name), _KEYS)}", param=SLO_ARGS)
             if one is None:
                 continue
-            # A bool is an int; a NaN is not greater than 0, and an infinite time promises nothing.
+            # A bool is an int, a NaN is not greater than 0, and an infinite time is no target.
             is_number = isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
             if name in _TIMES and not is_number:
                 raise InvalidRequest(
@@ -74,7 +74,7 @@ class Slo:
         return cls(**{str(name): None if one is None else float(one) for name, one in value.items()})
 
     def over(self, default: Slo) -> Slo:
-        """This one, with the default's values where it has none."""
+        """Fill in the default's values where this one has none."""
         return Slo(
             default.ttft_ms if self.ttft_ms is None else self.ttft_ms,
             default.tpot_ms if self.tpot_ms is None else self.tpot_ms,
@@ -82,13 +82,22 @@ class Slo:
         )
 
 
-class SloReport(NamedTuple):
-    """How one request did."""
+def slo_of(extra_args: Mapping[str, Any] | None, default: Slo = Slo()) -> Slo:
+    """Read the targets of a request with these ``SamplingParams.extra_args``.
 
-    is_ttft_met: bool  # also where there is none to meet
+    Raises:
+        InvalidRequest: see ``Slo.parse``.
+    """
+    return Slo.parse((extra_args or {}).get(SLO_ARGS)).over(default)
+
+
+class SloReport(NamedTuple):
+    """Latency of one request against its SLO."""
+
+    is_ttft_met: bool  # also without a target
     is_tpot_met: bool  # by the SLO's share of the gaps
     is_tpot_met_strictly: bool  # by STRICT_SHARE_OF_GAPS
-    ttft_s: float | None  # None: no token came
+    ttft_s: float | None  # None: there was no token
     num_gaps: int
     num_late_gaps: int
 
@@ -106,54 +115,80 @@ def enough_in_time(num_late: int, num_gaps: int, share: float) -> bool:
     return num_late <= num_gaps - math.ceil(share * num_gaps - 1e-9)
 
 
-def judge(ttft_s: float | None, gaps_s: Iterable[float], slo: Slo) -> SloReport:
-    """How a request that has ended stands to its SLO.
-
-    Args:
-        ttft_s: seconds from its arrival to its first token; None: it had none, and has missed a TTFT.
-        gaps_s: seconds between consecutive tokens. Tokens that came together have gaps of nothing between them.
-    """
-    watch = SloWatch(slo, arrived_at=0.0)
-    if ttft_s is not None:
-        now = ttft_s
-        watch.add_tokens(1, now)
-        for gap in gaps_s:
-            watch.add_gap(gap)
-    return watch.report()
-
-
 @dataclass
-class SloWatch:
-    """Watches one request. Times are seconds of one clock."""
+class SloState:
+    """Count a request's tokens in time and late, while it runs. Times are seconds of one clock.
+
+    From: HydraInfer, section 2.3.
+    """
 
     slo: Slo
     arrived_at: float
+    max_gaps: int = 0  # between tokens, if the request takes all that it may
     ttft_s: float | None = None
     num_gaps: int = 0
     num_late_gaps: int = 0
-    _last_at: dict[int, float] = field(default_factory=dict)  # of each of its answers
+    _last_at: dict[int, float] = field(default_factory=dict)  # by answer
+
+    def __post_init__(self) -> None:
+        # Infinite without a target.
+        self.ttft_limit_s = _limit_s(self.slo.ttft_ms)
+        self.tpot_limit_s = _limit_s(self.slo.tpot_ms)
 
     def add_tokens(self, num_tokens: int, now: float, index: int = 0) -> None:
-        """Tokens came, ``num_tokens`` at once, of the answer ``index``; the gaps between those are nothing."""
+        """Count ``num_tokens`` that came together, of the answer ``index``; the gaps between these are zero."""
         if num_tokens < 1:
             return
         if self.ttft_s is None:
             self.ttft_s = now - self.arrived_at
         if index in self._last_at:
-            self.add_gap(now - self._last_at[index])
+            self.num_gaps += 1
+            self.num_late_gaps += now - self._last_at[index] > self.tpot_limit_s
         self.num_gaps += num_tokens - 1
         self._last_at[index] = now
 
-    def add_gap(self, seconds: float) -> None:
-        self.num_gaps += 1
-        if self.slo.tpot_ms is not None and seconds > self.slo.tpot_ms / 1000:
-            self.num_late_gaps += 1
+    @property
+    def has_token(self) -> bool:
+        return self.ttft_s is not None
+
+    @property
+    def is_ttft_missed(self) -> bool:
+        """Whether the first token came, and was late."""
+        return self.ttft_s is not None and self.ttft_s > self.ttft_limit_s
+
+    @property
+    def deadline(self) -> float:
+        """When the next token of the first answer is due; infinite without a target."""
+        if 0 not in self._last_at:
+            return self.arrived_at + self.ttft_limit_s
+        return self._last_at[0] + self.tpot_limit_s
+
+    def is_lost(self, now: float, seconds_left: float = 0.0) -> bool:
+        """Whether no schedule can meet the SLO, if the next token takes at least ``seconds_left``."""
+        if self.is_ttft_missed:
+            return True
+        num_late = self.num_late_gaps
+        if now + seconds_left > self.deadline:
+            if not self.has_token:
+                return True
+            num_late += 1
+        return not enough_in_time(num_late, self.max_gaps, self.slo.share)
+
+    def can_spare_gap(self, expected_gaps: float) -> bool:
+        """Whether the SLO can be met with one more late gap.
+
+        Args:
+            expected_gaps: of an answer, whose length is unknown while it runs.
+        """
+        if self.slo.tpot_ms is None:
+            return True
+        num_gaps = min(self.max_gaps, max(self.num_gaps + 1, int(expected_gaps)))
+        return enough_in_time(self.num_late_gaps + 1, num_gaps, self.slo.share)
 
     def report(self) -> SloReport:
-        ttft_ms = self.slo.ttft_ms
-        is_ttft_met = ttft_ms is None or (self.ttft_s is not None and self.ttft_s <= ttft_ms / 1000)
+        """Judge the request at its end; without a token, it missed a TTFT."""
         return SloReport(
-            is_ttft_met,
+            self.slo.ttft_ms is None or (self.has_token and not self.is_ttft_missed),
             enough_in_time(self.num_late_gaps, self.num_gaps, self.slo.share),
             enough_in_time(self.num_late_gaps, self.num_gaps, STRICT_SHARE_OF_GAPS),
             self.ttft_s,
@@ -162,32 +197,5 @@ class SloWatch:
         )
 
 
-def attainment(reports: Iterable[SloReport], *, is_strict: bool = False) -> float:
-    """The share of requests that meet their SLO; of none: 1."""
-    met = [one.is_met_strictly if is_strict else one.is_met for one in reports]
-    return sum(met) / len(met) if met else 1.0
-
-
-def goodput(attainments: Mapping[float, float], share: float = 0.9) -> float:
-    """The highest request rate at which the attainment reaches ``share``, at it and at every lower rate; 0: at none.
-
-    Args:
-        attainments: by request rate, requests per second.
-
-    From: HydraInfer, section 2.3; that lower rates must reach it, too, is ours: one lucky run is no capacity.
-    """
-    best = 0.0
-    for rate in sorted(attainments):
-        if attainments[rate] < share:
-            break
-        best = rate
-    return best
-
-
-def slo_of(extra_args: Mapping[str, Any] | None, default: Slo = Slo()) -> Slo:
-    """Of a request with these ``extra_args``.
-
-    Raises:
-        InvalidRequest: see ``Slo.parse``.
-    """
-    return Slo.parse((extra_args or {}).get(SLO_ARGS)).over(default)
+def _limit_s(milliseconds: float | None) -> float:
+    return math.inf if milliseconds is None else milliseconds / 1000

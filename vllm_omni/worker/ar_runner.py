@@ -18,16 +18,11 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.messages.epd_step import (
-    EPD_CONFIG,
-    EncodeBatch,
-    EncodeReport,
-    EPDModelRunnerOutput,
-    EPDSchedulerOutput,
-    encodes_in_thread,
-)
+from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.model_executor.stage_model import (

@@ -1,5 +1,7 @@
 """The costs of a machine that the schedulers' tests think up."""
 
+from dataclasses import astuple
+
 from vllm_omni.epd.cost import CostModel
 
 # About what a tiny LLaVA-1.5 takes on two cores of a CPU.
@@ -12,3 +14,8 @@ TRUE = CostModel(
     encode_s=1e-3,
     embed_s=1.4e-4,
 )
+
+
+def scaled(factor: float) -> CostModel:
+    """The costs of a machine on which everything takes ``factor`` times as long."""
+    return CostModel(*(factor * seconds for seconds in astuple(TRUE)))

@@ -31,9 +31,9 @@ from tests import text_model
 from tests.core.sched.random_requests import BLOCK_SIZE, MEAN_STEP_S, Engine, PlannedRequest, Stream
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.epd.budget import SloBudgets
-from vllm_omni.kv.ec_connector import EMBEDS, Put, PutRejection, RelayECMetadata, RelayECReport
-from vllm_omni.messages.epd_step import EncodeReport, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.kv.ec_connector import EMBEDS, RelayECMetadata, RelayECReport
+from vllm_omni.messages.epd_step import EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.messages.images import EncodeReport, Put, PutRejection
 from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.relay import InlineRelay
 
@@ -82,10 +82,10 @@ def make_scheduler(scheduler_cls: type[S], engine: Engine, additional_config: di
         block_size=BLOCK_SIZE,
     )
     # What a multimodal model's configuration would have given.
-    scheduler.encoder_cache_manager = type(scheduler.encoder_cache_manager)(engine.encoder_cache_size)
+    scheduler.encoder_cache_manager = EncoderCacheManager(engine.encoder_cache_size)
     scheduler.max_num_encoder_input_tokens = engine.encoder_budget
-    if isinstance(scheduler, EPDScheduler) and isinstance(scheduler.budgets, SloBudgets):
-        scheduler.budgets = scheduler._make_slo_budgets(scheduler.epd.cost)  # which knows the cache's size
+    if isinstance(scheduler, EPDScheduler) and scheduler.budgets is not None:
+        scheduler.turn_on(engine.encoder_cache_size)
     return scheduler
 
 

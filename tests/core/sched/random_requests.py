@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.core.sched.costs import TRUE
+from tests.core.sched.costs import TRUE, scaled
 
 BLOCK_SIZE = 4
 IMAGE_TOKEN = 9
@@ -139,7 +139,7 @@ def make_stream(
 def make_slo_budgets(seed: int) -> dict[str, Any]:
     """Random ones of which costs are known, ten times too low or too high, or not at all."""
     rng = random.Random(f"costs of {seed}")
-    cost = rng.choice([TRUE, TRUE.scaled(0.1), TRUE.scaled(10.0), None])
+    cost = rng.choice([TRUE, scaled(0.1), scaled(10.0), None])
     return {
         "tpot_ms": 10.0,
         "cost": vars(cost) if cost else None,

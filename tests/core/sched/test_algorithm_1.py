@@ -8,8 +8,9 @@ from vllm.v1.request import Request
 from tests.core.sched.algorithm_1 import Limits, State, View, algorithm_1
 from tests.core.sched.drive import LayeredRunner, drive, make_scheduler
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest, Stream
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPDSchedulerOutput
 
 IMAGE_LENGTHS = [1, 3, 8, 20]  # an image's name says which
 NUM_PARTS = 4
@@ -25,7 +26,7 @@ class WatchedScheduler(EPDScheduler):
             waiting=[view(request) for request in self.waiting],
             ready=set(manager.cached) - manager.in_flight,
             is_encoding=bool(manager.in_flight),
-            num_put_off=self._num_encodes_put_off,
+            num_put_off=self.pacing.num_deferrals,
         )
         return super().schedule(throttle_prefills)
 

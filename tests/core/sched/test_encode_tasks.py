@@ -30,8 +30,9 @@ from tests.core.sched.random_requests import (
     with_migration,
     with_slos,
 )
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
-from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPDSchedulerOutput
 
 ENGINE = Engine(max_num_batched_tokens=64, prefix_caching=False, ec_role="ec_both")
 
@@ -384,9 +385,10 @@ def test_without_a_kv_connector_a_request_waits_for_its_image_whatever_it_brings
     assert encodes(world.step())
 
 
-def test_two_ranks_have_pulled_before_an_image_is_ready() -> None:
+def test_two_ranks_have_pulled_before_an_image_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    world.scheduler._num_ranks = 2
+    monkeypatch.setattr(world.scheduler.vllm_config.parallel_config, "tensor_parallel_size", 2)
+    world.scheduler.turn_on(world.scheduler.encoder_cache_manager.cache_size)
     world.add("1", "8a", 1, elsewhere=("8a",))
     world.steps(2)
     assert not world.scheduler.running
@@ -442,7 +444,7 @@ def check_stream(stream: Stream, budgets: dict[str, Any] | None) -> None:
     for identifier in list(scheduler.encoder_cache_manager.in_flight):  # of aborted requests: the engine stood still
         scheduler.encoder_cache_manager.finish(identifier)
     assert_is_idle(scheduler)
-    assert not len(scheduler.encode_tasks) and not scheduler._sources and not scheduler._failures
+    assert not len(scheduler.tasks) and not scheduler.pulls.has_sources and not scheduler.planner.failures
     assert not scheduler.relay_ec._images and not scheduler.relay_ec._num_encoded  # type: ignore[union-attr]
 
 

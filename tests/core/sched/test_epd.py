@@ -27,9 +27,9 @@ from tests.core.sched.random_requests import (
     with_slos,
 )
 from tests.fuzz import num_cases
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.messages.epd_step import EPD_CONFIG
 
 NUM_STREAMS = num_cases(400)
 
@@ -150,7 +150,7 @@ def check_end(
     for identifier in list(scheduler.encoder_cache_manager.in_flight):  # of aborted requests: the engine stood still
         scheduler.encoder_cache_manager.finish(identifier)
     assert_is_idle(scheduler)
-    assert not scheduler.deadlines.states and not scheduler._known_hits and not scheduler._under_way
+    assert not len(scheduler.deadlines) and not len(scheduler.needs) and not len(scheduler.iterations)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 50))

@@ -13,12 +13,13 @@ from vllm.v1.request import Request, RequestStatus
 from tests.core.sched.costs import TRUE
 from tests.core.sched.drive import LayeredRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.image_cache import ENCODER
 from vllm_omni.epd.budget import SloBudgets
 from vllm_omni.epd.cost import LanguageLoad
 from vllm_omni.epd.deadlines import TPOT_FACTOR_OF_LOST
-from vllm_omni.messages.epd_step import EPD_CONFIG, EPDSchedulerOutput
+from vllm_omni.messages.epd_step import EPDSchedulerOutput
 from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.relay import InlineRelay
@@ -216,10 +217,10 @@ def test_who_is_admitted_has_its_images_though_the_prefix_cache_has_lost_them() 
     world.steps(2)
     world.add("2", "8b", 1, max_tokens=25)  # takes the room of the first image, and its blocks in the end
     world.steps(2)
-    world.add("3", "8a", 4, max_tokens=1)
+    request = world.add("3", "8a", 4, max_tokens=1)
     world.add("4", 5, max_tokens=1)
     world.step()
-    assert world.scheduler._known_hits["3"] >= 8
+    assert world.scheduler.needs.num_computed(request) >= 8
     while "2" in world.scheduler.requests:
         world.step()
     assert scheduled(world.step()) == {"4": 5}
@@ -317,7 +318,7 @@ def test_a_session_of_requests_without_deadlines_keeps_its_order() -> None:
     for number in range(1, 4):
         world.add(str(number), 8)
     assert scheduled(world.step()) == {"1": 8}
-    assert not world.scheduler.deadlines.states
+    assert not len(world.scheduler.deadlines)
 
 
 # -- budgets from costs -----------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def make_costed(**epd: object) -> World:
 
 def seconds(world: World, output: SchedulerOutput) -> float:
     """What the step costs by the model that the budgets were made from."""
-    return TRUE.language_s(world.scheduler._under_way[-1][0])
+    return TRUE.language_s(world.scheduler.iterations.latest.load)
 
 
 def test_an_image_that_a_step_reads_last_gives_its_room_to_the_batch_that_begins_with_it() -> None:
@@ -480,7 +481,7 @@ def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
             image = [f"{rng.choice([40, 80])}{rng.choice('abcdefgh')}"] if rng.random() < 0.5 else []
             world.add(str(number), rng.randint(1, 40), *image, 1, max_tokens=rng.randint(5, 40))
         output = world.scheduler.schedule()
-        load = world.scheduler._under_way[-1][0]
+        load = world.scheduler.iterations.latest.load
         runner_output = world.runner.execute(output)
         report = runner_output.encode_report  # type: ignore[attr-defined]
         taken_s = TRUE.language_s(load) + (report.seconds if report else 0.0)

@@ -14,10 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.core.sched.drive import LayeredRunner, SynthesisedRunner, make_request, make_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.epd.cost import CostModel, LanguageLoad
-from vllm_omni.messages.epd_step import EPD_CONFIG
-from vllm_omni.messages.slo import Slo, attainment, judge
+from vllm_omni.messages.slo import Slo, SloReport, SloState
 
 # Alone an encode takes 15 decode steps, and a prompt 5: the ratios of a LLaVA-1.5.
 NUM_EMBEDS, NUM_TEXT = 60, 8
@@ -55,8 +55,15 @@ class Outcome:
         return gaps[int(0.99 * len(gaps))]
 
     def attainment(self, is_strict: bool) -> float:
-        reports = [judge(times[0], [b - a for a, b in pairwise(times)], SLO) for times in self.token_s.values()]
-        return attainment(reports, is_strict=is_strict)
+        reports = [report(times) for times in self.token_s.values()]
+        return statistics.mean(one.is_met_strictly if is_strict else one.is_met for one in reports)
+
+
+def report(token_s: list[float]) -> SloReport:
+    state = SloState(SLO, arrived_at=0.0)
+    for at in token_s:
+        state.add_tokens(1, at)
+    return state.report()
 
 
 class Layers(LayeredRunner):

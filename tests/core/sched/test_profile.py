@@ -36,7 +36,7 @@ def make_world(engine: Engine = ENGINE, **epd: object) -> World:
 def step(world: World) -> list[str]:
     """One iteration; the requests that it ran."""
     output = world.scheduler.schedule()
-    load = world.scheduler._under_way[-1][0]
+    load = world.scheduler.iterations.latest.load
     runner_output = world.runner.execute(output)
     report = runner_output.encode_report  # type: ignore[attr-defined]
     world.now += TRUE.language_s(load) + (report.seconds if report else 0.0)
@@ -97,7 +97,7 @@ def test_nothing_of_it_stays(dummy_image: None) -> None:
     assert scheduler.kv_cache_manager.usage == 0
     stats = scheduler.make_stats()
     assert stats is None or stats.prefix_cache_stats is None or stats.prefix_cache_stats.queries == 0
-    assert not scheduler.deadlines.states and not scheduler._known_hits
+    assert not len(scheduler.deadlines) and not len(scheduler.needs)
 
 
 def test_whoever_comes_meanwhile_waits_until_it_is_over(dummy_image: None) -> None:
@@ -163,7 +163,7 @@ def test_with_costs_or_without_a_tpot_nothing_is_measured() -> None:
 
 def test_what_was_found_can_be_given_back(dummy_image: None, caplog: pytest.LogCaptureFixture) -> None:
     world = make_world()
-    with caplog.at_level("INFO", logger="vllm_omni.core.sched.profile"):
+    with caplog.at_level("INFO", logger="vllm_omni.epd.profile_plan"):
         run_profile(world)
     (line,) = [record.getMessage() for record in caplog.records if "cost: " in record.getMessage()]
     given = World(ENGINE, tpot_ms=20.0, cost=json.loads(line.split("cost: ")[1])).scheduler.budgets

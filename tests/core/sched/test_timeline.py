@@ -9,9 +9,10 @@ from vllm.v1.request import Request, RequestStatus
 from tests.core.sched.drive import LayeredRunner, SynthesisedRunner, assert_same_steps, drive, make_request
 from tests.core.sched.drive import make_scheduler as make_any_scheduler
 from tests.core.sched.random_requests import IMAGE_TOKEN, Engine, Image, PlannedRequest, make_stream
+from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.messages.epd_step import EPD_CONFIG, EPDModelRunnerOutput
+from vllm_omni.messages.epd_step import EPDModelRunnerOutput
 from vllm_omni.messages.timeline import TIMELINE, TIMELINES, Mark, Task, Timeline
 
 ENGINE = Engine(max_num_batched_tokens=16, prefix_caching=False)

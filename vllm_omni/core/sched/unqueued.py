@@ -1,0 +1,73 @@
+"""Requests of an engine that stand in none of vLLM's queues: encode tasks, and requests that are rejected on arrival.
+
+From: HydraInfer, section 4.1 (a request's stages are tasks of their own).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.kv.ec_connector import ECParams, RelayECConnector, parse_params
+from vllm_omni.messages.failure import Failure
+
+logger = logging.getLogger(__name__)
+
+
+def read_params(request: Request, relay_ec: RelayECConnector | None, *, only_encodes: bool) -> ECParams:
+    """Read ``ec_transfer_params``.
+
+    Raises:
+        InvalidRequest: this engine cannot do what the request asks for.
+    """
+    params = parse_params(request)
+    if relay_ec is None:
+        if params.encode_only:
+            raise InvalidRequest("ec_transfer_params: encode_only needs an instance with RelayECConnector")
+        return ECParams()  # vLLM warns about others
+    if params.encode_only and not relay_ec.is_producer:
+        raise InvalidRequest("ec_transfer_params: encode_only, and this instance is a consumer (ec_role)")
+    if only_encodes and request.ec_transfer_params is None:
+        raise InvalidRequest("this instance only encodes; give ec_transfer_params = {'encode_only': True}")
+    if only_encodes and not params.encode_only:
+        raise InvalidRequest("ec_transfer_params: this instance only encodes; give encode_only")
+    return params if params.encode_only or relay_ec.is_consumer else ECParams()
+
+
+def add(scheduler: Scheduler, request: Request) -> None:
+    scheduler.requests[request.request_id] = request
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.QUEUED)
+
+
+def fail(scheduler: Scheduler, failures: Iterable[tuple[str, Failure]]) -> list[tuple[int, EngineCoreOutput]]:
+    """End requests with an error, wherever they stand; returns (client index, output) of each that had not ended."""
+    outputs = []
+    for request_id, failure in failures:
+        for request in scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
+            logger.error("request %s: %s", request_id, failure.message)
+            params = {"error": failure.message, "invalid": failure.is_invalid}
+            outputs.append(last_output(request, None, params))
+    return outputs
+
+
+def last_output(
+    request: Request, kv_transfer_params: dict[str, Any] | None, ec_transfer_params: dict[str, Any] | None
+) -> tuple[int, EngineCoreOutput]:
+    """The output that ends a request without a token, with the index of its client."""
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        kv_transfer_params=kv_transfer_params,
+        ec_transfer_params=ec_transfer_params,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+    return request.client_index, output

@@ -1,0 +1,132 @@
+"""``EncodeTasks``: requests whose images are encoded and put into the relay, and which never reach the language model.
+
+From: HydraInfer, section 4.1 (a request's stages are tasks of their own).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm_omni.epd.engine_request import EngineRequest, ImageCache, ImageRelay, TransferReport
+from vllm_omni.messages.failure import Failure
+from vllm_omni.messages.images import Put, PutRejection
+
+R = TypeVar("R", bound=EngineRequest)
+Key = tuple[float, float]
+
+
+@dataclass
+class EncodeTask:
+    request: EngineRequest
+    missing: dict[str, int]  # identifier -> index of the first of its images, of those that are not in the relay yet
+    ordered: set[str] = field(default_factory=set)  # of these, the identifiers whose put has been ordered
+    deadline: float | None = None  # for room in the relay; None: the task does not wait for room
+
+
+class EncodeTasks:
+    """The encode tasks of an engine, in no queue of vLLM's: only their images are scheduled.
+
+    A task needs room in the cache for an image only while the image is encoded and put into the relay.
+
+    Args:
+        relay: takes the images; None: the engine has no encode tasks.
+    """
+
+    def __init__(self, relay: ImageRelay | None, cache: ImageCache, clock: Callable[[], float]) -> None:
+        self._relay = relay
+        self._cache = cache
+        self._clock = clock
+        self._tasks: dict[str, EncodeTask] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    def add(self, request: EngineRequest) -> None:
+        missing: dict[str, int] = {}
+        for index, feature in enumerate(request.mm_features):
+            missing.setdefault(feature.identifier, index)
+        self._tasks[request.request_id] = EncodeTask(request, missing)
+
+    def get(self, request_id: str) -> EncodeTask | None:
+        return self._tasks.get(request_id)
+
+    def remove(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+
+    def merge_into(self, running: Iterable[R], waiting: Iterable[R], key: Callable[[Any], Key]) -> Iterator[R | Any]:
+        """Put the tasks that may start an encode or a put among other requests with images.
+
+        Running requests come first, and then waiting requests and tasks by ``key``. While some tasks wait for room in
+        the relay, no other starts, which would wait, too, and hold an image in the cache; and all requests go first.
+        """
+        held = [task.request for task in self._tasks.values() if task.deadline is not None]
+        tasks = deque(sorted(held or [task.request for task in self._tasks.values()], key=key))
+        yield from running
+        for request in waiting:
+            while tasks and not held and key(tasks[0]) < key(request):
+                yield tasks.popleft()
+            yield request
+        yield from tasks
+
+    def order_put(self, request: EngineRequest, identifier: str) -> None:
+        """Order that an image, which is in the cache or will be, is put into the relay, if the request is a task."""
+        task = self._tasks.get(request.request_id)
+        if task is not None and identifier not in task.ordered:
+            assert self._relay is not None
+            task.ordered.add(identifier)
+            self._relay.start_put(request.request_id, identifier)
+
+    def forget_orders(self, identifier: str | None) -> None:
+        """Cancel the orders that wait for an image (None: for any), which will not come."""
+        for task in self._tasks.values():
+            task.ordered -= task.ordered if identifier is None else {identifier}
+
+    def take_puts(self, report: TransferReport) -> tuple[list[str], dict[str, Failure]]:
+        """Process the puts that ended: the tasks that are complete, and those that failed."""
+        complete, failures = [], {}
+        for put, payload in report.put.items():
+            if self._end_put(put, payload):
+                complete.append(put.request_id)
+        for put, rejection in report.rejected.items():
+            if failure := self._reject_put(put, rejection):
+                failures[put.request_id] = failure
+        return complete, failures
+
+    def _end_put(self, put: Put, payload: bytes) -> bool:
+        """Whether it was the last image of its task."""
+        assert self._relay is not None
+        task = self._tasks.get(put.request_id)
+        if task is None:  # aborted meanwhile
+            self._relay.release(payload)
+            return False
+        self._relay.add_image(*put, payload)
+        for index, feature in enumerate(task.request.mm_features):
+            if feature.identifier == put.identifier:
+                self._cache.free_encoder_input(task.request, index)
+        if task.missing.pop(put.identifier, None) is None:
+            return False
+        task.ordered.discard(put.identifier)
+        task.deadline = None
+        return not task.missing
+
+    def _reject_put(self, put: Put, rejection: PutRejection) -> Failure | None:
+        """Repeat a put for which the relay had no room with a later step, unless that is hopeless."""
+        task = self._tasks.get(put.request_id)
+        if task is None:
+            return None
+        assert self._relay is not None
+        task.ordered.discard(put.identifier)
+        if rejection.is_final:
+            return Failure(f"the embeddings of image {put.identifier!r} cannot be put: {rejection.message}")
+        timeout_s = self._relay.put_timeout_s
+        if task.deadline is None:
+            task.deadline = self._clock() + timeout_s
+        elif self._clock() > task.deadline:
+            return Failure(f"no room in the relay within {timeout_s:g} s: {rejection.message}")
+        return None
