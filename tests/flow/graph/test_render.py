@@ -264,7 +264,11 @@ def test_svg_of_a_loop_goes_back_below_the_boxes(monkeypatch):
     root = ET.fromstring(to_svg(example(monkeypatch, "agent")))
     (back,) = root.findall(f"{SVG}path[@class='back critical']")
     points = [tuple(map(float, point.strip("MLCQ").split(","))) for point in back.get("d").split()]
+    (header,) = root.findall(f"{SVG}rect[@class='node header']")
+    top, bottom = float(header.get("y")), float(header.get("y")) + float(header.get("height"))
     assert points[-1][0] < points[0][0]
+    assert 0 < float(header.get("x")) - points[-1][0] < 10  # room for the arrow
+    assert top < points[-1][1] < bottom
     assert max(y for _, y in points) > max(bottom for *_, bottom in boxes_of(root))
 
 

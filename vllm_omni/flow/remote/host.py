@@ -34,8 +34,7 @@ from vllm_omni.flow.run.controller import NodeController
 from vllm_omni.flow.run.frame import EdgeCredit, Frame, SlotEos
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.node import Node
-from vllm_omni.flow.run.scope import CallScope, RemoteNode
-from vllm_omni.names import suggest
+from vllm_omni.flow.run.scope import CallScope, RemoteNode, check_names, index_plans
 
 logger = logging.getLogger(__name__)
 
@@ -128,27 +127,22 @@ class RoleHost:
     """
 
     def __init__(self, plans: StaticPlan | Sequence[StaticPlan], nodes: Mapping[str, Node], link: Link) -> None:
-        all_plans = [plans] if isinstance(plans, StaticPlan) else list(plans)
-        roles = frozenset[str]().union(*(plan.roles for plan in all_plans))
-        graphs = ", ".join(repr(plan.name) for plan in all_plans)
-        for role in sorted(nodes):
-            if role not in roles:
-                raise GraphError(f"graph {graphs}: has no role {role!r}; {suggest(role, roles)}")
-        self.plans = {plan.name: plan for plan in all_plans}
+        self.plans, node_plans = index_plans(plans)
+        roles = {node.role for node in node_plans.values()}
+        check_names(f"graph {', '.join(map(repr, self.plans))}: has no role", nodes, roles, GraphError)
         self.link = link
         self._routes: dict[tuple[str, frozenset[str]], Route] = {}
         self._stopped = asyncio.Event()
         self._nodes: dict[str, _HostedNode] = {}
-        for plan in all_plans:
-            for name, node_plan in plan.nodes.items():
-                if node_plan.role in nodes and name not in self._nodes:
-                    if node_plan.parameters:
-                        raise GraphError(
-                            f"graph {plan.name!r}: role {node_plan.role!r} shares parameters, which stay in the "
-                            "entry's process; serve the role there"
-                        )
-                    self._nodes[name] = _HostedNode(NodeController(name, nodes[node_plan.role], link))
-                    link.bind(name, self._receive)
+        for name, node_plan in node_plans.items():
+            if node_plan.role not in nodes:
+                continue
+            if node_plan.parameters:
+                raise GraphError(
+                    f"role {node_plan.role!r} shares parameters, which stay in the entry's process; serve it there"
+                )
+            self._nodes[name] = _HostedNode(NodeController(name, nodes[node_plan.role], link))
+            link.bind(name, self._receive)
 
     @property
     def num_open_calls(self) -> int:

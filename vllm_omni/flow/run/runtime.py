@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from vllm_omni.flow.run.clock import Clock, LoopClock
 from vllm_omni.flow.run.controller import NodeController
 from vllm_omni.flow.run.link import InProcessLink, Link
 from vllm_omni.flow.run.node import Node
-from vllm_omni.flow.run.scope import Controller, RemoteNode
+from vllm_omni.flow.run.scope import Controller, RemoteNode, check_names, index_plans
 from vllm_omni.flow.run.session import GCScheduler, ParameterStore
 from vllm_omni.names import suggest
 
@@ -54,33 +54,30 @@ class GraphRuntime:
         clock: Clock | None = None,
         link: Link | None = None,
     ):
-        all_plans = [plans] if isinstance(plans, StaticPlan) else list(plans)
-        self.plans = {plan.name: plan for plan in all_plans}
-        roles = frozenset[str]().union(*(plan.roles for plan in all_plans))
-        graphs = ", ".join(repr(plan.name) for plan in all_plans)
-        _match(f"graph {graphs}: no node is bound to role", roles, nodes, GraphError)
-        _match(f"graph {graphs}: has no role", nodes, roles, GraphError)
+        self.plans, node_plans = index_plans(plans)
+        roles = {node.role for node in node_plans.values()}
+        graphs = ", ".join(map(repr, self.plans))
+        check_names(f"graph {graphs}: no node is bound to role", roles, nodes, GraphError)
+        check_names(f"graph {graphs}: has no role", nodes, roles, GraphError)
         self.clock: Clock = clock or LoopClock()
         self.link: Link = link or InProcessLink()
-        self._controllers: dict[str, Controller] = {}
         self._calls: dict[str, GraphCall] = {}
         self._scheduler = GCScheduler()
-        self._parameters = ParameterStore(one for plan in all_plans for one in plan.parameters.values())
+        self._parameters = ParameterStore(one for plan in self.plans.values() for one in plan.parameters.values())
         self._routes: dict[tuple[str, frozenset[str]], Route] = {}  # a handful: one for each set of wanted outputs
         self._closing = False
         self._lost: dict[str, str] = {}  # role whose process died -> the reason
-        for plan in all_plans:
-            for name, node_plan in plan.nodes.items():
-                if name not in self._controllers:
-                    self._controllers[name] = self._make_controller(plan, node_plan, nodes[node_plan.role])
+        self._controllers = {
+            name: self._make_controller(node_plan, nodes[node_plan.role]) for name, node_plan in node_plans.items()
+        }
         self.link.bind(ENTRY, self._receive)
 
-    def _make_controller(self, plan: StaticPlan, node_plan: NodePlan, node: Node | RemoteNode) -> Controller:
+    def _make_controller(self, node_plan: NodePlan, node: Node | RemoteNode) -> Controller:
         if isinstance(node, RemoteNode):
             if node_plan.parameters:
                 raise GraphError(
-                    f"graph {plan.name!r}: role {node_plan.role!r} is served by another process, which has no access "
-                    f"to its parameters {', '.join(map(repr, node_plan.parameters))}; serve it in this process"
+                    f"role {node_plan.role!r} is served by another process, which has no access to its parameters "
+                    f"{', '.join(map(repr, node_plan.parameters))}; serve it in this process"
                 )
             return node.make_controller(node_plan.name, self.link)
         controller = NodeController(node_plan.name, node, self.link)
@@ -144,14 +141,14 @@ class GraphRuntime:
             if len(self.plans) > 1:
                 raise InvalidRequest(f"call {call_id!r}: there are several graphs, name one; {suggest('', self.plans)}")
             return next(iter(self.plans.values()))
-        _match(f"call {call_id!r}: no graph", [graph], self.plans, InvalidRequest)
+        check_names(f"call {call_id!r}: no graph", [graph], self.plans, InvalidRequest)
         return self.plans[graph]
 
     def _route(self, where: str, plan: StaticPlan, wanted: frozenset[str], inputs: Mapping[str, Any]) -> Route:
-        _match(f"{where}: no input", inputs, plan.placeholders, InvalidRequest)
+        check_names(f"{where}: no input", inputs, plan.placeholders, InvalidRequest)
         key = (plan.name, wanted)
         route = self._routes.get(key) or self._routes.setdefault(key, plan.route(wanted))
-        _match(f"{where}: outputs {sorted(wanted)} need input", route.placeholders, inputs, InvalidRequest)
+        check_names(f"{where}: outputs {sorted(wanted)} need input", route.placeholders, inputs, InvalidRequest)
         for node in route.nodes.values() if self._lost else ():
             if (reason := self._lost.get(node.role)) is not None:
                 raise RoleUnavailable(f"{where}: role {node.role!r} is unavailable: {reason}")
@@ -230,17 +227,11 @@ def _wanted(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """The outputs that a call asks for, and those that complete it."""
     if entry is not None:
-        _match(f"{where}: no graph call", [entry], plan.graph_calls, InvalidRequest)
+        check_names(f"{where}: no graph call", [entry], plan.graph_calls, InvalidRequest)
         if outputs:
             raise InvalidRequest(f"{where}: graph call {entry!r} names its outputs; leave outputs out")
         return plan.graph_calls[entry].outputs, plan.graph_calls[entry].until
     if not outputs:
         raise InvalidRequest(f"{where}: asks for no output; {suggest('', plan.outputs)}")
-    _match(f"{where}: no output", outputs, plan.outputs, InvalidRequest)
+    check_names(f"{where}: no output", outputs, plan.outputs, InvalidRequest)
     return outputs, outputs
-
-
-def _match(complaint: str, names: Iterable[str], existing: Collection[str], error: type[OmniError]) -> None:
-    for name in sorted(names):
-        if name not in existing:
-            raise error(f"{complaint} {name!r}; {suggest(name, existing)}")

@@ -1,13 +1,15 @@
 """The interface between a call and the controllers of its nodes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_omni.flow.graph.plan import Route
+from vllm_omni.errors import OmniError
+from vllm_omni.flow.graph.plan import NodePlan, Route, StaticPlan
 from vllm_omni.flow.run.activity import Tracker
 from vllm_omni.flow.run.link import Link
+from vllm_omni.names import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,19 @@ class Controller(Protocol):
     def close(self, call_id: str) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def index_plans(plans: StaticPlan | Sequence[StaticPlan]) -> tuple[dict[str, StaticPlan], dict[str, NodePlan]]:
+    """Index plans that may share nodes: by graph, and their nodes by name."""
+    by_graph = {plan.name: plan for plan in ([plans] if isinstance(plans, StaticPlan) else plans)}
+    return by_graph, {name: node for plan in by_graph.values() for name, node in plan.nodes.items()}
+
+
+def check_names(complaint: str, names: Iterable[str], existing: Collection[str], error: type[OmniError]) -> None:
+    """Raise ``error`` for the first name that does not exist, with the nearest one."""
+    for name in sorted(names):
+        if name not in existing:
+            raise error(f"{complaint} {name!r}; {suggest(name, existing)}")
 
 
 class RemoteNode(ABC):
