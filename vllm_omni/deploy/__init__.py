@@ -1,1 +1,1 @@
-"""Where stages run, and the bundled deployment of each model type (``configs/``)."""
+"""The bundled deployment of each model type (``configs/``)."""

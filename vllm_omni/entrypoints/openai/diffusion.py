@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics, MediaTimer
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput, collect
 
 ROUTES = {
     "image": "/v1/images/generations",
@@ -117,15 +117,7 @@ class DiffusionServing:
         self, prompt: str, fields: DiffusionFields, images: Sequence[Image.Image], raw_request: Request
     ) -> OmniRequestOutput:
         """Collect the whole answer; see ``outputs``."""
-        answer: OmniRequestOutput | None = None
-        async with aclosing(self.outputs(prompt, fields, images, raw_request)) as outputs:
-            async for output in outputs:
-                if answer is None:
-                    answer = output
-                else:
-                    answer.add(output, aggregate=True)
-        assert answer is not None, "a request ends with an output or an error"
-        return answer
+        return await collect(self.outputs(prompt, fields, images, raw_request))
 
     # -- input images -------------------------------------------------------------------------------------------------
 
