@@ -124,7 +124,7 @@ def test_speakers_differ(omni: OmniLLM) -> None:
     assert spoken[0].multimodal_output != spoken[1].multimodal_output
 
 
-def test_given_texts_are_said_in_their_order(omni: OmniLLM) -> None:
+def test_texts_are_spoken_in_their_order(omni: OmniLLM) -> None:
     params = {"talker": SHORT["talker"]}
     texts = ["One.", "Two, three."]
     together = omni.speak(texts, params, modalities=["audio", "codec_ids"])
@@ -151,14 +151,14 @@ def test_given_texts_are_said_in_their_order(omni: OmniLLM) -> None:
         ("x" * MAX_MODEL_LEN, {}, f"{MAX_MODEL_LEN - 2}"),
     ],
 )
-def test_a_text_that_cannot_be_said_is_refused(
+def test_a_text_that_cannot_be_spoken_is_rejected(
     omni: OmniLLM, text: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         omni.speak(text, **arguments)
 
 
-def test_a_model_that_says_no_given_text_says_so(omni: OmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_text_to_speech_rejects_it(omni: OmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(omni.engine.orchestrator.pipeline, "speech_stage", None)
     with pytest.raises(InvalidRequest, match=r"this model \(qwen2_5_omni\) does not support text to speech"):
         omni.speak("Hello.")
@@ -218,7 +218,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_wrong_input_is_a_value_error_that_says_why_and_costs_nobody_else(omni: OmniLLM, name: str) -> None:
+def test_wrong_input_is_a_value_error_and_affects_no_other_request(omni: OmniLLM, name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(ValueError, match=message or ".{20}"):
         generate(omni, **{"prompts": PROMPT, **arguments})
@@ -232,7 +232,7 @@ def test_a_bad_prompt_among_good_ones_fails_the_call_and_leaves_nothing(omni: Om
     assert omni.engine.orchestrator.runtime.statistics().num_open_calls == 0
 
 
-def test_an_abort_returns_when_every_stage_has_let_go(omni: OmniLLM) -> None:
+def test_an_abort_returns_when_every_stage_has_released_the_request(omni: OmniLLM) -> None:
     async def run() -> None:
         engine: AsyncOmni = omni.engine
         params = SHORT | {"talker": {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}}
@@ -277,7 +277,7 @@ def test_what_a_user_puts_under_our_key_reaches_no_engine(omni: OmniLLM, value: 
     assert output.multimodal_output == generate(omni, modalities=["codec_ids"])[0].multimodal_output
 
 
-def test_two_requests_of_one_id_are_refused(omni: OmniLLM) -> None:
+def test_two_requests_with_one_id_are_rejected(omni: OmniLLM) -> None:
     async def run() -> None:
         async def all_outputs() -> list[Any]:
             return [output async for output in omni.engine.generate(PROMPT, SHORT, "same", modalities=["text"])]
@@ -299,7 +299,7 @@ def test_omni_is_another_name_of_omni_llm() -> None:
     assert Omni is OmniLLM
 
 
-def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_model_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         OmniLLM(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="give a model"):
@@ -327,7 +327,7 @@ def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: Omn
 
 
 @pytest.mark.parametrize("codec_ids", [[0, 10_000], [-1], [0] * 20_000], ids=["too large", "negative", "too many"])
-def test_codes_that_the_vocoder_cannot_say_fail_their_request_alone(omni: OmniLLM, codec_ids: list[int]) -> None:
+def test_codes_that_the_vocoder_cannot_decode_fail_their_request_alone(omni: OmniLLM, codec_ids: list[int]) -> None:
     args = {"codec_ids": codec_ids, "start": 0, "keep": [0, len(codec_ids)], "speaker": "Chelsie", "seed": 0}
     with pytest.raises(InvalidRequest, match="'token2wav': ValueError"):
         run_stage(omni, "token2wav", [0], args)
@@ -345,18 +345,20 @@ def test_codes_that_the_vocoder_cannot_say_fail_their_request_alone(omni: OmniLL
         ("talker.worker_cls=a.B", r"'talker': worker_cls: set by the model's pipeline"),
     ],
 )
-def test_what_a_model_cannot_do_without_cannot_be_unset(tiny_checkpoint: Path, override: str, message: str) -> None:
+def test_engine_arguments_that_a_model_requires_cannot_be_unset(
+    tiny_checkpoint: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         OmniLLM(tiny_checkpoint, max_model_len=MAX_MODEL_LEN, stage_overrides=[override])
 
 
-def test_a_checkpoint_without_voices_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_voices_is_rejected(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = shutil.copytree(tiny_checkpoint, tmp_path / "voiceless")
     (path / "spk_dict.pt").unlink()
     with pytest.raises(ConfigError, match="spk_dict"):
         OmniLLM(path)
 
 
-def test_an_edge_that_the_graph_has_not_is_refused(tiny_checkpoint: Path) -> None:
+def test_an_unknown_edge_is_rejected(tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="thinker->token2wav: the graph has no such edge"):
         OmniLLM(tiny_checkpoint, overrides={"edges": {"thinker->token2wav": {"transport": "inline"}}})

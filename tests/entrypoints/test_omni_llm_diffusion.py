@@ -60,7 +60,7 @@ def test_a_negative_prompt_may_stand_in_either_place(omni: OmniLLM) -> None:
     assert not torch.equal(one, draw(omni, "a cat", guided)[0])
 
 
-def test_the_deployments_defaults_stand_where_nothing_is_said(
+def test_the_deployments_defaults_hold_for_fields_that_are_not_given(
     omni: OmniLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     omni.generate("a cat", DiffusionParams(height=48, width=64))
@@ -97,12 +97,12 @@ def test_a_bar_changes_nothing_in_the_answer(omni: OmniLLM) -> None:
         ),
     ],
 )
-def test_a_wrong_request_is_refused_by_its_field(omni: OmniLLM, prompt: Any, params: Any, said: str) -> None:
+def test_a_wrong_request_is_rejected_by_its_field(omni: OmniLLM, prompt: Any, params: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         omni.generate(prompt, params, use_tqdm=False)
 
 
-def test_it_holds_no_conversation_and_says_nothing(omni: OmniLLM) -> None:
+def test_chat_and_text_to_speech_are_rejected(omni: OmniLLM) -> None:
     with pytest.raises(InvalidRequest, match="holds no conversation: give generate a prompt"):
         omni.chat([{"role": "user", "content": "a cat"}])
     with pytest.raises(OmniError, match="does not support text to speech"):

@@ -86,7 +86,7 @@ def test_wrong_parameters_are_rejected_with_their_stage(
         (speech, [3], "'thinker' = 3: must be fields by name"),
         (speech, {"talker": {"temprature": 1}}, "'talker': temprature = 1: .*did you mean 'temperature'"),
         (speech, {"talker": {"temperature": -1}}, "'talker': .*temperature"),
-        (speech, {"talker": {"top_k": "many"}}, "'talker': top_k = 'many': "),
+        (speech, {"talker": {"top_k": "many"}}, "'talker': top_k = 'many': must be a whole number"),
         (speech, {"talker": {"n": 2}}, "'talker': n = 2: it answers once"),
         (speech, {"seed": 2**64}, "'thinker': seed = .*: valid: -2"),
         (speech, changed, "'thinker': Expected `int`"),

@@ -76,7 +76,7 @@ def to_16_bits(sound: torch.Tensor) -> Samples:
     return rounded
 
 
-def test_formats_without_loss_have_the_samples_to_16_bits() -> None:
+def test_lossless_formats_keep_the_samples_to_16_bits() -> None:
     for is_stream in [False, True]:
         for name in LOSSLESS:
             with case(is_stream, name):
@@ -85,7 +85,7 @@ def test_formats_without_loss_have_the_samples_to_16_bits() -> None:
                 np.testing.assert_array_equal(decode(name, encode(name, sound, is_stream)), to_16_bits(sound))
 
 
-def test_formats_with_loss_have_the_sound_all_of_it_and_little_else() -> None:
+def test_lossy_formats_keep_the_whole_sound_with_little_noise() -> None:
     for is_stream in [False, True]:
         for name in LOSSY:
             with case(is_stream, name):
@@ -130,7 +130,7 @@ def test_a_stream_is_the_same_however_it_is_cut() -> None:
                 assert joined == {whole}
 
 
-def test_a_stream_begins_to_be_sent_before_its_sound_ends() -> None:
+def test_a_stream_is_sent_before_its_sound_ends() -> None:
     for name in AUDIO_FORMATS:
         with case(name):
             sent = np.cumsum(
@@ -141,7 +141,7 @@ def test_a_stream_begins_to_be_sent_before_its_sound_ends() -> None:
             assert (np.diff(sent) > 0).sum() > len(sent) / 2
 
 
-def test_the_header_of_a_whole_wav_tells_its_length_and_that_of_a_stream_does_not() -> None:
+def test_the_header_of_a_whole_wav_has_its_length_and_that_of_a_stream_does_not() -> None:
     sound = make_sound(1.0)
     with wave.open(io.BytesIO(encode("wav", sound, is_stream=False))) as file:
         assert (file.getnframes(), file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, RATE, 1, 2)
@@ -182,6 +182,6 @@ def test_speed_one_changes_nothing() -> None:
     assert encode("wav", sound, True, speed=1.0) == encode("wav", sound, True)
 
 
-def test_an_unknown_format_is_refused_with_those_there_are() -> None:
+def test_an_unknown_format_is_rejected_with_the_valid_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"'wave'.*wav"):
         find_audio_format("wave")

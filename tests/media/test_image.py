@@ -26,7 +26,7 @@ def test_a_png_has_the_very_pixels() -> None:
     assert torch.equal(decode(encode_image(to_image(pixels), IMAGE_FORMATS["png"])), pixels)
 
 
-def test_formats_with_loss_are_close() -> None:
+def test_lossy_formats_are_close() -> None:
     for name in ["jpeg", "webp"]:
         with case(name):
             pixels = make_pixels()
@@ -52,7 +52,7 @@ def test_less_quality_is_less_bytes() -> None:
             assert sizes == sorted(set(sizes))
 
 
-def test_png_takes_no_notice_of_quality() -> None:
+def test_png_ignores_quality() -> None:
     image = to_image(make_pixels())
     assert encode_image(image, IMAGE_FORMATS["png"], 3) == encode_image(image, IMAGE_FORMATS["png"])
 
@@ -66,7 +66,7 @@ def test_every_suffix_has_a_format() -> None:
     assert set(IMAGE_SUFFIXES.values()) == set(IMAGE_FORMATS)
 
 
-def test_an_unknown_format_is_refused_with_the_nearest() -> None:
+def test_an_unknown_format_is_rejected_with_the_nearest() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown image format 'jpg': did you mean 'jpeg'\?") as refused:
         find_image_format("jpg", "output_format")
     assert refused.value.param == "output_format"

@@ -109,7 +109,7 @@ def test_a_video_has_its_sound() -> None:
                     assert np.fft.rfftfreq(len(channel), 1 / rate)[spectrum.argmax()] == pytest.approx(hertz, abs=3)
 
 
-def test_a_gif_goes_without_the_sound() -> None:
+def test_a_gif_drops_the_sound() -> None:
     assert encode_video(make_frames(), 8, VIDEO_FORMATS["gif"], make_sound(2), RATE) == encode_video(
         make_frames(), 8, VIDEO_FORMATS["gif"]
     )
@@ -119,6 +119,6 @@ def test_every_suffix_has_a_format() -> None:
     assert set(VIDEO_SUFFIXES.values()) == set(VIDEO_FORMATS)
 
 
-def test_an_unknown_format_is_refused_with_the_nearest() -> None:
+def test_an_unknown_format_is_rejected_with_the_nearest() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown video format 'mpeg4': did you mean 'mp4'\?"):
         find_video_format("mpeg4")

@@ -46,7 +46,7 @@ def test_saved_audio_is_playable(tmp_path: Path) -> None:
             assert abs(samples).max() == pytest.approx(0.5, abs=0.05)
 
 
-def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_suffix_is_rejected_with_the_valid_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.docx.*\.wav"):
         make_output(torch.zeros(10)).save_audio(tmp_path / "speech.docx")
     assert not list(tmp_path.iterdir())
@@ -171,7 +171,7 @@ def test_sounds_of_two_channels_are_saved_with_both(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(samples.T), sound, atol=1e-4, rtol=0)
 
 
-def test_a_modality_that_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
+def test_a_missing_modality_is_reported_with_those_of_the_output(tmp_path: Path) -> None:
     for media, name, said in [
         ({"images": make_pixels()[None]}, "a.mp4", "no video; it has an image: .png, .jpg, .jpeg, .webp"),
         ({"frames": make_frames()[None]}, "a.png", "no image; it has a video: .mp4, .webm, .gif"),
@@ -185,7 +185,7 @@ def test_a_modality_that_is_missing_is_told_with_what_there_is(tmp_path: Path) -
             assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_suffix_is_refused_with_those_of_the_answer(tmp_path: Path) -> None:
+def test_a_wrong_suffix_is_rejected_with_those_of_the_output(tmp_path: Path) -> None:
     for name, said in [
         ("cat.pgn", r"unknown suffix '.pgn': did you mean '.png'\? valid: .png, .jpg, .jpeg, .webp$"),
         ("cat", "it has no suffix: valid: .png"),

@@ -130,7 +130,10 @@ def _translate(detail: Any, value: Any) -> Problem:
 _MESSAGES = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
+    "float_parsing": "a number",
     "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
     "int_type": "a whole number",
     "list_type": "a list",
     "string_type": "text",

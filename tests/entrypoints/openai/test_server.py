@@ -242,7 +242,7 @@ def test_media_of_every_kind(client: openai.OpenAI, tmp_path: Path, kind: str) -
     read_audio(answer.choices[0].message.audio.data)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- rejected requests ------------------------------------------------------------------------------------------------
 
 Bad = Callable[[Path], dict[str, Any]]
 BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
@@ -269,12 +269,15 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
     "parameters of too many stages": (lambda _: parameters([{}] * 4), "4 sets"),
     "unknown parameter": (lambda _: parameters([{}, {"temprature": 1}]), "did you mean 'temperature'?"),
-    "parameter of a wrong type": (lambda _: parameters([{}, {"temperature": "hot"}]), "'talker': temperature: Input"),
+    "parameter of a wrong type": (
+        lambda _: parameters([{}, {"temperature": "hot"}]),
+        "temperature = 'hot': must be a number",
+    ),
     "parameter out of range": (lambda _: parameters([{}, {"temperature": -1}]), "temperature must be non-negative"),
     "broken image": (lambda _: {"messages": with_part(image_part(png()[:60]))}, "image file is truncated"),
     "no image": (lambda _: {"messages": with_part(image_part(b"no image at all"))}, "cannot identify image file"),
     "narrow image": (lambda _: {"messages": with_part(image_part(png(1, 1000)))}, "aspect ratio must be smaller"),
-    "image that cannot be had": (
+    "image that cannot be fetched": (
         lambda _: {"messages": with_part({"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}})},
         "Cannot connect",
     ),
@@ -347,7 +350,7 @@ def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: S
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_an_slo_is_judged_and_one_that_is_none_refused(server: Server, route: str, stream: bool) -> None:
+def test_an_slo_is_reported_and_a_wrong_one_rejected(server: Server, route: str, stream: bool) -> None:
     def ask_within(slo: Any) -> httpx.Response:
         body = {**SHORT, "prompt": "Hello", "stream": stream, "slo": slo}
         del body["prompt" if route == "chat/completions" else "messages"]

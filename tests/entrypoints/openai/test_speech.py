@@ -71,7 +71,7 @@ async def outputs_with(pieces: Any) -> AsyncGenerator[OmniRequestOutput, None]:
 
 
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
-async def test_each_piece_of_sound_is_sent_when_it_comes(name: str) -> None:
+async def test_each_piece_of_sound_is_sent_as_soon_as_it_is_encoded(name: str) -> None:
     sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
     encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
@@ -126,7 +126,7 @@ def test_openais_client_writes_and_streams_a_file(client: openai.OpenAI, tmp_pat
     np.testing.assert_array_equal(decode("wav", streamed), decode("wav", whole))
 
 
-def test_the_last_event_tells_the_tokens_and_control_tokens_in_the_text_are_text(server: Server) -> None:
+def test_the_last_event_has_usage_and_control_tokens_in_the_text_are_text(server: Server) -> None:
     def usage(text: str) -> dict[str, int]:
         body = {**SAY, "stream_format": "sse", "input": text}
         with httpx.stream("POST", server.url + "/v1/audio/speech", json=body, timeout=60) as response:
@@ -142,7 +142,7 @@ def test_the_last_event_tells_the_tokens_and_control_tokens_in_the_text_are_text
         assert usage(text)["input_tokens"] == one["input_tokens"] + 2 * (len(text.encode()) - 1), text
 
 
-def test_what_a_request_says_is_heard(server: Server) -> None:
+def test_fields_of_a_request_change_the_speech(server: Server) -> None:
     def sound(**more: Any) -> list[float]:
         return decode("wav", say(server, response_format="wav", **more).content).tolist()
 
@@ -228,7 +228,7 @@ def test_bad_requests_are_rejected_with_their_reason(server: Server, stream_form
     assert say(server).status_code == 200
 
 
-def test_the_longest_text_that_fits_is_said(server: Server) -> None:
+def test_the_longest_text_that_fits_is_spoken(server: Server) -> None:
     assert decode("mp3", say(server, input="x" * LONGEST).content).shape == (NUM_SAMPLES,)
 
 
