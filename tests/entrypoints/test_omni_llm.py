@@ -345,9 +345,7 @@ def test_codes_that_the_vocoder_cannot_decode_fail_their_request_alone(omni: Omn
         ("talker.worker_cls=a.B", r"'talker': worker_cls: set by the model's pipeline"),
     ],
 )
-def test_engine_arguments_that_a_model_requires_cannot_be_unset(
-    tiny_checkpoint: Path, override: str, message: str
-) -> None:
+def test_engine_arguments_of_the_pipeline_cannot_be_unset(tiny_checkpoint: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OmniLLM(tiny_checkpoint, max_model_len=MAX_MODEL_LEN, stage_overrides=[override])
 
