@@ -35,8 +35,8 @@ Regimes:
 A transfer is timed three times: *round trip* from before ``put`` until the answer has arrived; *to the view* until the
 consumer has its tensor (the clock is the same in both processes), one wake-up included; *calls* is ``put`` and ``get``
 alone. Rounds are interleaved: all ways of one size follow each other in batches, each after a few transfers that warm
-up. Medians are of all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are those
-of both processes, all threads. The slab was touched when it was made. Contents are checked, outside the time.
+up. Medians are of all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are
+those of both processes, all threads. The slab was touched when it was made. Contents are checked, outside the time.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests.relay.peer import Peer, pattern, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay import StreamReader, StreamWriter
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 
 NUM_ABORTS = num_cases(10_000)

@@ -13,7 +13,7 @@ import torch
 
 from tests.contract.relays import Pair
 from vllm_omni.errors import RelayBroken, RelayClosed
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import FLAGS, READING, RELEASED, SLOT_BYTES, parse_location
 

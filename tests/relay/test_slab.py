@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_omni.errors import PoolExhausted
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import NUM_SLOTS
 

@@ -24,9 +24,9 @@ from tests.fuzz import num_cases
 from vllm_omni.errors import ConfigError, MissingDependency, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import DTYPES, Payload, TensorRef, decode, encode, pack, unpack
 from vllm_omni.relay import Relay
-from vllm_omni.relay.base import io_thread
 from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.hub import RelayHub, RelayOptions
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.connection import Hello
 from vllm_omni.relay.shm.memory import FLAGS, SLOT_WORDS, TABLE_BYTES

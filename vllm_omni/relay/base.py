@@ -1,4 +1,4 @@
-"""The contract of every relay, and the thread on which relays wait.
+"""The contract of every relay.
 
 From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data plane (communication, Relay Interface).
 """
@@ -6,25 +6,23 @@ From: vLLM-Omni's unified connector (paper, section 3.4) and SGLang-Omni's data 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import itertools
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayClosed, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
+from vllm_omni.relay.io_thread import block_on, wait_for
 
 TIMEOUT_S = 30.0  # of a wait, unless its caller gives another
 LEASE_S = 300.0  # a tensor that was not released by then is freed
-EXIT_S = 1.0  # what the I/O thread may still take when the process ends
 T = TypeVar("T")
 
 Clock: TypeAlias = Callable[[], float]  # seconds, monotonic
@@ -206,71 +204,6 @@ class Relay(ABC):
         for room in waiting:
             if room.set_running_or_notify_cancel():
                 room.set_result(None)
-
-
-# -- the thread on which relays wait ----------------------------------------------------------------------------------
-
-
-class IOThread:
-    """One event loop in a daemon thread for all relays of a process: connections and timers.
-
-    An engine's thread has no loop of its own, and the program's loop may be busy or closed while another process reads
-    from this one.
-    """
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="relay-io", daemon=True)
-        self._thread.start()
-        atexit.register(self._stop)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _stop(self) -> None:
-        """End it before the interpreter ends: a thread that frees its last tensor meanwhile aborts the process."""
-        if self.pid == os.getpid():
-            self.call(self.loop.stop)
-            self._thread.join(EXIT_S)
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        self.loop.call_soon_threadsafe(function, *args)
-
-
-_io_thread: IOThread | None = None
-_io_lock = threading.Lock()
-
-
-def io_thread() -> IOThread:
-    """Return this process's thread; a forked child gets one of its own."""
-    global _io_thread
-    with _io_lock:
-        if _io_thread is None or _io_thread.pid != os.getpid():
-            _io_thread = IOThread()
-        return _io_thread
-
-
-async def wait_for(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-    """Run a coroutine on the I/O thread and await it here; ``RelayTimeout`` names ``what``."""
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(io_thread().submit(coroutine)), timeout_s)
-    except TimeoutError as exc:
-        raise RelayTimeout(f"{what} did not come within {timeout_s:g} s") from exc
-
-
-def block_on(coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-    """``wait_for`` for a thread without an event loop."""
-    future = io_thread().submit(coroutine)
-    try:
-        return future.result(timeout_s)
-    except TimeoutError as exc:
-        future.cancel()
-        raise RelayTimeout(f"{what} did not come within {timeout_s:g} s") from exc
 
 
 new_lease = itertools.count(1).__next__

@@ -20,9 +20,10 @@ import torch
 
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken, RelayError
 from vllm_omni.messages.payload import Payload, TensorRef
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics, io_thread
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics
 from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.inline import InlineRelay
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.select import BACKENDS, make_relay
 from vllm_omni.relay.slab import NUM_BYTES
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter

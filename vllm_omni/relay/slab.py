@@ -15,7 +15,8 @@ import torch
 
 from vllm_omni.errors import PoolExhausted
 from vllm_omni.messages.payload import Layout, TensorRef, dtype_name, make_layout
-from vllm_omni.relay.base import LEASE_S, Clock, Relay, RelayStatistics, io_thread, new_lease
+from vllm_omni.relay.base import LEASE_S, Clock, Relay, RelayStatistics, new_lease
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.pool import Block, BufferPool
 
 NUM_BYTES = 256 << 20

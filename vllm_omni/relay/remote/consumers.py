@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import (
     Abandon,
     Begin,

@@ -23,7 +23,8 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.base import LEASE_S, Clock, io_thread
+from vllm_omni.relay.base import LEASE_S, Clock
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.pool import BufferPool
 from vllm_omni.relay.remote.messages import Location, parse_location
 from vllm_omni.relay.remote.producer import Producer

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import (
     Abandon,
     Begin,

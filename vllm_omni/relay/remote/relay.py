@@ -29,7 +29,8 @@ import zmq
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef, check_ref
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, block_on, io_thread, wait_for
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
+from vllm_omni.relay.io_thread import block_on, io_thread, wait_for
 from vllm_omni.relay.remote.consumers import Consumers
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, TOKEN_BYTES, Location, encode, parse_location
 from vllm_omni.relay.remote.producer import Producer

@@ -18,7 +18,7 @@ import zmq
 
 from vllm_omni.errors import RelayBroken, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import MAX_TEXT, Credit, End, Rows, ToConsumer
 from vllm_omni.relay.ring import RingReader, RingWriter
 from vllm_omni.relay.slab import Lease, SlabRelay

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_omni.errors import RelayBroken, RelayTimeout
-from vllm_omni.relay.base import io_thread
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm.memory import MAX_READERS, TABLE_BYTES, Mapping, Readable, encode
 from vllm_omni.relay.slab import CHUNK_BYTES
 

@@ -26,7 +26,8 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import TensorRef, check_ref, make_layout
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock, io_thread
+from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm.connection import Consumers, Producer
 from vllm_omni.relay.shm.memory import (
     EMPTY_SLOT,

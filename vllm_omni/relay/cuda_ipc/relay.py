@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 import torch
@@ -28,12 +26,10 @@ import torch
 from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
 from vllm_omni.messages.payload import Layout, TensorRef, check_ref
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
+from vllm_omni.relay.cuda_ipc.memory import HANDLE_BYTES, DeviceMemory, find_device, uuid_of
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
-
-HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
-LAZY_ENABLE_PEER_ACCESS = 1  # the only flag
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -50,55 +46,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_ticket = msgspec.msgpack.Decoder(Ticket).decode
 decode_ref = msgspec.msgpack.Decoder(TensorRef).decode
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
-
-
-def _cuda(function: str, *args: Any) -> None:
-    """Call the CUDA runtime that torch has loaded; it keeps the current device by thread, as torch does."""
-    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-    if (code := getattr(runtime, function)(*args)) != 0:
-        raise RuntimeError(f"{function} failed with cudaError {code}")
-
-
-class DeviceMemory:
-    """A slab on a GPU, allocated or opened by this process, for as long as a tensor refers to it.
-
-    Args:
-        handle: of another process's; None: allocate one.
-    """
-
-    def __init__(self, num_bytes: int, device: int, handle: bytes | None = None):
-        pointer = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the context
-            if handle is None:
-                _cuda("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-            else:
-                theirs = _Handle.from_buffer_copy(handle)
-                _cuda("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
-        self._free = "cudaFree" if handle is None else "cudaIpcCloseMemHandle"
-        self._pointer = pointer
-        self._device = device
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer.value, False),
-            "version": 2,
-        }
-
-    def share(self) -> bytes:
-        handle = _Handle()
-        with torch.cuda.device(self._device):
-            _cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
-        return bytes(handle)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_free"):
-            with contextlib.suppress(Exception), torch.cuda.device(self._device):  # the context may be gone at exit
-                _cuda(self._free, self._pointer)
 
 
 # By handle: a process cannot open its own slab.
@@ -135,7 +82,7 @@ class CudaIpcRelay(SlabRelay):
         super().__init__(memory, lease_s=lease_s, clock=clock)
         self._handle = owner.share()
         _slabs[self._handle] = memory
-        self._gpu = _uuid(self._device)
+        self._gpu = uuid_of(self._device)
         # A page for each ticket. Tickets expire later than the leases, so that leases decide.
         self._control = ShmRelay(
             NUM_SLOTS * CHUNK_BYTES if num_bytes else 0, prefault=False, lease_s=2 * lease_s, clock=clock
@@ -248,7 +195,7 @@ class CudaIpcRelay(SlabRelay):
                 if memory is None:
                     if len(ticket.handle) != HANDLE_BYTES:
                         raise RelayBroken(f"a handle of {len(ticket.handle)} bytes")
-                    device = _find_device(ticket.gpu)
+                    device = find_device(ticket.gpu)
                     owner = DeviceMemory(ticket.slab_bytes, device, ticket.handle)
                     memory = torch.as_tensor(owner, device=torch.device("cuda", device))
                     _slabs[ticket.handle] = memory
@@ -272,14 +219,3 @@ def _parse(ref: TensorRef) -> TensorRef:
         return decode_ref(ref.location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RelayBroken(f"a reference has a malformed location: {exc}") from exc
-
-
-def _uuid(device: int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _find_device(gpu: str) -> int:
-    for device in range(torch.cuda.device_count()):
-        if _uuid(device) == gpu:
-            return device
-    raise RelayBroken(f"a tensor lies on GPU {gpu}, which this process does not see")
