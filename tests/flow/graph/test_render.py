@@ -9,6 +9,7 @@ import pytest
 
 from tests.flow.builders import Talker, Thinker, make_speech_plan
 from tests.flow.random_graphs import make_case
+from tests.fuzz import seeds
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import Chunk, Field, Graph, GraphParser, Role, Scheduling, StaticPlan, interface
 from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
@@ -121,13 +122,17 @@ def check_layout(svg):
         assert all(is_apart(point, each) and is_within(point, whole) for point in points for each in filled)
 
 
+@pytest.mark.fuzz
 def test_nothing_overlaps_in_the_svg_of_a_random_graph():
-    for seed in range(40):
+    for seed in seeds(200, first=0):
         try:
             plan = GraphParser(make_case(random.Random(seed)).graph).parse()
         except GraphError:
             continue
-        check_layout(to_svg(plan))
+        try:
+            check_layout(to_svg(plan))
+        except AssertionError as exc:
+            raise AssertionError(f"FUZZ_SEED={seed}") from exc
 
 
 def test_names_are_escaped():
