@@ -195,23 +195,28 @@ def _describe(origin: Origin) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert to the types of YAML and JSON; an object becomes the fields that differ from their defaults."""
-    if isinstance(value, str | int | float | bool | None):
-        return value.value if isinstance(value, Enum) else value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        default = type(value)()
-        changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return {key: _plain(item) for key, item in changed.items() if item != getattr(default, key)}
+    match value:
+        case Enum():
+            return _plain(value.value)
+        case str() | int() | float() | bool() | None:
+            return value
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case Mapping():
+            return {str(_plain(key)): _plain(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item) for item in value]
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return _plain(_changed_fields(value))
     return str(value)
+
+
+def _changed_fields(value: Any) -> dict[str, Any]:
+    default = type(value)()
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return {name: item for name, item in fields.items() if item != getattr(default, name)}
 
 
 # -- print -------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,15 @@ class DeploymentParser(RejectingParser, FlexibleArgumentParser):
 
     own_groups: Sequence[str] = ()  # titles of the groups that --help prints in full
 
+    @property
+    def flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def drop_defaults(self) -> None:
+        """Leave arguments that are not given out of the namespace."""
+        for action in self._actions:
+            action.default = argparse.SUPPRESS
+
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         logger = logging.getLogger(FlexibleArgumentParser.__module__)
         logger.addFilter(_is_relevant)
@@ -116,8 +125,7 @@ def parse_deployment(
         parsed.model = parsed.model_tag
         if check is not None:
             check(parser, parsed)
-        for action in parser._actions:
-            action.default = argparse.SUPPRESS
+        parser.drop_defaults()
         given = vars(root.parse_args(command_line))
     except OSError as exc:
         parser.error(f"{exc.filename}: {exc.strerror}" if exc.strerror else str(exc))
@@ -146,7 +154,7 @@ def _make_parsers(
     _add_deployment_group(parser)
     add_arguments(parser)
     root.prog = parser.prog
-    root.options = list(parser._option_string_actions)
+    root.options = parser.flags
     return root, parser
 
 

@@ -150,15 +150,18 @@ class _AppendMedia(argparse.Action):
 
 
 def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
-    if options.prompt is None and options.prompt_file is None:
+    has_text, has_file = options.prompt is not None, options.prompt_file is not None
+    if not (has_text or has_file):
         parser.error("no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE")
-    if options.prompt is not None and options.prompt_file is not None:
+    if has_text and has_file:
         parser.error("--prompt and --prompt-file are alternatives: give one of them")
-    if options.use_audio_in_video and not any(kind == "video" for kind, _ in options.media):
-        parser.error("--use-audio-in-video: there is no --video")
-    if options.use_audio_in_video and any(kind == "audio" for kind, _ in options.media):
-        parser.error("--use-audio-in-video: not with --audio: the model would take every sound for a video's")
-    if options.modalities and "codec_ids" in options.modalities and not options.json:
+    if options.use_audio_in_video:
+        kinds = {kind for kind, _ in options.media}
+        if "video" not in kinds:
+            parser.error("--use-audio-in-video: there is no --video")
+        if "audio" in kinds:
+            parser.error("--use-audio-in-video: not with --audio: the model would take every sound for a video's")
+    if "codec_ids" in (options.modalities or ()) and not options.json:
         parser.error("--modalities codec_ids: only with --json")
 
 

@@ -34,14 +34,17 @@ def tiny(args: Sequence[str]) -> None:
     if options.variant != "base" and options.name not in model_types:
         raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
     try:
-        if options.name in model_types:
-            module = import_module(f"vllm_omni.testing.{options.name}")
-            module.build(directory, seed=options.seed, variant=options.variant)
-        elif options.name == LLAVA:
-            # Imported here because it takes seconds, and --help does not need it.
-            import_module("vllm_omni.testing.llava").build(directory, seed=options.seed)
-        else:
-            diffusers_tiny.build(directory, options.name, seed=options.seed)
+        _build(directory, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
     except (ValueError, OSError) as exc:
         raise ConfigError(str(exc)) from exc
     print(directory)
+
+
+def _build(directory: Path, name: str, seed: int, variant: str, *, is_model_type: bool) -> None:
+    if is_model_type:
+        import_module(f"vllm_omni.testing.{name}").build(directory, seed=seed, variant=variant)
+    elif name == LLAVA:
+        # Imported here because it takes seconds, and --help does not need it.
+        import_module("vllm_omni.testing.llava").build(directory, seed=seed)
+    else:
+        diffusers_tiny.build(directory, name, seed=seed)

@@ -104,7 +104,16 @@ def _print(report: Report, *, is_clean: bool) -> None:
 
 
 def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    found, versions, cpu, memory = (sections[name] for name in ("package", "versions", "cpu", "memory"))
+    yield from _package_lines(sections)
+    yield from _machine_lines(sections)
+    for extra, missing in sections["extras"]["missing"].items():
+        yield "extra", f"{extra}: " + (f"without {', '.join(missing)}" if missing else "complete")
+    for name, value in sections["environment"].items():
+        yield "environment", f"{name}={value}"
+
+
+def _package_lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    found, versions = sections["package"], sections["versions"]
     yield "package", f"vllm_omni {found['version']} from {found['imported_from']}"
     yield "plugin", ", ".join(sections["plugin"]["found"]) or "not found"
     yield "python", versions["python"]
@@ -112,6 +121,10 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str
     yield "vllm", f"{versions['vllm'] or 'none'} ({providers}), supported {versions['supported_vllm']}"
     for name in ("torch", "transformers"):
         yield name, versions[name] or "none"
+
+
+def _machine_lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    cpu, memory = sections["cpu"], {name: size and format_size(size) for name, size in sections["memory"].items()}
     if platform := sections.get("platform"):
         yield "platform", f"{platform['device_type'] or 'none'} ({platform['name']})"
     for gpu in sections.get("gpus", {}).values():
@@ -119,12 +132,7 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str
     quota = "" if cpu["quota"] is None else f", a quota of {cpu['quota']:g}"
     yield "cpu", f"{cpu['usable']} of {cpu['cores']} cores usable{quota}"
     limit = memory["cgroup_limit_bytes"]
-    limited = "" if limit is None else f", limited to {format_size(limit)} by the control group"
-    available, total = format_size(memory["available_bytes"]), format_size(memory["total_bytes"])
-    yield "memory", f"{available} available of {total}{limited}"
+    limited = f", limited to {limit} by the control group" if limit else ""
+    yield "memory", f"{memory['available_bytes']} available of {memory['total_bytes']}{limited}"
     if "shm_bytes" in memory:
-        yield str(SHM), f"{format_size(memory['shm_free_bytes'])} free of {format_size(memory['shm_bytes'])}"
-    for extra, missing in sections["extras"]["missing"].items():
-        yield "extra", f"{extra}: " + (f"without {', '.join(missing)}" if missing else "complete")
-    for name, value in sections["environment"].items():
-        yield "environment", f"{name}={value}"
+        yield str(SHM), f"{memory['shm_free_bytes']} free of {memory['shm_bytes']}"
