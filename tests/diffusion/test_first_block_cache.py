@@ -1,4 +1,4 @@
-"""The row-wise cache on tiny denoisers, against caches of one request at a time."""
+"""The first-block cache on tiny denoisers, against caches of one request at a time."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 
 @dataclass
 class MixedForwards:
-    """Of calls through it: the rows of each forward, and how many of them were reused."""
+    """Counts the rows of each forward, and how many of them were reused."""
 
     cache: FirstBlockCache
     call: Call
@@ -167,7 +167,7 @@ def test_mixed_rows_equal_the_cache_of_diffusers_alone(name, modules):
 
 
 @pytest.mark.parametrize(("name", "hidden_index"), [("sd3", 1), ("z_image", None)])
-def test_mixed_rows_equal_the_formula_written_down(name, hidden_index, modules):
+def test_mixed_rows_equal_a_plain_implementation_of_the_formula(name, hidden_index, modules):
     family, module, requests = FAMILIES[name], modules[name], make_requests(name)
     slow = {request.request_id: SlowCache(family, module, request.threshold, hidden_index) for request in requests}
     alone: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ def test_variants_with_other_arguments_of_their_blocks_equal_the_cache_of_diffus
 # --- Requests do not touch each other
 
 
-def test_a_request_dropped_midway_leaves_the_others_as_they_are_alone(name, modules):
+def test_dropping_a_request_does_not_change_the_others(name, modules):
     family, module, requests = FAMILIES[name], modules[name], make_requests(name)
     kept = [request for request in requests if request.request_id != "some"]
     alone: dict[str, Tensor] = {}
@@ -277,7 +277,7 @@ def test_a_request_dropped_midway_leaves_the_others_as_they_are_alone(name, modu
     assert num_entries == [6, 4]  # two branches each
 
 
-def test_nothing_is_left_after_the_last_request(name, modules):
+def test_no_entry_is_left_after_the_last_request(name, modules):
     family, module, requests = FAMILIES[name], modules[name], make_requests(name)
     tree = dict(module.named_modules())
     cache = make_cache()
@@ -297,7 +297,7 @@ def test_nothing_is_left_after_the_last_request(name, modules):
 
 
 @pytest.mark.parametrize("is_granted", [True, False], ids=["threshold 0", "not granted"])
-def test_an_uncached_request_is_bitwise_a_plain_one(is_granted, name, modules):
+def test_an_uncached_request_equals_a_plain_forward_to_the_bit(is_granted, name, modules):
     family, module, requests = FAMILIES[name], modules[name], make_requests(name)
     cache = make_cache(threshold=0.5)
     for request in requests:
@@ -311,7 +311,7 @@ def test_an_uncached_request_is_bitwise_a_plain_one(is_granted, name, modules):
     assert cache.statistics().num_rows_reused == 0
 
 
-def test_rows_that_all_miss_are_bitwise_plain_ones(name, modules):
+def test_rows_that_all_miss_equal_a_plain_forward_to_the_bit(name, modules):
     family, module, requests = FAMILIES[name], modules[name], make_requests(name)
     requests = [replace(request, threshold=1e-9) for request in requests]
     cached = run_cached(make_cache(), family, module, requests)
@@ -353,7 +353,7 @@ def test_losing_an_entry_costs_one_full_forward(modules):
     assert result["a"].isfinite().all()
 
 
-def test_entries_of_the_other_expert_are_dropped_when_the_next_takes_over(modules):
+def test_entries_of_the_first_expert_are_freed_when_the_second_is_called(modules):
     family = FAMILIES["wan"]
     experts = {"transformer": modules["wan"], "transformer_2": family.build(seed=1)}
     cache = make_cache()
@@ -402,7 +402,7 @@ def test_a_failed_forward_leaves_the_module_whole_and_loses_only_entries(modules
 
 
 def widths_of_a_run(modules: Mapping[str, nn.Module], num_steps: int, **limits: Any) -> list[int]:
-    """Of one request that is always near enough to reuse; a step that is computed has 2 rows."""
+    """Run one request whose steps are always similar enough to reuse; a computed step has 2 rows."""
     family, module = FAMILIES["wan"], modules["wan"]
     steps: list[int] = []
     cache = make_cache(**limits)
@@ -433,7 +433,7 @@ def test_steps_that_are_always_computed(limits, computed, modules):
     assert widths_of_a_run(modules, 8, **limits) == computed
 
 
-def test_the_last_steps_are_not_known_without_the_number_of_steps(modules):
+def test_without_the_number_of_steps_no_step_is_the_last(modules):
     family, module = FAMILIES["wan"], modules["wan"]
     cache = make_cache(threshold=100.0, num_last_steps=1)
     cache.grant("a", PLENTY)
@@ -464,7 +464,7 @@ def test_entries_stay_within_the_bytes_granted(modules):
     assert widths == [2, 1, 1, 1]  # one branch is cached, the other is not
 
 
-def test_what_entries_take_is_known_before_anything_is_granted(name, modules):
+def test_the_size_of_entries_is_known_before_a_grant(name, modules):
     family, module = FAMILIES[name], modules[name]
     cache = make_cache()
     request = Request("a", seed=1, num_steps=1, threshold=0.5)
@@ -527,7 +527,7 @@ def test_a_compiled_module_is_not_supported():
 
 
 @pytest.mark.parametrize("change", [pytest.param("compiled blocks", marks=pytest.mark.long), "layerwise casting"])
-def test_blocks_that_are_called_in_another_way_are_skipped_too(change):
+def test_wrapped_blocks_are_skipped_too(change):
     family, requests = FAMILIES["wan"], make_requests("wan")
     module = family.build()
     if change == "compiled blocks":
@@ -568,7 +568,7 @@ def test_a_call_with_a_control_net_runs_plainly(modules):
     [{"threshold": -0.1}, {"threshold": float("nan")}, {"threshold": 0.1, "num_last_steps": -1}],
     ids=str,
 )
-def test_limits_that_make_no_sense_are_refused(arguments):
+def test_invalid_limits_are_rejected(arguments):
     with pytest.raises(ValueError):
         FirstBlockCache(**arguments)
     with pytest.raises(ValueError):

@@ -12,7 +12,7 @@ def checkpoint(tiny_pipeline):
     return str(tiny_pipeline("wan2.2-t2v"))
 
 
-def test_a_pipeline_is_ready_to_be_stepped(checkpoint):
+def test_a_loaded_pipeline_is_in_evaluation_mode_and_float32_on_a_cpu(checkpoint):
     pipeline = load_diffusers_pipeline(checkpoint)
     assert type(pipeline).__name__ == "WanPipeline"
     for component in ("transformer", "transformer_2", "vae", "text_encoder"):
@@ -22,7 +22,7 @@ def test_a_pipeline_is_ready_to_be_stepped(checkpoint):
         assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_a_dtype_is_that_of_all_weights(checkpoint):
+def test_the_dtype_applies_to_all_weights(checkpoint):
     pipeline = load_diffusers_pipeline(checkpoint, "bfloat16")
     assert pipeline.transformer.dtype == pipeline.vae.dtype == pipeline.text_encoder.dtype == torch.bfloat16
 
@@ -34,7 +34,7 @@ def test_the_attention_backend_is_set_in_all_denoisers(checkpoint):
             assert {block.attn1.processor._attention_backend.value for block in expert.blocks} == {backend}
 
 
-def test_an_unknown_attention_backend_is_refused_with_the_nearest(checkpoint):
+def test_an_unknown_attention_backend_is_rejected_with_the_nearest_name(checkpoint):
     with pytest.raises(ConfigError, match="unknown attention backend 'flsh': did you mean 'flash'"):
         load_diffusers_pipeline(checkpoint, attention_backend="flsh")
 
@@ -51,17 +51,17 @@ def test_an_attention_backend_that_fails_only_when_it_runs_is_found_at_the_start
         set_attention_backend(pipeline, "_native_efficient", torch.float32, torch.device("cpu"))
 
 
-def test_an_unknown_dtype_is_refused(checkpoint):
+def test_an_unknown_dtype_is_rejected(checkpoint):
     with pytest.raises(ConfigError, match="unknown dtype 'bfloat61'"):
         load_diffusers_pipeline(checkpoint, "bfloat61")
 
 
-def test_a_directory_without_a_pipeline_is_refused(tmp_path):
+def test_a_directory_without_a_pipeline_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"no model_index\.json"):
         load_diffusers_pipeline(str(tmp_path))
 
 
-def test_a_pipeline_with_missing_parts_is_refused(tmp_path):
+def test_a_pipeline_with_missing_components_is_rejected(tmp_path):
     index = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="cannot be loaded as a diffusers pipeline"):

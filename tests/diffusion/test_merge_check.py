@@ -39,7 +39,7 @@ def test_the_table_holds_for_every_supported_pipeline(names, load_tiny, checked_
             assert rule is RULES[type(getattr(pipeline, component)).__name__], (name, component)
 
 
-def test_a_rule_that_ignores_the_mask_is_found(pipeline, caplog):
+def test_a_rule_that_ignores_the_mask_is_detected(pipeline, caplog):
     broken = dataclasses.replace(RULES[DENOISER], padded={"encoder_hidden_states": "controlnet_block_samples"})
     rules = find(pipeline, caplog, **{DENOISER: broken})
     assert rules["transformer"].padded == {}
@@ -58,7 +58,7 @@ def test_a_network_that_mixes_its_rows_is_not_merged(pipeline, caplog, monkeypat
     assert f"{DENOISER} (transformer) does not merge requests: merged and alone differ by" in caplog.text
 
 
-def test_a_network_that_takes_one_row_only_is_not_merged(pipeline, caplog, monkeypatch):
+def test_a_network_that_accepts_only_one_row_is_not_merged(pipeline, caplog, monkeypatch):
     decode = pipeline.vae.decode
 
     def decode_one(z, return_dict=True):
@@ -71,31 +71,31 @@ def test_a_network_that_takes_one_row_only_is_not_merged(pipeline, caplog, monke
     assert "AutoencoderKLQwenImage (vae) does not merge requests: RuntimeError: one at a time" in caplog.text
 
 
-def test_a_network_outside_the_table_is_named(caplog):
+def test_a_network_outside_the_table_is_logged(caplog):
     assert find(make_ddpm(), caplog) == {}
     assert "UNet2DModel (unet) is not in the table" in caplog.text
 
 
 def test_where_no_size_is_accepted_nothing_is_merged(pipeline, caplog, monkeypatch):
-    def refuse(*args, **kwargs):
+    def reject(*args, **kwargs):
         raise ValueError("never that size")
 
-    monkeypatch.setattr(type(pipeline), "check_inputs", refuse)
+    monkeypatch.setattr(type(pipeline), "check_inputs", reject)
     assert find(pipeline, caplog) == {}
     assert "the requests of the check fail: ValueError: never that size" in caplog.text
 
 
-def test_a_larger_size_is_tried_where_a_small_one_is_refused(pipeline, caplog, monkeypatch):
+def test_a_larger_size_is_tried_where_a_small_one_is_rejected(pipeline, caplog, monkeypatch):
     tried = []
     prepare = type(pipeline).prepare_latents
 
-    def refuse_small(self, batch_size, num_channels_latents, height, *args, **kwargs):
+    def reject_small(self, batch_size, num_channels_latents, height, *args, **kwargs):
         tried.append(height)
         if height < 64:
             raise ValueError("too small")
         return prepare(self, batch_size, num_channels_latents, height, *args, **kwargs)
 
-    monkeypatch.setattr(type(pipeline), "prepare_latents", refuse_small)
+    monkeypatch.setattr(type(pipeline), "prepare_latents", reject_small)
     assert find(pipeline, caplog).keys() == {"text_encoder", "transformer", "vae"}
     assert sorted(set(tried)) == [32, 64]
 

@@ -29,14 +29,14 @@ def key(call: PendingCall, rule: MergeRule = RULE):
     return group_key(call, rule, Fingerprints())
 
 
-def test_rows_are_put_behind_each_other():
+def test_rows_are_concatenated():
     calls = [make_call(1, fill=1.0), make_call(2, fill=2.0)]
     merged, counts = merge(calls, RULE)
     assert counts == [1, 2]
     assert merged["x"].tolist() == [[1, 1], [2, 2], [2, 2]]
 
 
-def test_a_dimension_of_one_and_a_scalar_stand_for_all_rows_of_their_call():
+def test_a_dimension_of_one_and_a_scalar_are_expanded_to_all_rows_of_their_call():
     calls = [make_call(2, t=torch.tensor([5.0])), make_call(1, t=torch.tensor([7.0]))]
     assert key(calls[0]) == key(calls[1])
     assert merge(calls, RULE)[0]["t"].tolist() == [5, 5, 7]
@@ -58,17 +58,17 @@ def test_shorter_texts_are_padded_and_masks_are_made():
     assert merged["mask"].tolist() == [[True, True, False], [True, True, True]]
 
 
-def test_a_given_mask_and_one_that_is_missing_go_together():
+def test_calls_with_and_without_a_mask_are_merged():
     calls = [make_call(1, length=3, mask=torch.tensor([[1, 1, 0]])), make_call(1, length=2)]
     assert key(calls[0]) == key(calls[1])
     assert merge(calls, RULE)[0]["mask"].tolist() == [[1, 1, 0], [1, 1, 0]]
 
 
-def test_texts_of_one_length_without_masks_get_none():
+def test_texts_of_equal_length_without_masks_get_no_mask():
     assert "mask" not in merge([make_call(), make_call()], RULE)[0]
 
 
-def test_where_no_masks_may_be_made_only_equal_lengths_go_together():
+def test_where_masks_cannot_be_made_only_equal_lengths_are_merged():
     rule = dataclasses.replace(RULE, makes_masks=False)
     short, long = make_call(length=2), make_call(length=3)
     assert key(short, rule) != key(long, rule)
@@ -76,7 +76,7 @@ def test_where_no_masks_may_be_made_only_equal_lengths_go_together():
     assert key(masked[0], rule) == key(masked[1], rule) != key(long, rule)
 
 
-def test_without_padding_only_equal_lengths_go_together():
+def test_without_padding_only_equal_lengths_are_merged():
     rule = RULE.without_padding()
     assert key(make_call(length=2), rule) != key(make_call(length=3), rule)
     assert key(make_call(length=2), rule) == key(make_call(length=2, fill=1.0), rule)
@@ -88,7 +88,7 @@ def test_lists_keep_their_elements_of_any_shape():
     assert [len(item) for item in merge(calls, RULE)[0]["items"]] == [3, 1, 5]
 
 
-def test_a_list_of_one_stands_for_all_rows_and_must_be_equal_in_a_group():
+def test_a_list_of_one_is_repeated_for_all_rows_and_must_be_equal_in_a_group():
     same = [make_call(2, shapes=[(1, 4, 4)]), make_call(1, shapes=[(1, 4, 4)])]
     assert key(same[0]) == key(same[1]) != key(make_call(1, shapes=[(1, 2, 8)]))
     assert merge(same, RULE)[0]["shapes"] == [(1, 4, 4)] * 3
@@ -112,7 +112,7 @@ def test_shared_tensors_must_be_equal():
         ({"return_dict": True}, {"return_dict": False}),
     ],
 )
-def test_calls_that_differ_in_what_is_no_row_do_not_go_together(one, other):
+def test_calls_that_differ_in_other_arguments_than_rows_are_not_merged(one, other):
     assert key(make_call(**one)) != key(make_call(**other))
 
 
@@ -127,13 +127,13 @@ def test_calls_that_differ_in_what_is_no_row_do_not_go_together(one, other):
         (make_call(hook=bytearray()), "cannot compare a bytearray"),
     ],
 )
-def test_what_a_rule_does_not_foresee_stands_alone(call, reason):
+def test_arguments_that_the_rule_does_not_allow_exclude_a_call(call, reason):
     with pytest.raises(Unmergeable, match=reason):
         key(call)
 
 
 @pytest.mark.parametrize("wrap", [tuple, Transformer2DModelOutput])
-def test_outputs_are_taken_apart_by_rows(wrap):
+def test_outputs_are_split_by_rows(wrap):
     output = torch.arange(3.0)[:, None]
     calls = [make_call(1), make_call(2)]
     output = (output,) if wrap is tuple else wrap(sample=output)
@@ -142,17 +142,17 @@ def test_outputs_are_taken_apart_by_rows(wrap):
     assert (first[0].tolist(), second[0].tolist()) == ([[0]], [[1], [2]])
 
 
-def test_lists_of_outputs_are_taken_apart():
+def test_lists_of_outputs_are_split():
     assert split((["a", "b", "c"],), [make_call(1), make_call(2)], [1, 2], RULE) == [(["a"],), (["b", "c"],)]
 
 
 @pytest.mark.parametrize("output", [torch.zeros(4, 2), torch.tensor(1.0), ["a"], object()])
-def test_an_output_without_rows_is_refused(output):
+def test_an_output_without_rows_is_rejected(output):
     with pytest.raises(Unmergeable):
         split(output, [make_call(), make_call()], [1, 1], RULE)
 
 
-def test_an_encoders_outputs_are_cut_to_their_text_and_are_no_views():
+def test_outputs_of_an_encoder_are_cut_to_their_text_and_copied():
     rule = MergeRule(padded={"text": "mask"}, is_encoder=True)
     calls = [make_call(1, length=2), make_call(1, length=3)]
     output = torch.arange(24.0).view(2, 3, 4)

@@ -48,18 +48,18 @@ def test_values_out_of_range_do_not_wrap():
     assert collect(None, ImagePipelineOutput(images=picture), "media")["images"].flatten().tolist() == [0, 128, 255]
 
 
-def test_sound_without_channels_has_one(load_tiny):
+def test_sound_without_channels_gets_one(load_tiny):
     output = collect(load_tiny("stable-audio"), AudioPipelineOutput(audios=np.zeros((2, 5))), "media")
     assert output["audio"].shape == (2, 1, 5) and output["audio"].dtype == torch.float32
     assert output["sample_rate"] == 44100
 
 
-def test_a_result_without_media_is_refused(load_tiny):
+def test_a_result_without_media_is_rejected(load_tiny):
     with pytest.raises(TypeError, match="QwenImagePipeline returned nothing"):
         collect(load_tiny("qwen-image"), ImagePipelineOutput(images=None), "media")
 
 
-def test_pixels_that_are_no_numbers_are_no_black_picture():
+def test_pixels_that_are_not_finite_raise():
     images = torch.from_numpy(FLOATS).permute(0, 3, 1, 2).clone()
     images[1, 0, 0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):

@@ -10,7 +10,7 @@ from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.errors import InvalidRequest
 
 
-def test_a_request_survives_the_way_through_msgpack():
+def test_a_request_is_the_same_after_msgpack():
     request = DiffusionRequest("a fox", [make_image(1)], DiffusionParams(height=64, extra_args={"a": [1, "b"]}))
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(request.to_args()))
     received = DiffusionRequest.from_args(sent)
@@ -30,7 +30,7 @@ def test_a_whole_number_becomes_a_float_where_one_is_wanted():
         ({"params": {"heigth": 64}}, "heigth"),
     ],
 )
-def test_what_is_no_request_is_refused(args, message):
+def test_malformed_arguments_are_rejected(args, message):
     with pytest.raises(InvalidRequest, match=message):
         DiffusionRequest.from_args({"prompt": "a fox", **args})
 
@@ -46,7 +46,7 @@ def test_only_what_was_set_is_passed(load_tiny):
     assert given == {"prompt": "a fox", "guidance_scale": 2.0, "num_frames": 5, "output_type": "pt"}
 
 
-def test_a_request_that_says_nothing_of_guidance_is_not_warned_of(load_tiny, capfd):
+def test_a_request_without_guidance_logs_no_warning_of_diffusers(load_tiny, capfd):
     pipeline = load_tiny("qwen-image")
     plain = {"seed": 0, "height": 32, "width": 32, "num_inference_steps": 2}
     with torch.no_grad():
@@ -55,25 +55,25 @@ def test_a_request_that_says_nothing_of_guidance_is_not_warned_of(load_tiny, cap
     assert "true_cfg_scale" not in arguments(pipeline, negative_prompt="grey")
 
 
-def test_several_outputs_have_their_own_seeds_and_the_pipelines_own_word(load_tiny):
+def test_several_outputs_have_seeds_of_their_own_under_the_pipelines_argument(load_tiny):
     for name, word in (("qwen-image", "images"), ("wan2.2-t2v", "videos"), ("stable-audio", "waveforms")):
         given = arguments(load_tiny(name), seed=3, num_outputs_per_prompt=2)
         assert given[f"num_{word}_per_prompt"] == 2
         assert [generator.initial_seed() for generator in given["generator"]] == [3, 4]
 
 
-def test_without_a_seed_one_is_drawn(load_tiny):
+def test_without_a_seed_one_is_chosen_at_random(load_tiny):
     seeds = {arguments(load_tiny("qwen-image"))["generator"].initial_seed() for _ in range(3)}
     assert len(seeds) == 3
 
 
-def test_drawing_a_seed_leaves_the_global_generator_alone(load_tiny):
+def test_choosing_a_seed_does_not_change_the_global_generator(load_tiny):
     state = torch.random.get_rng_state()
     arguments(load_tiny("qwen-image"))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_frames_per_second_concern_only_the_file_where_the_model_does_not_know_them(load_tiny):
+def test_fps_is_not_passed_to_a_pipeline_without_that_argument(load_tiny):
     assert arguments(load_tiny("wan2.2-t2v"), seed=0, fps=8).keys() == {"prompt", "generator", "output_type"}
 
 
@@ -88,7 +88,7 @@ def test_a_video_has_the_frame_rate_of_the_request_or_of_its_pipeline(load_tiny)
     assert rates == [None, 8, 25, 8]
 
 
-def test_one_image_is_passed_as_such(load_tiny):
+def test_one_image_is_not_passed_as_a_list(load_tiny):
     assert arguments(load_tiny("qwen-image-edit"), PICTURES[:1])["image"] is PICTURES[0]
 
 
@@ -111,7 +111,7 @@ def test_several_reference_images_are_a_list(load_tiny):
         ("wan2.2-i2v", 3, "takes one input image, got 3"),
     ],
 )
-def test_a_wrong_number_of_images_is_refused(load_tiny, name, count, message):
+def test_a_wrong_number_of_images_is_rejected(load_tiny, name, count, message):
     with pytest.raises(InvalidRequest, match=message):
         arguments(load_tiny(name), PICTURES[:count])
 
@@ -128,7 +128,7 @@ def test_a_wrong_number_of_images_is_refused(load_tiny, name, count, message):
         ("wan2.2-t2v", {"width": 15}, "width = 15: must be a multiple of 16 for WanPipeline: 16"),
     ],
 )
-def test_what_a_pipeline_does_not_take_is_refused(load_tiny, name, params, message):
+def test_arguments_that_a_pipeline_does_not_accept_are_rejected(load_tiny, name, params, message):
     with pytest.raises(InvalidRequest, match=message):
         arguments(load_tiny(name), **params)
 

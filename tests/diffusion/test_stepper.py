@@ -99,7 +99,7 @@ def test_without_merging_each_request_has_its_own_forwards(pipeline, make_steppe
     assert [difference(ours[name], run_diffusers(pipeline, request)) for name, request in requests.items()] == [0, 0]
 
 
-def test_a_pipeline_that_is_not_known_here_works_one_request_at_a_time(caplog):
+def test_an_unknown_pipeline_runs_one_request_at_a_time(caplog):
     pipeline = make_ddpm()
     with caplog.at_level(logging.WARNING):
         stepper = PipelineStepper(pipeline)
@@ -109,7 +109,7 @@ def test_a_pipeline_that_is_not_known_here_works_one_request_at_a_time(caplog):
         for name, steps in (("a", 3), ("b", 5))
     }
     outcomes = run(stepper, requests)
-    for name, request in requests.items():  # its scheduler draws noise in every step
+    for name, request in requests.items():  # its scheduler adds noise in every step
         assert difference(results(outcomes)[name], run_diffusers(pipeline, request)) == 0.0
     assert [outcome.num_steps for outcome in outcomes["b"]] == [5] * 5
     assert [outcome.step_index for outcome in outcomes["b"]] == [1, 2, 3, 4, 5]
@@ -128,7 +128,7 @@ def test_a_pipeline_with_a_u_net_and_noise_in_every_step_is_merged(load_tiny):
 
 
 @pytest.mark.parametrize("name", ["qwen-image", "wan2.2-t2v", "z-image", "sd3", "stable-audio"])
-def test_output_i_of_several_is_that_of_a_request_with_seed_plus_i(name, load_tiny, make_stepper):
+def test_output_i_of_several_equals_a_request_with_seed_plus_i(name, load_tiny, make_stepper):
     pipeline = load_tiny(name)
     stepper = make_stepper(name)
     requests = {"both": make_request(pipeline, 0, seed=5, num_outputs_per_prompt=2)}
@@ -154,7 +154,7 @@ def test_without_a_seed_two_requests_differ(pipeline, make_stepper):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_others_go_on_when_one_is_aborted(pipeline, make_stepper, steps):
+def test_other_requests_continue_when_one_is_aborted(pipeline, make_stepper, steps):
     stepper = make_stepper("qwen-image")
     requests = {name: make_request(pipeline, index) for index, name in enumerate("ab")}
     for name, request in requests.items():
@@ -170,10 +170,10 @@ def test_others_go_on_when_one_is_aborted(pipeline, make_stepper, steps):
 
 
 def test_aborting_an_unknown_request_does_nothing(make_stepper):
-    make_stepper("qwen-image").abort("nobody")
+    make_stepper("qwen-image").abort("unknown")
 
 
-def test_a_request_whose_arguments_the_pipeline_refuses_fails_alone(pipeline, make_stepper):
+def test_a_request_that_the_pipeline_rejects_fails_alone(pipeline, make_stepper):
     stepper = make_stepper("qwen-image")
     requests = {
         "bad": make_request(pipeline, 0, extra_args={"max_sequence_length": 5000}),
@@ -194,12 +194,12 @@ def test_a_request_whose_arguments_the_pipeline_refuses_fails_alone(pipeline, ma
         ({"extra_args": {"self": 1}}, "no extra argument 'self'"),
     ],
 )
-def test_what_can_be_seen_is_refused_when_added(pipeline, make_stepper, values, message):
+def test_invalid_arguments_are_rejected_when_a_request_is_added(pipeline, make_stepper, values, message):
     with pytest.raises(InvalidRequest, match=message):
         make_stepper("qwen-image").add("a", make_request(pipeline, 0, **values))
 
 
-def test_when_a_merged_forward_fails_only_the_request_at_fault_does(pipeline, make_stepper, monkeypatch, caplog):
+def test_when_a_merged_forward_fails_only_the_request_at_fault_fails(pipeline, make_stepper, monkeypatch, caplog):
     stepper = make_stepper("qwen-image")
     requests = {str(index): make_request(pipeline, 0, seed=index) for index in range(3)}
     for name, request in requests.items():
@@ -225,7 +225,7 @@ def test_when_a_merged_forward_fails_only_the_request_at_fault_does(pipeline, ma
     assert difference(outcome.output, run_diffusers(pipeline, requests["2"])) < TOLERANCE
 
 
-def test_after_the_last_request_nothing_is_held(pipeline, make_stepper):
+def test_after_the_last_request_no_tensor_is_held(pipeline, make_stepper):
     cache = FirstBlockCache(0.1)
     stepper = make_stepper("qwen-image", cache=cache)
     bad = make_request(pipeline, 2, extra_args={"max_sequence_length": 5000})
@@ -295,7 +295,7 @@ def test_media_are_eight_bits_and_latents_are_raw(pipeline, make_stepper):
         *(pytest.param(one, marks=pytest.mark.long) for one in PREVIEWED),
     ],
 )
-def test_a_preview_is_the_picture_of_a_run_that_stops_there(name, load_tiny, make_stepper):
+def test_a_preview_equals_the_output_of_a_run_that_stops_at_its_step(name, load_tiny, make_stepper):
     pipeline = load_tiny(name)
     # HunyuanVideo's decoder, unlike Wan's, normalizes over all frames, and a preview has one.
     frames = {"num_frames": 1} if name == "hunyuan-video" else {}
@@ -316,7 +316,7 @@ def test_a_preview_is_the_picture_of_a_run_that_stops_there(name, load_tiny, mak
     assert (preview.int() - end.int()).abs().max() > 1
 
 
-def test_a_family_without_previews_says_so_once(load_tiny, make_stepper, caplog):
+def test_a_pipeline_without_previews_logs_it_once(load_tiny, make_stepper, caplog):
     pipeline = load_tiny("stable-audio")
     stepper = make_stepper("stable-audio")
     with caplog.at_level(logging.WARNING, LOGGER):

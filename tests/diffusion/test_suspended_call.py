@@ -59,7 +59,7 @@ def test_calls_without_a_name_are_numbered_within_their_step(load_tiny):
 
 
 @torch.no_grad()
-def test_arguments_given_by_position_have_their_names(load_tiny):
+def test_positional_arguments_are_bound_to_their_names(load_tiny):
     pipeline = load_tiny("z-image")
     pending = run_until(start(pipeline), lambda pending: pending.is_denoiser)
     assert pending.positional == ()
@@ -67,7 +67,7 @@ def test_arguments_given_by_position_have_their_names(load_tiny):
 
 
 @torch.no_grad()
-def test_progress_counts_steps_and_knows_their_number(pipeline):
+def test_the_step_counter_counts_steps_and_their_total(pipeline):
     call = start(pipeline, num_inference_steps=3)
     seen = []
     pending = call.resume()
@@ -79,7 +79,7 @@ def test_progress_counts_steps_and_knows_their_number(pipeline):
     assert call.progress.step_index == 3
 
 
-def test_a_proxy_passes_for_its_network(pipeline):
+def test_a_proxy_is_an_instance_of_its_network_s_class(pipeline):
     module = pipeline.transformer
     proxy = ModuleProxy(start(pipeline), "transformer", module, is_denoiser=True)
     assert isinstance(proxy, nn.Module) and isinstance(proxy, type(module))
@@ -88,7 +88,7 @@ def test_a_proxy_passes_for_its_network(pipeline):
 
 
 @torch.no_grad()
-def test_the_pipeline_itself_and_its_scheduler_are_not_touched(pipeline):
+def test_a_call_does_not_change_the_pipeline_or_its_scheduler(pipeline):
     before = copy.copy(vars(pipeline))
     timesteps = pipeline.scheduler.timesteps.clone()
     run_until(start(pipeline, num_inference_steps=7), lambda pending: False)
@@ -99,7 +99,7 @@ def test_the_pipeline_itself_and_its_scheduler_are_not_touched(pipeline):
 
 @torch.no_grad()
 @pytest.mark.parametrize("phase", ["never", "text_encoder", "transformer", "vae"])
-def test_cancelled_in_any_phase_nothing_is_held(pipeline, phase):
+def test_a_call_cancelled_in_any_phase_holds_no_tensor(pipeline, phase):
     call = start(pipeline, num_inference_steps=2)
     held = []
     if phase != "never":
@@ -116,7 +116,7 @@ def test_cancelled_in_any_phase_nothing_is_held(pipeline, phase):
 
 
 @torch.no_grad()
-def test_an_error_of_a_network_ends_its_own_call_and_holds_no_frames(pipeline):
+def test_an_error_of_a_network_ends_its_call_and_keeps_no_frames(pipeline):
     call = start(pipeline)
     run_until(call, lambda pending: pending.is_denoiser)
     assert call.throw(RuntimeError("no memory")) is None
@@ -125,7 +125,7 @@ def test_an_error_of_a_network_ends_its_own_call_and_holds_no_frames(pipeline):
 
 
 @torch.no_grad()
-def test_an_ending_call_leaves_nothing_for_the_collector(pipeline):
+def test_an_ended_call_leaves_no_garbage_cycle(pipeline):
     call = start(pipeline, num_inference_steps=2)
     pending = run_until(call, lambda pending: pending.is_denoiser)
     latents = weakref.ref(pending.kwargs["hidden_states"])
@@ -138,7 +138,7 @@ def test_an_ending_call_leaves_nothing_for_the_collector(pipeline):
         gc.enable()
 
 
-def test_grad_mode_is_restored_whatever_order_calls_end_in(pipeline):
+def test_grad_mode_is_restored_for_any_order_of_ends(pipeline):
     with torch.no_grad():
         calls = [start(pipeline, num_inference_steps=2) for _ in range(3)]
         for call in calls:
@@ -151,7 +151,7 @@ def test_grad_mode_is_restored_whatever_order_calls_end_in(pipeline):
     assert torch.is_grad_enabled()
 
 
-def test_what_is_a_denoiser_and_what_is_not(load_tiny):
+def test_denoisers_are_found_by_name_or_class(load_tiny):
     assert find_denoisers(load_tiny("wan2.2-t2v")) == {"transformer", "transformer_2"}
     assert find_denoisers(load_tiny("stable-audio")) == {"transformer"}
     assert find_denoisers(make_ddpm()) == {"unet"}

@@ -70,7 +70,7 @@ class Engine:
             block_size=16,
         )
         self.finished: dict[str, EngineCoreOutput] = {}
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
 
     def add(self, request_id: str, prompt: str = "a red cat", **params: Any) -> None:
         params = {**SIZE, "output_type": "float", "num_inference_steps": 4, "seed": 1, **params}
@@ -88,7 +88,7 @@ class Engine:
                 elif one.pooling_output is not None:
                     payload = unpack(one.pooling_output)
                     self.executor.hub.release_payload(payload)
-                    self.told.append((one.request_id, payload.values))
+                    self.reported.append((one.request_id, payload.values))
         self.scheduler.cache.check_integrity()
         return list(output.num_scheduled_tokens)
 
@@ -153,25 +153,25 @@ def test_a_request_ends_with_the_step_of_its_last_call(engine: Engine) -> None:
     assert engine.finished["guided"].new_token_ids == [0]
 
 
-def test_nothing_is_left_of_requests_that_have_ended(engine: Engine) -> None:
+def test_ended_requests_leave_no_state(engine: Engine) -> None:
     for name in "abc":
         engine.add(name, num_inference_steps=2)
     engine.run()
     assert engine.is_empty()
 
 
-def test_progress_is_told_once_for_a_step_of_two_calls(engine: Engine) -> None:
+def test_progress_is_reported_once_for_a_step_of_two_calls(engine: Engine) -> None:
     engine.add("a", num_inference_steps=3, negative_prompt="grey", true_cfg_scale=4.0, progress=True)
     engine.run()
-    assert engine.told == [("a", {"step": 1, "num_steps": 3}), ("a", {"step": 2, "num_steps": 3})]
+    assert engine.reported == [("a", {"step": 1, "num_steps": 3}), ("a", {"step": 2, "num_steps": 3})]
     assert {key: engine.result("a")[key] for key in ("step", "num_steps")} == {"step": 3, "num_steps": 3}
 
 
-def test_a_step_that_has_a_preview_is_told_with_it_and_not_again(engine: Engine) -> None:
+def test_a_step_with_a_preview_is_reported_once(engine: Engine) -> None:
     guided = {"negative_prompt": "grey", "true_cfg_scale": 4.0}
     engine.add("a", num_inference_steps=5, **guided, progress=True, preview_every=2)
     engine.run()
-    assert [(values["step"], "preview" in values) for _, values in engine.told] == [
+    assert [(values["step"], "preview" in values) for _, values in engine.reported] == [
         (1, False),
         (2, True),
         (3, False),
@@ -179,7 +179,7 @@ def test_a_step_that_has_a_preview_is_told_with_it_and_not_again(engine: Engine)
     ]
 
 
-def test_the_scheduler_learns_how_large_a_call_is(engine: Engine) -> None:
+def test_the_scheduler_receives_the_size_of_a_call(engine: Engine) -> None:
     engine.add("a", num_outputs_per_prompt=2)
     engine.step()
     job = engine.scheduler.jobs["a"]
@@ -191,7 +191,7 @@ def test_the_scheduler_learns_how_large_a_call_is(engine: Engine) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_the_pipeline_refuses_fails_alone(engine: Engine) -> None:
+def test_a_rejected_request_fails_alone(engine: Engine) -> None:
     expected = alone(engine)
     engine.add("bad", extra_args={"max_sequence_length": 5000})
     engine.add("worse", extra_args={"no_such_argument": 1})
@@ -204,7 +204,7 @@ def test_a_request_that_the_pipeline_refuses_fails_alone(engine: Engine) -> None
     assert (engine.images("good") - expected).abs().max() < 1e-5
 
 
-def test_an_error_in_the_denoiser_ends_the_requests_of_that_call_and_not_the_engine(
+def test_an_error_in_the_denoiser_fails_the_requests_of_that_call_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add("hit")
@@ -224,7 +224,7 @@ def test_an_error_in_the_denoiser_ends_the_requests_of_that_call_and_not_the_eng
     engine.executor.check_health()
 
 
-def test_a_stepper_that_breaks_ends_the_requests_of_the_step_and_not_the_engine(
+def test_an_error_of_the_stepper_fails_the_requests_of_the_step_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add("hit")
@@ -241,7 +241,7 @@ def test_a_stepper_that_breaks_ends_the_requests_of_the_step_and_not_the_engine(
     assert engine.finished["other"].finish_reason is FinishReason.LENGTH
 
 
-def test_a_lost_device_is_the_end_of_the_engine(
+def test_a_device_error_fails_the_engine(
     vllm_config: VllmConfig, shared_executor: DiffusersPipelineExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = copy.copy(shared_executor)  # what it notes of itself stays with it
@@ -288,7 +288,7 @@ def test_an_abort_after_any_step_leaves_nothing_and_changes_no_other_request(eng
         assert engine.is_empty(), num_steps
 
 
-def test_an_id_may_be_used_again_in_the_step_that_tells_of_its_abort(engine: Engine) -> None:
+def test_an_id_can_be_reused_in_the_step_that_reports_its_abort(engine: Engine) -> None:
     expected = alone(engine, seed=3)
     engine.add("a", seed=2)
     engine.step()
@@ -301,7 +301,7 @@ def test_an_id_may_be_used_again_in_the_step_that_tells_of_its_abort(engine: Eng
 # -- the denoiser's cache ---------------------------------------------------------------------------------------------
 
 
-def test_requests_keep_what_they_were_granted_and_those_without_go_on_uncached(engine: Engine) -> None:
+def test_granted_requests_use_the_cache_and_others_run_uncached(engine: Engine) -> None:
     runner = engine.executor.runner
     assert runner.cache is not None
     exact = alone(engine, num_inference_steps=12, cache_threshold=0.0)
@@ -321,7 +321,7 @@ def test_requests_keep_what_they_were_granted_and_those_without_go_on_uncached(e
 # -- memory and sleep -------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_is_said_to_be_free_is_there(engine: Engine) -> None:
+def test_the_available_memory_is_less_than_that_of_the_machine(engine: Engine) -> None:
     (num_bytes,) = engine.executor.determine_available_memory()
     total = 4096 * torch.iinfo(torch.int64).max  # no machine has more
     assert 0 < num_bytes < total
@@ -335,7 +335,7 @@ def weights(executor: DiffusersPipelineExecutor) -> list[Tensor]:
     return [*pipeline.transformer.parameters(), *pipeline.vae.parameters(), *pipeline.text_encoder.parameters()]
 
 
-def test_sleep_level_2_drops_the_weights_and_waking_up_brings_back_the_same(engine: Engine) -> None:
+def test_sleep_level_2_drops_the_weights_and_wake_up_restores_them(engine: Engine) -> None:
     expected = alone(engine)
     before = [one.clone() for one in weights(engine.executor)]
     engine.executor.sleep(level=2)
@@ -349,7 +349,7 @@ def test_sleep_level_2_drops_the_weights_and_waking_up_brings_back_the_same(engi
     assert (alone(engine) - expected).abs().max() < 1e-5
 
 
-def test_sleep_level_1_says_that_it_frees_nothing_on_a_cpu(
+def test_sleep_level_1_warns_that_it_frees_nothing_on_a_cpu(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Heard where it is said: vLLM's logger, our parent, does not propagate, and a command line may have silenced it.
@@ -368,12 +368,12 @@ def test_sleep_level_1_says_that_it_frees_nothing_on_a_cpu(
 # -- what an engine core asks of any executor -------------------------------------------------------------------------
 
 
-def test_there_is_no_cache_of_keys_and_values(engine: Engine) -> None:
+def test_there_is_no_kv_cache(engine: Engine) -> None:
     assert engine.executor.get_kv_cache_specs() == [{}]
     assert engine.executor.supported_tasks == ("generate",)
 
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "add_lora"])
-def test_what_needs_workers_is_refused(engine: Engine, method: str) -> None:
+def test_calls_that_need_workers_are_rejected(engine: Engine, method: str) -> None:
     with pytest.raises(ValueError, match=f"no workers to call '{method}' on"):
         engine.executor.collective_rpc(method)

@@ -18,18 +18,18 @@ def add_pipeline(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr(checkpoint, "entry_points", lambda group: [entry] if group == checkpoint.PIPELINE_GROUP else [])
 
 
-def test_an_added_model_type_is_among_the_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_model_type_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
     assert set(checkpoint.supported_model_types()) == {"mine", "diffusers", "language", "qwen2_5_omni"}
 
 
-def test_a_package_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
     with pytest.raises(ConfigError, match=r"model type 'mine': its package cannot be imported: .*my_package"):
         load_config(tiny_checkpoint, overrides={"model_type": "mine"})
 
 
-def test_a_package_without_a_deployment_is_told_where_it_belongs(
+def test_a_package_without_a_deployment_reports_where_it_is_expected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     (tmp_path / "my_module.py").touch()
@@ -39,7 +39,7 @@ def test_a_package_without_a_deployment_is_told_where_it_belongs(
         load_config(tiny_checkpoint, overrides={"model_type": "mine"})
 
 
-def test_a_model_type_without_a_pipeline_is_refused() -> None:
+def test_a_model_type_without_a_pipeline_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="no pipeline for model type 'other'; known: diffusers, language, qwen2_5_omni"
     ):

@@ -15,13 +15,13 @@ def six_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_num_threads(before)
 
 
-def test_a_step_of_few_tokens_takes_the_stages_share() -> None:
+def test_a_step_of_few_tokens_uses_the_share_of_the_stage() -> None:
     threads = StepThreads({NUM_STAGES: 3})
     threads.set_for(MANY_TOKENS - 1)
     assert get_num_threads() == 2
 
 
-def test_a_step_of_many_tokens_takes_every_core_again() -> None:
+def test_a_step_of_many_tokens_uses_every_core() -> None:
     threads = StepThreads({NUM_STAGES: 3})
     threads.set_for(1)
     threads.set_for(MANY_TOKENS)
@@ -33,12 +33,12 @@ def test_more_stages_than_cores_leave_one_for_each() -> None:
     assert get_num_threads() == 1
 
 
-def test_a_stage_that_shares_with_nobody_always_takes_every_core() -> None:
+def test_a_single_stage_always_uses_every_core() -> None:
     StepThreads({}).set_for(1)
     assert get_num_threads() == 6
 
 
-def test_the_number_that_the_user_gives_holds_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_applies_to_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     StepThreads({NUM_STAGES: 3}).set_for(1)
     assert get_num_threads() == 6

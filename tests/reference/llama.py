@@ -33,7 +33,7 @@ def build(directory: Path, num_key_value_heads: int = 2) -> Path:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                # Transformers' own spread is so small that every prompt would be answered alike.
+                # With transformers' own small spread, the outputs of all prompts would be equal.
                 weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
     model.save_pretrained(directory)
     return directory

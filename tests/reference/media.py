@@ -1,4 +1,4 @@
-"""Deterministic synthetic media, and prompts with them that both transformers and vLLM can be given."""
+"""Deterministic synthetic media, and prompts with them for both transformers and vLLM."""
 
 import wave
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-SAMPLING_RATE = 16000  # what the models' feature extractors take, Hz
+SAMPLING_RATE = 16000  # Hz, as the models' feature extractors expect
 
 Audio = tuple[NDArray[np.float32], int]  # samples in [-1, 1], sampling rate
 Video = NDArray[np.uint8]  # [T, H, W, 3]
@@ -111,14 +111,14 @@ class Case:
 
     @property
     def multi_modal_data(self) -> dict[str, list[object]]:
-        """The media as vLLM takes them."""
+        """The media in vLLM's form."""
         videos = [(video, self._metadata(video)) for video in self.videos] if self.with_video_metadata else self.videos
         data = {"image": self.images, "audio": self.audios, "video": videos}
         return {modality: list(items) for modality, items in data.items() if items}
 
     @property
     def mm_processor_kwargs(self) -> dict[str, object]:
-        """What vLLM must be told besides.
+        """Further arguments for vLLM's processor.
 
         vLLM interleaves a video's audio by ``second_per_grid_ts``, which it takes as 1 when absent, while the
         positions come from ``fps``: only at 2 frames per second do the two agree by themselves.

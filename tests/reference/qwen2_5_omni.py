@@ -8,7 +8,7 @@ method returns neither hidden states nor codes. The arithmetic is the library's 
    positions and adds the codec pad and start embeddings only when it sees a mask. An unpadded request therefore runs on
    plain positions and without these embeddings, and answers otherwise than the same request in a padded batch, which
    keeps its mask. ``require_attention_mask`` gives the talker its mask back.
-2. *Pixels.* ``generate`` hands ``pixel_values`` to the talker too, which refuses them. Here they go to the thinker
+2. *Pixels.* ``generate`` passes ``pixel_values`` to the talker, too, which rejects them. Here they go to the thinker
    alone (``generate`` accepts ``thinker_pixel_values``, which is what ``generate_kwargs`` makes of them).
 3. *End ids.* The default ``talker_eos_token_id`` is a constant of the published checkpoint; here it comes from the
    configuration, as does the padding id.
@@ -36,7 +36,7 @@ PIXEL_INPUTS = ("pixel_values", "pixel_values_videos")
 
 @dataclass(frozen=True)
 class Reply:
-    """The thinker's answer to P prompt tokens with N tokens."""
+    """The thinker's reply of N tokens to P prompt tokens."""
 
     prompt_ids: Tensor  # [P]
     positions: Tensor  # [3, P], as the decoder layers saw them
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Speech:
-    """The talker's C codes and what the vocoder makes of them."""
+    """The talker's C codes and the vocoder's waveform of them."""
 
     codes: list[int]  # C, without the end code
     finished: bool  # ended by an end code rather than by the limit
@@ -185,7 +185,7 @@ class Reference:
 
     @torch.no_grad()
     def vocode(self, codes: list[int], speaker: str = "Chelsie", seed: int = 0) -> Tensor:
-        """The waveform, [samples]; its diffusion starts from noise drawn right after ``torch.manual_seed(seed)``."""
+        """The waveform, [samples]; its noise is generated right after ``torch.manual_seed(seed)``."""
         if not codes:
             return torch.zeros(0)
         voice = self.model.speaker_map[speaker]
@@ -207,7 +207,7 @@ class Reference:
         past: int = 36,
         future: int = 24,
     ) -> Tensor:
-        """The same over windows: chunks of ``first`` codes, twice as many each time up to ``size``, with context.
+        """The same in windows: chunks of ``first`` codes, then twice as many each time up to ``size``, with context.
 
         The library decodes each window as if it were an utterance, but from its part of the utterance's noise.
         """
@@ -222,7 +222,7 @@ class Reference:
             start, stop = max(begin - past, 0) // 12 * 12, min(end + future, len(codes))
             with mock.patch.object(torch, "randn", lambda *_, a=2 * start, b=2 * stop, **__: noise[:, a:b]):
                 mel = dit.sample(voice["cond"].float(), voice["ref_mel"].float(), torch.tensor([codes[start:stop]]))
-            low, high = max(2 * begin - 28, 2 * start), min(2 * end + 28, 2 * stop)  # what BigVGAN hears
+            low, high = max(2 * begin - 28, 2 * start), min(2 * end + 28, 2 * stop)  # what BigVGAN reads
             wave = bigvgan(mel[:, :, low - 2 * start : high - 2 * start]).reshape(-1)
             pieces.append(wave[(2 * begin - low) * 240 :][: (end - begin) * 480])
             begin, length = end, min(2 * length, size)
@@ -260,7 +260,7 @@ class Reference:
 
 
 def require_attention_mask(talker: nn.Module) -> None:
-    """Have every call of the talker see an attention mask, of ones where ``generate`` dropped it."""
+    """Pass an attention mask to every call of the talker, of ones where ``generate`` dropped it."""
 
     def add_mask(module: nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         if kwargs.get("attention_mask") is None:

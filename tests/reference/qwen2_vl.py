@@ -21,7 +21,7 @@ SPECIAL_WORDS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video
 PATCH_SIZE, MERGE_SIZE = 14, 2
 VOCAB_SIZE = 128
 IMAGE = "<|vision_start|> <|image_pad|> <|vision_end|>"
-"""What stands for an image in a prompt."""
+"""Placeholder of an image in a prompt."""
 
 
 def build(directory: Path) -> Path:

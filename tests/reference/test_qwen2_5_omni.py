@@ -42,7 +42,7 @@ def test_lengths(reference: Reference):
     assert speech.waveform.shape == (7 * 480,)
 
 
-def test_the_mask_matters(reference: Reference):
+def test_the_talker_needs_its_attention_mask(reference: Reference):
     """The talker of an image prompt runs on 3-D positions, which the dropped mask would have made plain ones."""
     positions = reference.answer(CASES[2], max_tokens=3, max_codes=2).speech.prefill_positions
     assert not torch.equal(positions[0], positions[1])

@@ -38,7 +38,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "wan2.2-t2v": CLIP,
     "z-image": SQUARE | {"guidance_scale": 5.0},
 }
-# Of the first output of such a call, as a tensor: pictures [N, C, H, W], frames [N, T, C, H, W], sound [N, C, samples].
+# Shape of the first output of such a call: pictures [N, C, H, W], frames [N, T, C, H, W], sound [N, C, samples].
 SHAPES = {name: (1, 9, 3, 32, 32) if "num_frames" in call else (1, 3, 64, 64) for name, call in CALLS.items()} | {
     "stable-audio": (1, 2, 13230)
 }
@@ -51,7 +51,7 @@ def call(pipeline: DiffusionPipeline, name: str, prompt: str = "a red fox", *, s
 
 
 def work_on_small_inputs(monkeypatch: pytest.MonkeyPatch, area: int = 128 * 128) -> None:
-    """Pictures to edit are brought to ``area`` pixels."""
+    """Let editing pipelines scale their input images to ``area`` pixels."""
     for module in EDITORS:
         calculate = module.calculate_dimensions
         monkeypatch.setattr(

@@ -94,7 +94,7 @@ def test_loads_without_missing_or_unexpected_keys(names: Sequence[str], tinies: 
         path, pipeline, _ = tinies(name)
         for component, module in pipeline.components.items():
             if isinstance(module, torch.nn.Module):
-                # Of transformers' models, only the base class returns the report.
+                # Only the base class of transformers' models returns the report.
                 is_transformers = isinstance(module, transformers.PreTrainedModel)
                 base = transformers.PreTrainedModel if is_transformers else type(module)
                 _, report = base.from_pretrained.__func__(type(module), path / component, output_loading_info=True)
@@ -116,7 +116,7 @@ def test_the_directory_is_small_in_float32_and_the_same_for_the_same_seed(
         assert read_files(build(tmp_path / name, name)) == files, name
 
 
-def test_another_seed_gives_other_weights_alone(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
+def test_another_seed_changes_only_the_weights(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
     files = read_files(tiny_pipeline("wan2.2-t2v"))
     others = read_files(build(tmp_path, "wan2.2-t2v", seed=1))
     assert {name for name in files if files[name] != others[name]} == {
@@ -130,7 +130,7 @@ def test_experts_differ(tiny_pipeline: Callable[[str], Path]) -> None:
     assert files[f"transformer/{weights}"] != files[f"transformer_2/{weights}"]
 
 
-def test_each_expert_takes_a_part_of_the_steps(tiny_pipeline: Callable[[str], Path]) -> None:
+def test_each_expert_computes_some_of_the_steps(tiny_pipeline: Callable[[str], Path]) -> None:
     pipeline = load(tiny_pipeline("wan2.2-t2v"))
     used: list[str] = []
     for component in ("transformer", "transformer_2"):
@@ -157,14 +157,14 @@ def test_every_pipeline_has_a_small_call() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"])
-def test_qwen_template_is_cut_off_where_the_prompt_begins(name: str, tiny_pipeline: Callable[[str], Path]) -> None:
+def test_the_qwen_template_is_removed_up_to_the_prompt(name: str, tiny_pipeline: Callable[[str], Path]) -> None:
     pipeline = load(tiny_pipeline(name))
     ids = pipeline.tokenizer(pipeline.prompt_template_encode.format("fox")).input_ids
     kept = pipeline.tokenizer.decode(ids[pipeline.prompt_template_encode_start_idx :])
     assert kept.removeprefix("<|vision_start|><|image_pad|><|vision_end|>").startswith("fox<|im_end|>")
 
 
-def test_llama_template_is_cut_off_where_the_prompt_begins(tiny_pipeline: Callable[[str], Path]) -> None:
+def test_the_llama_template_is_removed_up_to_the_prompt(tiny_pipeline: Callable[[str], Path]) -> None:
     tokenizer = load(tiny_pipeline("hunyuan-video")).tokenizer
     ids = tokenizer(DEFAULT_PROMPT_TEMPLATE["template"].format("fox")).input_ids
     assert tokenizer.decode(ids[DEFAULT_PROMPT_TEMPLATE["crop_start"] :]) == "fox<|eot_id|>"
@@ -184,7 +184,7 @@ def test_pipeline_settings_are_those_of_the_real_one(tiny_pipeline: Callable[[st
     assert (scheduler.shift_terminal, scheduler.max_shift, scheduler.use_dynamic_shifting) == (0.02, 0.9, True)
 
 
-def test_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_is_rejected_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'qwen_image': did you mean 'qwen-image'\?"):
         build(tmp_path, "qwen_image")
     assert not any(tmp_path.iterdir())

@@ -142,7 +142,7 @@ def test_chat_template_of_several_turns(path: Path):
     )
 
 
-def test_inconsistent_shape_is_refused():
+def test_an_inconsistent_shape_is_rejected():
     with pytest.raises(ValueError, match="mrope_section"):
         TinyShape(head_dim=64)
     with pytest.raises(ValueError, match="talker_hidden_size"):

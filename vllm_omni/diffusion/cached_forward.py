@@ -18,7 +18,7 @@ class RowKey(NamedTuple):
 
     request_id: str
     component: str  # name of the denoiser in its pipeline: "transformer", "transformer_2"
-    branch: str  # tells the calls of one step apart: "cond", "uncond"
+    branch: str  # distinguishes the calls of one step: "cond", "uncond"
     row: int  # among the rows of this request in this call
 
 
@@ -52,7 +52,7 @@ class CacheEntry:
 
 
 class EntryStore(Protocol):
-    """What a forward asks of the cache."""
+    """Interface of the cache for one forward."""
 
     def may_keep(self, key: RowKey, num_bytes: int) -> bool:
         """Note the size of a row's entry; return whether there is room for it."""

@@ -21,7 +21,7 @@ from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forge
 
 logger = logging.getLogger(__name__)
 
-# Padding that a forward may have: this many tokens, or this share of its own; more costs more than a second forward.
+# Most padding of a forward: tokens, or a share of its own tokens; with more, a second forward is cheaper.
 MAX_PADDING_TOKENS = 512
 MAX_PADDING_SHARE = 0.25
 # Unnamed calls of one denoiser in a step that are cached; a pipeline that makes more does not report its steps.

@@ -1,4 +1,4 @@
-"""``Fingerprints``: tell which tensors of different requests are equal."""
+"""``Fingerprints``: find equal tensors of different requests without comparing them."""
 
 from __future__ import annotations
 

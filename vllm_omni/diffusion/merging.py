@@ -59,7 +59,7 @@ def group_key(call: PendingCall, rule: MergeRule, fingerprints: Fingerprints) ->
 
 
 def _argument_key(call: PendingCall, rule: MergeRule, name: str, rows: int, fingerprints: Fingerprints) -> Hashable:
-    """What must be equal in all calls of a group for one argument."""
+    """The part of a group's key that one argument contributes."""
     value = call.kwargs[name]
     if name in rule.rows:
         return _row_shapes(name, value, rows)

@@ -88,7 +88,7 @@ def make_tokenizer(shape: TinyShape) -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The byte-level alphabet: a byte that is a visible Latin-1 character is itself, the rest begin at U+0100."""
+    """The byte-level alphabet: a byte that is a visible Latin-1 character is itself, the others start at U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = (byte for byte in range(NUM_BYTES) if byte not in visible)
     return {byte: chr(byte) for byte in visible} | {byte: chr(0x100 + index) for index, byte in enumerate(hidden)}

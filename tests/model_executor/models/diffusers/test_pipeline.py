@@ -1,4 +1,4 @@
-"""What each pipeline of diffusers makes, read from its source: the rule that tells it by the name must agree."""
+"""The rule from class name to output modality must agree with the source of every diffusers pipeline."""
 
 import re
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ def made_by_diffusers() -> dict[str, str]:
     return found
 
 
-def test_the_name_of_a_pipeline_tells_what_it_makes() -> None:
+def test_the_class_name_of_a_pipeline_gives_its_output_modality() -> None:
     expected = made_by_diffusers()
     assert len(expected) > 200, "the sources were found"
     wrong = {name: modality for name, modality in expected.items() if modality_of(name) != modality}
@@ -49,7 +49,7 @@ def test_the_graph_has_one_stage_and_one_output_of_the_pipelines_kind() -> None:
     )
 
 
-def test_an_option_is_refused() -> None:
+def test_an_option_is_rejected() -> None:
     pipeline = DiffusersPipeline("nowhere", hf_config("WanPipeline"))
     assert pipeline.validate({}) == {}
     with pytest.raises(InvalidRequest, match="unknown option 'speaker': WanPipeline has none"):

@@ -118,7 +118,7 @@ def make_config(path: Path, stage: str) -> tuple[VllmConfig, StageSpec]:
 
 
 @pytest.mark.parametrize(("stage", "model_cls"), [("thinker", Qwen2_5OmniThinker), ("talker", Qwen2_5OmniTalker)])
-def test_language_models_take_every_tensor_of_theirs(
+def test_language_models_load_all_their_tensors(
     checkpoint: tuple[Path, dict[str, Any]], stage: str, model_cls: Any
 ) -> None:
     path, tensors = checkpoint
@@ -130,7 +130,7 @@ def test_language_models_take_every_tensor_of_theirs(
     assert parameters - loaded == set()
 
 
-def test_vocoder_takes_every_tensor_of_its(checkpoint: tuple[Path, dict[str, Any]]) -> None:
+def test_the_vocoder_loads_all_its_tensors(checkpoint: tuple[Path, dict[str, Any]]) -> None:
     path, tensors = checkpoint
     config, _ = make_config(path, "token2wav")
     with torch.device("meta"):

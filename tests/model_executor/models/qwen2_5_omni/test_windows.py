@@ -19,11 +19,11 @@ def test_every_code_is_kept_once_in_order(num_codes: int) -> None:
 
 
 @pytest.mark.parametrize("at_a_time", [7, 100, 545])
-def test_windows_do_not_depend_on_when_codes_come(at_a_time: int) -> None:
+def test_windows_do_not_depend_on_the_arrival_of_codes(at_a_time: int) -> None:
     assert cut(545, at_a_time) == cut(545, 1)
 
 
-def test_a_window_has_its_context_as_far_as_the_utterance_goes() -> None:
+def test_a_window_has_context_within_the_utterance() -> None:
     for window in cut(200, 1):
         first, end = window.keep
         assert window.start == max(first - 30, 0) // 12 * 12  # of whole blocks
@@ -34,7 +34,7 @@ def test_chunks_grow_to_their_size() -> None:
     assert [end - first for first, end in (window.keep for window in cut(200, 1))] == [12, 24, 48, 48, 48, 20]
 
 
-def test_a_window_is_cut_as_soon_as_its_future_is_there() -> None:
+def test_a_window_is_cut_as_soon_as_its_future_context_has_arrived() -> None:
     cutter = WindowCutter(SIZES, block=12)
     assert not list(cutter.push(range(21)))
     assert len(list(cutter.push([21]))) == 1
@@ -45,6 +45,6 @@ def test_a_size_of_zero_is_one_window() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"first": 0}, {"first": 97}, {"first": 12, "size": 11}])
-def test_a_first_chunk_that_is_none_or_longer_than_the_rest_is_refused(sizes: dict[str, int]) -> None:
+def test_an_empty_first_chunk_and_one_longer_than_the_others_are_rejected(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"first = \d+: must lie in \[1, size"):
         WindowSizes(**sizes)
