@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from vllm_omni.config import load_config
 from vllm_omni.config.model import EngineType
-from vllm_omni.engine.kinds import KINDS
+from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.pipeline import load_pipeline
@@ -26,4 +26,4 @@ def test_budgets_with_asynchronous_steps_are_rejected_before_the_start(tmp_path:
 
 
 def test_every_engine_type_of_a_deployment_has_a_kind() -> None:
-    assert set(KINDS) == set(get_args(EngineType))
+    assert set(ENGINE_KINDS) == set(get_args(EngineType))

@@ -17,7 +17,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.config.epd import Instance
-from vllm_omni.engine.kinds import KINDS
+from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.pipeline import StageSpec
 
@@ -60,7 +60,7 @@ def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
 
 
 def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> dict[str, Any]:
-    kind, device = KINDS[config.engine_type], current_platform.device_type
+    kind, device = ENGINE_KINDS[config.engine_type], current_platform.device_type
     args: dict[str, Any] = {
         "model": config.model,
         "use_tqdm_on_load": False,  # the bars of several stages would overwrite one another

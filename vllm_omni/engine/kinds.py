@@ -167,7 +167,7 @@ class DiffusionKind(GenerationKind):
         return ENGINE_PROMPT, params
 
 
-KINDS: Mapping[str, EngineKind] = {
+ENGINE_KINDS: Mapping[str, EngineKind] = {
     "ar": AutoregressiveKind(),
     "generation": GenerationKind(),
     "diffusion": DiffusionKind(),

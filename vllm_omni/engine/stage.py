@@ -12,8 +12,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
@@ -27,7 +27,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance, Tasks
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
-from vllm_omni.engine.kinds import KINDS
+from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.rejection import raise_reported, rejection
@@ -57,7 +57,7 @@ ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 class StageEngine(StageNode):
@@ -81,7 +81,7 @@ class StageEngine(StageNode):
     ) -> None:
         self.config = config if instance is None else config_of_instance(config, instance)
         self.spec = spec
-        self.kind = KINDS[config.engine_type]
+        self.kind = ENGINE_KINDS[config.engine_type]
         self.name = config.name if instance is None else instance.name
         self.instance = instance
         self.vllm_config = config.vllm_config or create_vllm_config(self.config, spec, instance, log_stats=log_stats)
@@ -240,7 +240,7 @@ class StageEngine(StageNode):
             cause = f"killed by {signal.Signals(killed[0]).name}"
         return f"its engine has died: {cause}" if cause else "its engine has died"
 
-    async def ask(self, call: Coroutine[Any, Any, Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    async def ask(self, call: Coroutine[Any, Any, T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Await a call of the engine that is not a request.
 
         Upstream leaves the caller of a dying engine waiting for ever.
@@ -345,7 +345,7 @@ class StageEngine(StageNode):
         )
         sent_at, is_noted = time.time(), False
         try:
-            async with aclosing(outputs):
+            async with self._translate_errors(), aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
                     raise_reported(output, self.name)
@@ -353,6 +353,16 @@ class StageEngine(StageNode):
                         self._note_task(request_id, params, context, sent_at)
                         is_noted = True
                     yield output
+        finally:
+            if not is_noted:
+                self._note_task(request_id, params, context, sent_at)
+            published += self.llm.published.pop(request_id, ())
+
+    @asynccontextmanager
+    async def _translate_errors(self) -> AsyncIterator[None]:
+        """Raise vLLM's errors of a request as ours; one that ends early has been dropped by the engine afterwards."""
+        try:
+            yield
         except VLLMClientError as exc:
             raise rejection(exc, self.name) from exc
         except EngineGenerateError as exc:
@@ -362,10 +372,6 @@ class StageEngine(StageNode):
         except (asyncio.CancelledError, GeneratorExit, InvalidRequest, StageFailed):
             await self._await_abort()
             raise
-        finally:
-            if not is_noted:
-                self._note_task(request_id, params, context, sent_at)
-            published += self.llm.published.pop(request_id, ())
 
     def _note_task(self, request_id: str, params: SamplingParams, context: RequestContext, sent_at: float) -> None:
         notes = self.llm.notes.pop(request_id, TaskNotes())
