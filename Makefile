@@ -86,6 +86,7 @@ $(NATIVE)/libvllm_omni_cpu.so: $(NATIVE_SOURCES) $(NATIVE_HEADERS)
 	$(CXX) $(NATIVE_FLAGS) -o $@ $(NATIVE_SOURCES)
 
 test: $(STAMP) native
+	@$(BIN)/python -m tests.machine
 	$(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP) native
