@@ -96,19 +96,13 @@ class OmniLLM:
         if isinstance(prompts, Iterator):
             prompts = list(prompts)
         prompts = list(prompts) if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
-        loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(prompts)
-        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
-        params = [sampling_params_list] * len(prompts)
-        defaults, progress = None, _Progress(self.engine.config.stage_names, len(prompts), use_tqdm)
-        if self.engine.is_diffusion:
-            if isinstance(sampling_params_list, list | tuple):
-                params = list(sampling_params_list)
-            if use_tqdm:
-                defaults = self.engine.request_defaults(stage_params={"progress": True})
-                progress = _StepProgress(len(prompts))
-        for name, values in (("parameters", params), ("lora_request", loras), ("priority", priorities)):
-            if len(values) != len(prompts):
-                raise InvalidRequest(f"{len(values)} values of {name} for {len(prompts)} prompts")
+        is_each = self.engine.is_diffusion and isinstance(sampling_params_list, list | tuple)
+        params = _for_each(prompts, "parameters", sampling_params_list, is_each)
+        loras = _for_each(prompts, "lora_request", lora_request, isinstance(lora_request, Sequence))
+        priorities = _for_each(prompts, "priority", 0 if priority is None else priority, isinstance(priority, Sequence))
+        defaults = None
+        if self.engine.is_diffusion and use_tqdm:
+            defaults = self.engine.request_defaults(stage_params={"progress": True})
         streams = (  # each is made when the loop runs
             self.engine.generate(
                 prompt,
@@ -121,8 +115,13 @@ class OmniLLM:
             )
             for prompt, one_params, lora, one_priority in zip(prompts, params, loras, priorities, strict=True)
         )
-        with progress:
+        with self._make_progress(len(prompts), use_tqdm) as progress:
             return self._collect_all(streams, progress.update)
+
+    def _make_progress(self, num_requests: int, use_tqdm: bool) -> _Progress:
+        if self.engine.is_diffusion and use_tqdm:
+            return _StepProgress(num_requests)
+        return _Progress(self.engine.config.stage_names, num_requests, use_tqdm)
 
     def chat(
         self,
@@ -261,6 +260,14 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _for_each(prompts: Sequence[Any], name: str, value: Any, is_each: bool) -> Sequence[Any]:
+    """One value for each prompt: the given ones, or the same for all."""
+    values: Sequence[Any] = value if is_each else [value] * len(prompts)
+    if len(values) != len(prompts):
+        raise InvalidRequest(f"{len(values)} values of {name} for {len(prompts)} prompts")
+    return values
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:

@@ -22,21 +22,41 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
     Raises:
         InvalidRequest: the text is empty, not Unicode or longer than ``max_num_tokens``.
     """
+    tokenizer = renderer.get_tokenizer()
+    _check_text(prompt, max_num_tokens, tokenizer.max_chars_per_token)
+    ids = await _tokenize(renderer, prompt, tokenizer.get_added_vocab())
+    for name in ("request", "reply"):
+        forged = set(tokenizer.get_added_vocab().values()).intersection(ids[name])
+        if forged:
+            raise InvalidRequest(f"the text has {tokenizer.decode(forged)!r}, a control token")
+    prompt_token_ids = [one for part in ids.values() for one in part]
+    num_reply_tokens = len(ids["reply"])
+    if len(prompt_token_ids) > max_num_tokens:
+        raise InvalidRequest(
+            f"the text has {num_reply_tokens} tokens, which with the prompt around it makes "
+            f"{len(prompt_token_ids)}: the model has room for {max_num_tokens}"
+        )
+    return prompt_token_ids, num_reply_tokens
+
+
+def _check_text(prompt: SpeechPrompt, max_num_tokens: int, max_chars_per_token: int) -> None:
+    """Check the text before tokenization, which would delay other requests for a very long text."""
     if not prompt.reply.strip():
-        raise InvalidRequest("the text to say is empty")
+        raise InvalidRequest("the text to speak is empty")
     try:
         prompt.request.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidRequest(f"input or instructions: invalid Unicode: {exc.reason}") from exc
-    tokenizer = renderer.get_tokenizer()
-    # Checked before tokenization, which would delay other requests for a very long text.
-    max_num_characters = max_num_tokens * tokenizer.max_chars_per_token
+        raise InvalidRequest(f"text or instructions: invalid Unicode: {exc.reason}") from exc
+    max_num_characters = max_num_tokens * max_chars_per_token
     if len(prompt.request) > max_num_characters:
         raise InvalidRequest(
-            f"the text to say has {len(prompt.reply)} characters: the model has room for {max_num_tokens} tokens, "
+            f"the text has {len(prompt.reply)} characters: the model has room for {max_num_tokens} tokens, "
             f"which are never more than {max_num_characters} characters"
         )
-    control_tokens = tokenizer.get_added_vocab()
+
+
+async def _tokenize(renderer: Any, prompt: SpeechPrompt, control_tokens: Iterable[str]) -> dict[str, list[int]]:
+    """Token ids by part of the prompt; only ``before`` and ``after`` may have control tokens."""
     parts = {
         "before": [prompt.before],
         "request": list(cut(prompt.request, control_tokens)),
@@ -49,19 +69,7 @@ async def tokenize_speech_prompt(renderer: Any, prompt: SpeechPrompt, max_num_to
         tokenized = iter(await renderer.tokenize_prompts_async(texts, params))
     except Exception as exc:
         raise rejection(exc) from exc
-    ids = {name: [one for _ in part for one in next(tokenized)["prompt_token_ids"]] for name, part in parts.items()}
-    for name in ("request", "reply"):
-        forged = set(control_tokens.values()).intersection(ids[name])
-        if forged:
-            raise InvalidRequest(f"the text to say has {tokenizer.decode(forged)!r}, a control token")
-    prompt_token_ids = [one for part in ids.values() for one in part]
-    num_reply_tokens = len(ids["reply"])
-    if len(prompt_token_ids) > max_num_tokens:
-        raise InvalidRequest(
-            f"the text to say has {num_reply_tokens} tokens, which with the prompt around it makes "
-            f"{len(prompt_token_ids)}: the model has room for {max_num_tokens}"
-        )
-    return prompt_token_ids, num_reply_tokens
+    return {name: [one for _ in part for one in next(tokenized)["prompt_token_ids"]] for name, part in parts.items()}
 
 
 def cut(text: str, control_tokens: Iterable[str]) -> Iterator[str]:

@@ -189,8 +189,8 @@ def test_example_of_a_client_that_writes_and_plays_a_stream(server: Server, tmp_
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no input": ({"input": ""}, "the text to say is empty"),
-    "blank input": ({"input": " \n\t"}, "the text to say is empty"),
+    "no input": ({"input": ""}, "the text to speak is empty"),
+    "blank input": ({"input": " \n\t"}, "the text to speak is empty"),
     "input of a wrong type": ({"input": 5}, "input"),
     "long input": (
         {"input": "x" * (LONGEST + 1)},

@@ -105,20 +105,24 @@ class ChatStreamWriter:
             return
         self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
         (choice,) = chunk["choices"]
-        delta = choice["delta"]
-        content = delta.get("content")
-        self._transcript += content or ""
-        if not self._wants_text and content is not None:
-            delta["content"] = None
-            if content:
-                delta["audio"] = {"id": self._audio_id, "transcript": content}
+        self._move_text(choice["delta"])
         if choice.get("finish_reason") is None:
             yield line if self._wants_text else _line(chunk)
             return
-        if any(value for value in delta.values()):
+        if any(choice["delta"].values()):
             yield _line({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
         ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
         yield _line({**chunk, "choices": [{**ending, "delta": {}, "logprobs": None}]})
+
+    def _move_text(self, delta: dict[str, Any]) -> None:
+        """Add the text of a delta to the transcript; without text output, take it out of ``content``, in place."""
+        content = delta.get("content")
+        self._transcript += content or ""
+        if self._wants_text or content is None:
+            return
+        delta["content"] = None
+        if content:
+            delta["audio"] = {"id": self._audio_id, "transcript": content}
 
     @staticmethod
     def is_ending(line: str) -> bool:
