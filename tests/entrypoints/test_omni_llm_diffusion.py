@@ -103,7 +103,7 @@ def test_a_wrong_request_is_rejected_by_its_field(omni: OmniLLM, prompt: Any, pa
 
 
 def test_chat_and_text_to_speech_are_rejected(omni: OmniLLM) -> None:
-    with pytest.raises(InvalidRequest, match="holds no conversation: give generate a prompt"):
+    with pytest.raises(InvalidRequest, match="has no chat: give `generate` a prompt"):
         omni.chat([{"role": "user", "content": "a cat"}])
     with pytest.raises(OmniError, match="does not support text to speech"):
         omni.speak("a cat")
