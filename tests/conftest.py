@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,13 +34,27 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.ge
 _STARTED_AT = time.time()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order tests by their groups of engines (``tests/engine_groups.py``), and mark each with its group."""
-    places = {item: place_of(item.nodeid.partition("::")[0]) for item in items}
-    items.sort(key=lambda item: places[item][:2])  # stable: the order within a file stays
-    for item, (_, _, group) in places.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Order tests by their groups of engines (``tests/engine_groups.py``)."""
+    items.sort(key=lambda item: place_of(item.nodeid)[:2])  # stable: the order within a file stays
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup``, give workers whole groups of tests, in the order of collection.
+
+    pytest-xdist 3.8 would write the groups of its own marks into node ids, which pytest 9.2 does not let it change.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByEngines(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return place_of(nodeid)[2]
+
+    config.option.loadscopereorder = False
+    return ByEngines(config, log)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -87,12 +102,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
     finally:
         engines = item.config.stash.get(_ENGINES, None)
-        if engines and (nextitem is None or _group(nextitem) != _group(item)):
+        if engines and (nextitem is None or place_of(nextitem.nodeid)[2] != place_of(item.nodeid)[2]):
             engines.stop()
-
-
-def _group(item: pytest.Item) -> str:
-    return place_of(item.nodeid.partition("::")[0])[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

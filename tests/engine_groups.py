@@ -9,7 +9,7 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 
 | group | engines | processes |
 |---|---|---|
-| lifecycle | a program for each test, with one stage | 2 |
+| lifecycle | a program with one stage | 2 |
 | omni | Qwen2.5-Omni (``OmniLLM``), beside transformers' model of it | 3 |
 | server | ``vllm serve`` with Qwen2.5-Omni | 4 |
 | instances | LLaVA as six instances; then as two, with adapters | 6; 2 |
@@ -21,8 +21,6 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 
 The groups before "omni" are mostly long tests, with two to five processes for each.
 """
-
-from pathlib import PurePosixPath
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "documented commands": ("tests/entrypoints/test_documented_commands.py",),
@@ -62,6 +60,7 @@ _PLACES = {
 }
 
 
-def place_of(file: str) -> tuple[int, int, str]:
-    """Where a test file stands in a run: its group's number, its place in the group, and the group's name."""
-    return _PLACES.get(file, (len(GROUPS), 0, PurePosixPath(file).stem.removeprefix("test_")))
+def place_of(nodeid: str) -> tuple[int, int, str]:
+    """Where a test stands in a run: the number of its group, its file's place in the group, and the group's name."""
+    file = nodeid.partition("::")[0]
+    return _PLACES.get(file, (len(GROUPS), 0, file))

@@ -282,6 +282,7 @@ def test_ctrl_c_while_requests_run(run: Run) -> None:
     assert "KeyboardInterrupt" in program.log()
 
 
+@pytest.mark.long
 def test_whole_group_terminated(run: Run, one_stage: Path) -> None:
     """As service managers and containers do: one signal for the server and its stages, which has no handler here."""
     program = run("generate", model=one_stage)
