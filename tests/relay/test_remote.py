@@ -19,15 +19,15 @@ from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote import wire
 from vllm_omni.relay.remote.messages import (
     Abandon,
-    Begin,
     Credit,
     End,
+    Fetch,
     Granted,
     Hello,
     Location,
     Piece,
     Read,
-    Refused,
+    Rejected,
     Release,
     Rows,
     Subscribe,
@@ -234,7 +234,7 @@ def test_a_peer_without_a_reference_cannot_read(relay: TcpRelay, stranger: Stran
     stranger.send(encode(Read(1, ref.lease, 16, 0, 16)))
     stranger.send(encode(Release(ref.lease)))
     (answer,) = stranger.ask(Hello(bytes(16), bytes(16)))
-    assert isinstance(decode_to_consumer(answer), Refused)
+    assert isinstance(decode_to_consumer(answer), Rejected)
     assert relay.statistics().num_leases == 1
 
 
@@ -258,8 +258,8 @@ def test_only_published_tensors_can_be_read(relay: TcpRelay, stranger: Stranger,
     ref = relay.put_nowait("request", torch.ones(4))
     stranger.ask(Hello(relay.token, bytes(16)))
     good = Read(1, ref.lease, 16, 0, 16)
-    (refused,) = stranger.ask(msgspec.structs.replace(good, **change))
-    assert isinstance(decode_to_consumer(refused), Refused)
+    (rejected,) = stranger.ask(msgspec.structs.replace(good, **change))
+    assert isinstance(decode_to_consumer(rejected), Rejected)
     piece, body = stranger.ask(good)
     assert decode_to_consumer(piece) == Piece(1, 0)
     assert body == torch.ones(4).numpy().tobytes()
@@ -282,7 +282,7 @@ async def test_a_credit_for_rows_that_were_not_sent_gives_none(relay: TcpRelay, 
     stranger.send(encode(Credit(writer.ref.lease, 2)))
     assert await until(lambda: writer.num_credits == 3)
     stranger.send(encode(Credit(writer.ref.lease, 1)))
-    while not isinstance(decode_to_consumer(stranger.ask(Begin(7, 1 << 40, 1))[0]), Refused):
+    while not isinstance(decode_to_consumer(stranger.ask(Fetch(7, 1 << 40, 1))[0]), Rejected):
         pass  # the rows come first
     assert writer.num_credits == 3
 

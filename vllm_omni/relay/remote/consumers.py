@@ -11,15 +11,15 @@ import zmq
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import (
     Abandon,
-    Begin,
     Credit,
+    Fetch,
     Fetched,
     Granted,
     Hello,
     Piece,
     Probe,
     Read,
-    Refused,
+    Rejected,
     Release,
     Subscribe,
     ToConsumer,
@@ -76,9 +76,9 @@ class Consumers:
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         if not secrets.compare_digest(hello.producer, self._relay.token):
-            self.send(peer, Refused(0, "another producer listens here: the one that the reference names is gone"))
+            self.send(peer, Rejected(0, "another producer listens here: the one that the reference names is gone"))
         elif len(self._readers) >= MAX_CONSUMERS:
-            self.send(peer, Refused(0, f"more than {MAX_CONSUMERS} consumers"))
+            self.send(peer, Rejected(0, f"more than {MAX_CONSUMERS} consumers"))
         else:
             self._readers[peer] = hello.reader
             self.send(peer, Welcome(self._relay.pool.num_bytes, self._relay.access()))
@@ -88,10 +88,10 @@ class Consumers:
         match message:
             case Read():
                 self._send_piece(peer, reader, message)
-            case Begin(request, number, num_bytes):
+            case Fetch(request, number, num_bytes):
                 lease = relay.start_reading(reader, number, num_bytes)
                 if lease is None:
-                    self.send(peer, Refused(request, NOT_THERE))
+                    self.send(peer, Rejected(request, NOT_THERE))
                 else:
                     self.fetching.add((peer, request))
                     self.send(peer, Granted(request, lease.offset))
@@ -111,11 +111,11 @@ class Consumers:
 
     def _send_piece(self, peer: bytes, reader: bytes, read: Read) -> None:
         if not 0 < read.size <= PIECE_BYTES or read.offset + read.size > read.num_bytes:
-            self.send(peer, Refused(read.request, f"there are no {read.size} bytes at {read.offset}"))
+            self.send(peer, Rejected(read.request, f"there are no {read.size} bytes at {read.offset}"))
             return
         lease = self._relay.start_reading(reader, read.lease, read.num_bytes)
         if lease is None:
-            self.send(peer, Refused(read.request, NOT_THERE))
+            self.send(peer, Rejected(read.request, NOT_THERE))
             return
         start = lease.offset + read.offset
         # Not copied. If the lease ends meanwhile, its reader has given up and drops the bytes.
@@ -124,11 +124,11 @@ class Consumers:
     def _subscribe(self, peer: bytes, reader: bytes, request: int, number: int, num_bytes: int) -> None:
         writer = self._relay.writer_of(number)
         if writer is None:
-            self.send(peer, Refused(request, NOT_THERE))
+            self.send(peer, Rejected(request, NOT_THERE))
         elif writer.has_reader:
-            self.send(peer, Refused(request, "the stream has a reader already"))
+            self.send(peer, Rejected(request, "the stream has a reader already"))
         elif (lease := self._relay.start_reading(reader, number, num_bytes, is_stream=True)) is None:
-            self.send(peer, Refused(request, NOT_THERE))
+            self.send(peer, Rejected(request, NOT_THERE))
         else:
             self.send(peer, Granted(request, lease.offset))
             writer.subscribe(peer, self)

@@ -1,4 +1,4 @@
-"""The messages between relays of different hosts. Their class names are part of the wire format.
+"""The messages between relays of different hosts. Tags are class names, or older names of these.
 
 Every message is checked against its type when it is decoded, and its numbers by the code that handles it. An invalid
 message is dropped with a warning: the other side, or anyone else that reaches the port, may send anything.
@@ -41,14 +41,14 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message; answered by ``Welcome``, or by ``Refused`` with request 0."""
+    """The first message; answered by ``Welcome``, or by ``Rejected`` with request 0."""
 
     producer: Token  # the producer that the consumer means; known only to processes with a reference
     reader: Token  # identity of the connecting reader, the same for all connections of a relay
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep a tensor until it is released; answered by ``Granted`` or ``Refused``."""
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="Begin"):
+    """Keep a tensor until it is released; answered by ``Granted`` or ``Rejected``."""
 
     request: Request
     lease: LeaseNumber
@@ -56,13 +56,13 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The read that ``Begin`` started has ended; the tensor stays until it is released."""
+    """The read that ``Fetch`` started has ended; the tensor stays until it is released."""
 
     request: Request
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """``Begin``, and send a piece of the tensor; answered by ``Piece`` or ``Refused``."""
+    """``Fetch``, and send a piece of the tensor; answered by ``Piece`` or ``Rejected``."""
 
     request: Request
     lease: LeaseNumber
@@ -85,7 +85,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send a stream's rows as they are written; answered by ``Granted`` or ``Refused``."""
+    """Send a stream's rows as they are written; answered by ``Granted`` or ``Rejected``."""
 
     request: Request
     lease: LeaseNumber
@@ -123,7 +123,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag=True):
     offset: NumBytes  # in the tensor
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="Refused"):
     """A request was rejected; request 0 is the connection itself."""
 
     request: Request
@@ -150,8 +150,8 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Makes ZMQ notice whether a consumer is still connected; it has no answer."""
 
 
-ToProducer: TypeAlias = Hello | Begin | Fetched | Read | Abandon | Release | Subscribe | Credit
-ToConsumer: TypeAlias = Welcome | Granted | Piece | Refused | Rows | End | Probe
+ToProducer: TypeAlias = Hello | Fetch | Fetched | Read | Abandon | Release | Subscribe | Credit
+ToConsumer: TypeAlias = Welcome | Granted | Piece | Rejected | Rows | End | Probe
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_producer: Callable[[Any], ToProducer] = msgspec.msgpack.Decoder(ToProducer).decode

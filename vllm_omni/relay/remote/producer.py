@@ -14,14 +14,14 @@ from vllm_omni.errors import RelayBroken, RelayError
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import (
     Abandon,
-    Begin,
     End,
+    Fetch,
     Fetched,
     Granted,
     Hello,
     Location,
     Piece,
-    Refused,
+    Rejected,
     Release,
     Rows,
     Subscribe,
@@ -116,7 +116,7 @@ class Producer:
         """Encloses a library's read of a tensor: yields its offset in the slab, and a future that fails if the producer
         dies. The tensor stays there until it is released."""
         with self.request(lease) as (request, granted):
-            self.send(Begin(request, lease, num_bytes))
+            self.send(Fetch(request, lease, num_bytes))
             offset = await granted
             try:
                 with self.request(lease) as (_, failed):
@@ -172,9 +172,9 @@ class Producer:
             case Piece(request, offset):
                 if request in self.pieces:  # otherwise its pull has ended
                     self.pieces[request](offset, frames[1].buffer)
-            case Refused(0, reason):
+            case Rejected(0, reason):
                 self.fail(RelayBroken(f"the producer {self.location.address} rejects the connection: {reason}"))
-            case Refused(request, reason):
+            case Rejected(request, reason):
                 self._settle(request, RelayBroken(reason))
             case Rows(number, first, num_rows):
                 if number in self._streams:
