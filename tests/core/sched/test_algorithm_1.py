@@ -1,5 +1,6 @@
 """The scheduler decides as a slow transcription of the paper's algorithm does, in all states that streams lead to."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -8,6 +9,7 @@ from vllm.v1.request import Request
 from tests.core.sched.algorithm_1 import Limits, State, View, algorithm_1
 from tests.core.sched.drive import LayeredRunner, drive, make_scheduler
 from tests.core.sched.random_requests import Engine, Image, PlannedRequest, Stream
+from tests.fuzz import num_cases
 from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.core.sched.epd import EPDScheduler
 from vllm_omni.messages.epd_step import EPDSchedulerOutput
@@ -74,7 +76,8 @@ def streams(draw: st.DrawFn) -> Stream:
     return stream
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@pytest.mark.fuzz
+@settings(max_examples=num_cases(600), deadline=None, derandomize=True)
 @given(
     stream=streams(),
     token_budget=st.integers(1, 40),
@@ -83,7 +86,7 @@ def streams(draw: st.DrawFn) -> Stream:
     patience=st.integers(1, 6),
     min_prefill_tokens=st.integers(1, 10),
 )
-def test_every_decision_is_the_transcriptions(
+def test_every_decision_is_algorithm_1s(
     stream: Stream,
     token_budget: int,
     image_budget: int,

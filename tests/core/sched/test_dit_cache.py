@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.fuzz import num_cases
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
 from vllm_omni.messages.cache_update import DiTCacheUpdate
 
@@ -263,4 +264,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+TestAnyOrder.pytestmark = [pytest.mark.fuzz]
+TestAnyOrder.settings = settings(max_examples=num_cases(400), stateful_step_count=40, deadline=None, derandomize=True)
