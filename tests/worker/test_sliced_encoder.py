@@ -42,7 +42,7 @@ def encoder(tower: Tower) -> Iterator[SlicedEncoder]:
 
 def begin(encoder: SlicedEncoder, tower: Tower, x: torch.Tensor) -> list[torch.Tensor]:
     results: list[torch.Tensor] = []
-    encoder.begin(lambda: results.append(tower(x)))
+    encoder.start(lambda: results.append(tower(x)))
     return results
 
 
@@ -51,13 +51,13 @@ def test_slices_compute_what_one_forward_computes(encoder: SlicedEncoder, tower:
     x = torch.randn(3, 8)
     whole = tower(x)
     results = begin(encoder, tower, x)
-    slices = [encoder.go_on(num_layers)]
+    slices = [encoder.resume(num_layers)]
     while not slices[-1].has_ended:
-        slices.append(encoder.go_on(num_layers))
+        slices.append(encoder.resume(num_layers))
     assert torch.equal(results[0], whole)
     assert [one.num_layers for one in slices[:-1]] == [num_layers] * (len(slices) - 1)
     assert sum(one.num_layers for one in slices) == NUM_LAYERS
-    assert not encoder.is_under_way
+    assert not encoder.is_running
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_by_the_clock_no_layer_is_begun_that_would_end_too_late(tower: Tower, un
     """Each of the tower's layers takes a second."""
     encoder = SlicedEncoder([tower], clock=lambda: float(sum(line.isdigit() for line in tower.log)))
     begin(encoder, tower, torch.randn(1, 8))
-    assert encoder.go_on(None, until).num_layers == num_layers
+    assert encoder.resume(None, until).num_layers == num_layers
     encoder.close()
 
 
 def test_what_a_layer_takes_is_known_from_the_slices_before(tower: Tower) -> None:
     encoder = SlicedEncoder([tower], clock=lambda: float(sum(line.isdigit() for line in tower.log)))
     begin(encoder, tower, torch.randn(1, 8))
-    encoder.go_on(None, until=2.0)
-    assert encoder.go_on(None, until=3.5).num_layers == 1
-    assert encoder.go_on(None, until=5.0).num_layers == 2
+    encoder.resume(None, until=2.0)
+    assert encoder.resume(None, until=3.5).num_layers == 1
+    assert encoder.resume(None, until=5.0).num_layers == 2
     encoder.close()
 
 
@@ -110,12 +110,14 @@ def test_by_the_clock_a_slice_ends_within_a_layer_if_no_more_of_it_fits(blocks: 
     whole = tower(x)
     tower.log.clear()
     results = begin(encoder, tower, x)
-    assert encoder.go_on(None, until=4.0).seconds == 4.0  # a layer
-    assert encoder.go_on(None, until=7.5).seconds == 1.0  # of the next one what takes a second; three would be too many
-    assert encoder.go_on(None, until=8.5).seconds == 3.0  # at least a part
+    assert encoder.resume(None, until=4.0).seconds == 4.0  # a layer
+    assert (
+        encoder.resume(None, until=7.5).seconds == 1.0
+    )  # of the next one what takes a second; three would be too many
+    assert encoder.resume(None, until=8.5).seconds == 3.0  # at least a part
     slices = []
-    while encoder.is_under_way:
-        slices.append(encoder.go_on(None, until=0.0))
+    while encoder.is_running:
+        slices.append(encoder.resume(None, until=0.0))
     assert [one.seconds for one in slices] == [1.0, 3.0] * (NUM_LAYERS - 2)
     assert torch.equal(results[0], whole)
 
@@ -126,33 +128,33 @@ def test_what_is_told_of_parts_of_layers_sums_to_the_layers(blocks: tuple[Sliced
         begin(encoder, tower, torch.randn(2, 8))
         tower.log.clear()
         told = []
-        while encoder.is_under_way:
-            told.append(encoder.go_on(None, until).num_layers)
+        while encoder.is_running:
+            told.append(encoder.resume(None, until).num_layers)
         assert sum(told) == pytest.approx(NUM_LAYERS) and min(told) > 0
 
 
 def test_who_counts_layers_stops_between_them(blocks: tuple[SlicedEncoder, Tower]) -> None:
     encoder, tower = blocks
     begin(encoder, tower, torch.randn(2, 8))
-    assert [encoder.go_on(2).seconds for _ in range(3)] == [8.0] * 3
+    assert [encoder.resume(2).seconds for _ in range(3)] == [8.0] * 3
 
 
 def test_nothing_runs_between_two_grants(encoder: SlicedEncoder, tower: Tower) -> None:
     begin(encoder, tower, torch.randn(1, 8))
     assert tower.log == []
-    encoder.go_on(2)
+    encoder.resume(2)
     assert tower.log == ["begin", "0", "1"]
     tower(torch.randn(1, 8))  # by the caller: not sliced
     tower.log.clear()
-    encoder.go_on(3)
+    encoder.resume(3)
     assert tower.log == ["2", "3", "4"]
-    assert encoder.go_on(1).has_ended
+    assert encoder.resume(1).has_ended
 
 
 def test_the_forward_needs_no_gradients(encoder: SlicedEncoder, tower: Tower) -> None:
     results = begin(encoder, tower, torch.randn(1, 8))
-    encoder.go_on(1)
-    encoder.go_on(None)
+    encoder.resume(1)
+    encoder.resume(None)
     assert results[0].is_inference()
     assert not torch.is_inference_mode_enabled()
 
@@ -160,35 +162,35 @@ def test_the_forward_needs_no_gradients(encoder: SlicedEncoder, tower: Tower) ->
 def test_what_the_forward_raises_comes_out_where_it_is_run(encoder: SlicedEncoder, tower: Tower) -> None:
     begin(encoder, tower, torch.randn(1, 7))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        encoder.go_on(1)
-    assert not encoder.is_under_way
+        encoder.resume(1)
+    assert not encoder.is_running
     results = begin(encoder, tower, torch.randn(1, 8))
-    assert encoder.go_on(None).has_ended and len(results) == 1
+    assert encoder.resume(None).has_ended and len(results) == 1
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])
 def test_a_forward_can_be_given_up(encoder: SlicedEncoder, tower: Tower, num_layers: int) -> None:
     results = begin(encoder, tower, torch.randn(1, 8))
     if num_layers:
-        encoder.go_on(num_layers)
+        encoder.resume(num_layers)
     encoder.cancel()
-    assert not encoder.is_under_way and not results and "end" not in tower.log
+    assert not encoder.is_running and not results and "end" not in tower.log
     results = begin(encoder, tower, torch.randn(1, 8))
-    assert encoder.go_on(None).num_layers == NUM_LAYERS and len(results) == 1
+    assert encoder.resume(None).num_layers == NUM_LAYERS and len(results) == 1
 
 
 def test_a_batch_that_runs_the_tower_twice_has_twice_its_layers(encoder: SlicedEncoder, tower: Tower) -> None:
     assert encoder.num_layers_of_batch == NUM_LAYERS
-    encoder.begin(lambda: [tower(torch.randn(1, 8)) for _ in range(2)] and None)
-    assert encoder.go_on(None).num_layers == encoder.num_layers_of_batch == 2 * NUM_LAYERS
+    encoder.start(lambda: [tower(torch.randn(1, 8)) for _ in range(2)] and None)
+    assert encoder.resume(None).num_layers == encoder.num_layers_of_batch == 2 * NUM_LAYERS
 
 
 def test_closed_in_the_middle_it_leaves_no_boundary(tower: Tower) -> None:
     encoder = SlicedEncoder([tower])
     begin(encoder, tower, torch.randn(1, 8))
-    encoder.go_on(2)
+    encoder.resume(2)
     encoder.close()
-    assert not encoder.is_under_way
+    assert not encoder.is_running
     assert not any(module._forward_pre_hooks for module in tower.modules())
 
 
@@ -199,8 +201,8 @@ def test_within_an_autocast_it_does_not_stop(encoder: SlicedEncoder, tower: Towe
         with torch.autocast("cpu"):
             tower(torch.randn(1, 8))
 
-    encoder.begin(forward)
-    assert encoder.go_on(2).has_ended
+    encoder.start(forward)
+    assert encoder.resume(2).has_ended
 
 
 def test_what_a_forward_sets_for_its_tensors_does_not_hold_for_its_caller(encoder: SlicedEncoder, tower: Tower) -> None:
@@ -208,14 +210,14 @@ def test_what_a_forward_sets_for_its_tensors_does_not_hold_for_its_caller(encode
     def forward() -> None:
         tower(torch.randn(1, 8))
 
-    encoder.begin(forward)
-    while encoder.is_under_way:
-        encoder.go_on(2)
+    encoder.start(forward)
+    while encoder.is_running:
+        encoder.resume(2)
         assert torch.is_grad_enabled()
 
 
 def test_the_forward_is_the_callers_thread(encoder: SlicedEncoder) -> None:
     threads: list[threading.Thread] = []
-    encoder.begin(lambda: threads.append(threading.current_thread()))
-    encoder.go_on(None)
+    encoder.start(lambda: threads.append(threading.current_thread()))
+    encoder.resume(None)
     assert threads == [threading.current_thread()]

@@ -1,6 +1,6 @@
 """The runner of an autoregressive stage: vLLM's V1 runner plus the hooks of ``model_executor.stage_model``.
 
-One class serves CPU and GPU: it is mixed over whichever V1 runner the platform has (see ``worker.py``).
+One class serves CPU and GPU: it is combined with the V1 runner of the platform (see ``worker.py``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 class ARModelRunner(GPUModelRunner):
     """Publishes hidden states with the tokens and feeds a model what the previous stage published.
 
-    Publishing is opt-in per request (``extra_args["omni"]["publish"]``): a text-only answer pays nothing. Rows of
-    prompt chunks are kept and leave with the first token, because an output without a token would end vLLM's prefill
-    statistics.
+    A request asks for publishing (``extra_args["omni"]["publish"]``), so that text-only answers cost nothing. Rows of
+    prompt chunks are kept until the first token, because an output without a token would end vLLM's prefill statistics.
 
     From: vLLM-Omni design document, section 11; paper, section 3.3.
     """
@@ -56,21 +55,21 @@ class ARModelRunner(GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.hub = process_hub(self.vllm_config.additional_config)
         self.request_infos: dict[str, RequestInfo] = {}
-        # Without a section for it: made for the first batch of images that an instance's scheduler orders.
+        # Made at load for an engine with budgets; for an instance without, with its first batch of images.
         self.encoder: SlicedEncoder | ThreadedEncoder | None = None
         self.encodes_in_thread = encodes_in_thread(self.vllm_config)
-        self._put_off: list[str] = []  # images that the thread encoded, to be given to an EC connector
-        self._encode_batch: EncodeBatch | None = None  # under way
-        # Elsewhere the host's clock sees what was launched, and several ranks must stop at the same layer.
+        self._deferred_saves: list[str] = []  # images that the thread encoded, for the EC connector
+        self._encode_batch: EncodeBatch | None = None  # in flight
+        # On other devices the host's clock sees only launches, and several ranks must stop at the same layer.
         self._is_by_clock = self.device.type == "cpu" and self.parallel_config.tensor_parallel_size == 1
-        self._step_began_at = 0.0
-        self._encode_report: EncodeReport | None = None  # of a step that has not been sampled yet
-        self._ec_output: ECConnectorOutput | None = None  # likewise
-        self._encode_times: tuple[float, float] | None = None  # likewise
+        self._step_started_at = 0.0
+        self._encode_report: EncodeReport | None = None  # of a step that is not sampled yet
+        self._ec_output: ECConnectorOutput | None = None  # of the same step
+        self._encode_times: tuple[float, float] | None = None  # of the same step
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        # Looked up once: isinstance() of a protocol costs microseconds, and each step asks.
+        # Looked up once, as isinstance() of a protocol costs microseconds.
         model = self.get_model()
         self.consumer = model if isinstance(model, ConsumesPayload) else None
         self.publisher = model if isinstance(model, PublishesRows) else None
@@ -78,13 +77,13 @@ class ARModelRunner(GPUModelRunner):
         if self.publisher is not None and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
         if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
-            self.encoder = self._make_encoder()  # now, so that what cannot be is no request's failure
+            self.encoder = self._make_encoder()  # an encoder that cannot be sliced fails at start, not with a request
 
-    # -- a request begins and ends ------------------------------------------------------------------------------------
+    # -- start and end of a request -----------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Upstream caches new requests here and drops finished ones; ours are kept beside them. Finished first: an id
-        # may be aborted and submitted again within one step.
+        # Upstream caches new requests here and drops finished ones. Ours are finished first, because an id may be
+        # aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
             info = self.request_infos.pop(request_id, None)
             if info is not None and info.writer is not None:
@@ -111,12 +110,12 @@ class ARModelRunner(GPUModelRunner):
                 self.consumer.load_request(info, [self.hub.pull_blocking(payload) for payload in payloads])
                 if not any(payload.streams for payload in payloads):
                     self.consumer.extend_request(info, None, last=True)
-            except Exception as exc:  # an exception here would end the engine; the request alone must fail
+            except Exception as exc:  # only the request may fail: an exception here would end the engine
                 self._fail(info, exc)
             for payload in payloads:
                 for ref in payload.tensors.values():
                     self.hub.release(ref)
-            args["payloads"] = ()  # the state holds the rows now; the bytes would stay until the request ends
+            args["payloads"] = ()  # the rows are loaded; the bytes would stay until the request ends
 
     def _extend_requests(self, scheduler_output: StreamSchedulerOutput) -> None:
         for request_id, update in scheduler_output.streams.items():
@@ -127,15 +126,15 @@ class ARModelRunner(GPUModelRunner):
                 if update.error:
                     raise RelayBroken(update.error)
                 self.consumer.extend_request(info, update.rows, update.last)
-            except Exception as exc:  # as above
+            except Exception as exc:  # see _open_request
                 self._fail(info, exc)
 
     def _fail(self, info: RequestInfo, exc: Exception) -> None:
-        logger.error("request %s: what the previous stage published cannot be used", info.request_id, exc_info=exc)
+        logger.error("request %s: the payload of the previous stage cannot be used", info.request_id, exc_info=exc)
         info.error = f"{type(exc).__name__}: {exc}"
 
     def _init_mrope_positions(self, req_state: Any) -> None:
-        # Upstream derives positions from the prompt's own ids and media; a talker takes those of the thinker's prompt.
+        # Upstream derives positions from the prompt's own ids and media; a talker uses those of the thinker's prompt.
         info = self.request_infos.get(req_state.req_id)
         if info is None or info.error or self.own_positions is None:
             super()._init_mrope_positions(req_state)
@@ -145,7 +144,7 @@ class ARModelRunner(GPUModelRunner):
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _step_requests(self, scheduler_output: SchedulerOutput) -> list[StepRequest]:
-        """The stage requests of this step, in the order of the batch's flat token dimension."""
+        """List the stage requests of this step in the order of the batch's flat token dimension."""
         step, offset = [], 0
         for index, request_id in enumerate(self.input_batch.req_ids):
             num_tokens = scheduler_output.num_scheduled_tokens[request_id]
@@ -166,13 +165,13 @@ class ARModelRunner(GPUModelRunner):
         return inputs
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        # Around the whole step, with tokens or without: upstream's own place is in front of a forward, and what is
-        # encoded beside it would be reported a step too late.
-        self._step_began_at = time.perf_counter()
+        # The EC connector spans the whole step, with tokens or without. Upstream opens it in front of a forward, where
+        # images encoded beside the forward would be reported a step late.
+        self._step_started_at = time.perf_counter()
         with self._ec_connector(scheduler_output) as ec_output:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if isinstance(scheduler_output, EPDSchedulerOutput):
-                # Behind the forward: upstream has by now taken out of the encoder cache what it was told to.
+                # After the forward: upstream has freed the step's own list before it.
                 for identifier in scheduler_output.free_behind_forward:
                     self.encoder_cache.pop(identifier, None)
                 self._encode_report = self._encode_beside(scheduler_output)
@@ -209,10 +208,10 @@ class ARModelRunner(GPUModelRunner):
         return output if output is None else self._with_report(output)
 
     def _hold_generators(self) -> dict[int, torch.Generator]:
-        """Those of rows whose token nobody takes, as their prompt goes on, are kept out of the step.
+        """Keep the generators of rows whose token is discarded, as their prompt is not complete, out of the step.
 
-        Upstream lets them draw and turns them back, which a CPU's generator refuses: one seeded prompt in chunks would
-        end the engine.
+        Upstream samples with them and then sets their offset back, which a CPU's generator does not support: one seeded
+        prompt in chunks would end the engine.
         """
         generators = self.input_batch.generators
         if self.device.type != "cpu" or not generators:
@@ -220,54 +219,54 @@ class ARModelRunner(GPUModelRunner):
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
         return {row: generators.pop(row) for row in list(generators) if discarded[row]}
 
-    # -- images that are encoded beside the language model ------------------------------------------------------------
+    # -- images encoded beside the language model ---------------------------------------------------------------------
 
     def _encode_beside(self, step: EPDSchedulerOutput) -> EncodeReport | None:
         if step.encodes:
             batch = EncodeBatch(step.encodes, step.ec_manager_metadata)
             self._encode_batch = batch
             self.encoder = self.encoder or self._make_encoder()
-            self.encoder.begin(lambda: self._execute_mm_encoder(batch) and None)
+            self.encoder.start(lambda: self._execute_mm_encoder(batch) and None)
         if self._encode_batch is None:
-            return None  # it has ended, and the scheduler does not know yet
+            return None  # the batch has ended, and its report has not reached the scheduler
         assert self.encoder is not None
         images = [item.feature.identifier for item in self._encode_batch.items]
         try:
-            done = self._go_on(self.encoder, step)
-        except Exception as exc:  # an exception here would end the engine; who asked for the image alone must fail
+            done = self._advance(self.encoder, step)
+        except Exception as exc:  # only the request may fail: an exception here would end the engine
             logger.error("images %s cannot be encoded", ", ".join(images), exc_info=exc)
             self._encode_batch = None
-            self._put_off.clear()
+            self._deferred_saves.clear()
             return EncodeReport([], 0, 1, 0.0, dict.fromkeys(images, str(exc)))
         if done.has_ended:
             self._encode_batch = None
-            self._save_put_off()
+            self._save_deferred()
         return EncodeReport(
             images if done.has_ended else [], done.num_layers, self.encoder.num_layers_of_batch, done.seconds
         )
 
-    def _go_on(self, encoder: SlicedEncoder | ThreadedEncoder, step: EPDSchedulerOutput) -> Slice:
+    def _advance(self, encoder: SlicedEncoder | ThreadedEncoder, step: EPDSchedulerOutput) -> Slice:
         if isinstance(encoder, ThreadedEncoder):
             return encoder.poll()
         if step.max_seconds is not None and self._is_by_clock:
-            return encoder.go_on(None, until=self._step_began_at + step.max_seconds)
-        return encoder.go_on(step.num_encode_layers)
+            return encoder.resume(None, until=self._step_started_at + step.max_seconds)
+        return encoder.resume(step.num_encode_layers)
 
     def maybe_save_ec_to_connector(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
-        # A connector belongs to the thread of the steps.
+        # The connector may be used by the thread of the steps only.
         if self.encodes_in_thread and threading.current_thread() is not threading.main_thread():
-            self._put_off.append(mm_hash)
+            self._deferred_saves.append(mm_hash)
         else:
             super().maybe_save_ec_to_connector(encoder_cache, mm_hash)
 
-    def _save_put_off(self) -> None:
-        for mm_hash in self._put_off:
+    def _save_deferred(self) -> None:
+        for mm_hash in self._deferred_saves:
             super().maybe_save_ec_to_connector(self.encoder_cache, mm_hash)
-        self._put_off.clear()
+        self._deferred_saves.clear()
 
     def _make_encoder(self) -> SlicedEncoder | ThreadedEncoder:
         if self.lora_config and self.lora_manager.supports_tower_connector_lora():
-            raise ConfigError("epd: adapters of an image encoder are set per step, and cannot be with sliced encodes")
+            raise ConfigError("epd: adapters of an image encoder are set per step, which sliced encodes do not support")
         if self.encodes_in_thread:
             return ThreadedEncoder()
         model = self.get_model()
@@ -281,9 +280,9 @@ class ARModelRunner(GPUModelRunner):
         if report is None and times is None and not has_ec_output:
             return output
         if report is None and not has_ec_output and not isinstance(output, ModelRunnerOutput):
-            return output  # of an asynchronous runner: there the times are not known
+            return output  # of an asynchronous runner, where the times are unknown
         assert isinstance(output, ModelRunnerOutput), "stages with budgets run without asynchronous runner outputs"
-        values = dict(vars(output))  # upstream's empty one is shared
+        values = dict(vars(output))  # a copy, as upstream shares its empty output
         if has_ec_output:
             values["ec_connector_output"] = ec_output
         return EPDModelRunnerOutput(**values, encode_report=report, encode_times=times)
@@ -291,30 +290,30 @@ class ARModelRunner(GPUModelRunner):
     def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
         if not scheduler_output.scheduled_encoder_inputs:  # none, or a batch beside the language model
             return super()._execute_mm_encoder(scheduler_output)
-        began_at = time.time()
+        started_at = time.time()
         outputs = super()._execute_mm_encoder(scheduler_output)
-        if self.device.type == "cpu":  # elsewhere it has only been launched
-            self._encode_times = began_at, time.time()
+        if self.device.type == "cpu":  # on other devices, kernels were only launched
+            self._encode_times = started_at, time.time()
         return outputs
 
     def _batch_mm_inputs_from_scheduler(self, scheduler_output: Any) -> Any:
-        # Upstream finds a step's images by their requests, which may still wait when theirs are encoded beside.
+        # Upstream finds a step's images by their requests, which may still wait when theirs are encoded here.
         if isinstance(scheduler_output, EncodeBatch):
             return scheduler_output.inputs()
         return super()._batch_mm_inputs_from_scheduler(scheduler_output)
 
     def reset_encoder_cache(self) -> None:
-        # New weights: what is under way is of the old ones. The scheduler has forgotten it, too.
+        # The weights change: the batch in flight has the old ones. The scheduler has dropped it, too.
         if self.encoder is not None:
             self.encoder.cancel()
             self._encode_batch = None
-            self._put_off.clear()
+            self._deferred_saves.clear()
         if has_ec_transfer() and isinstance(connector := get_ec_transfer(), RelayECConnector):
             connector.forget_wanted()
         super().reset_encoder_cache()
 
     def _publish_rows(self) -> dict[str, torch.Tensor]:
-        """Publish the rows which this step finished: request id -> packed payload."""
+        """Publish the rows that this step completed: request id -> packed payload."""
         state = self.execute_model_state
         if state is None or self.publisher is None:
             return {}
@@ -322,7 +321,7 @@ class ARModelRunner(GPUModelRunner):
         if not step:
             return {}
         num_tokens = state.scheduler_output.total_num_scheduled_tokens
-        # Every rank computes (the embedding is vocabulary-parallel), rank 0 alone publishes.
+        # Every rank computes, as the embedding is vocabulary-parallel; only rank 0 publishes.
         rows = self.publisher.finished_rows(self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens])
         if get_tensor_model_parallel_rank() != 0:
             return {}
@@ -340,7 +339,7 @@ class ARModelRunner(GPUModelRunner):
         return payloads
 
     def _publish(self, info: RequestInfo) -> Payload:
-        """Put the rows that wait; with the first of them goes the stream for all that follow, if there can be one."""
+        """Publish the pending rows; the first payload opens a stream for all later rows, if the relay has streams."""
         rows = torch.cat(info.pending_rows)
         info.pending_rows = []
         first_row = info.next_row - len(rows)
@@ -354,12 +353,12 @@ class ARModelRunner(GPUModelRunner):
         return payload if info.writer is None else replace(payload, streams={"rows": info.writer.ref})
 
     def _stream(self, info: RequestInfo) -> Payload | None:
-        """Write the rows that wait into the stream; what has no credit goes with the next step's."""
+        """Write the pending rows into the stream; rows without credit are written with those of the next step."""
         assert info.writer is not None
         rows = torch.cat(info.pending_rows)
         try:
             info.writer.write_nowait(rows.cpu())
-        except PoolExhausted:  # not scheduled for rows that have none, unless credit is not known to the scheduler
+        except PoolExhausted:  # only if the scheduler does not know the credits, or it would not schedule the request
             return None
         info.pending_rows = []
         if info.has_announced_reply:

@@ -1,7 +1,7 @@
-"""Platform -> worker class of an autoregressive stage.
+"""Worker class of an autoregressive stage on each platform.
 
-Another package adds a platform by an entry point in the group ``vllm_omni.platforms``: the entry's name is the
-platform's device type as vLLM says it, its value the worker class (``package.module:Class``).
+Another package adds a platform by an entry point in the group ``vllm_omni.platforms``: its name is vLLM's device type
+of the platform, its value the worker class (``package.module:Class``).
 
 From: vLLM-Omni (paper), section 3.5.
 """
@@ -20,7 +20,7 @@ WORKERS = {
 
 
 def ar_worker_cls(device_type: str) -> str:
-    """Qualified name of the worker for a device type (vLLM takes a name, not a class: workers are spawned).
+    """Find the worker for a device type: its qualified name, as vLLM spawns workers by name.
 
     Raises:
         ConfigError: no worker is known for the platform.

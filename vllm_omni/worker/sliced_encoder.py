@@ -1,4 +1,4 @@
-"""``SlicedEncoder``: a forward of an encoder that stops between two layers, or within one, and goes on later."""
+"""``SlicedEncoder``: an encoder's forward that pauses between two layers, or within one, and is resumed later."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import nn
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 
 WEIGHT = 0.25
-"""Of the last layer in what a part of a layer is expected to take."""
+"""Weight of the latest layer in the expected duration of a part of a layer."""
 
 
 class Slice(NamedTuple):
-    """What one grant of layers did."""
+    """What one call of ``resume`` did."""
 
     has_ended: bool
-    num_layers: float  # a part of one counts as much as any other
+    num_layers: float  # the parts of a layer count alike
     seconds: float
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Of its own; a norm has none. vLLM's CPU backend packs matrices, and leaves empty tensors in their place."""
+    """Whether the module itself has a matrix, unlike a norm; vLLM's CPU backend packs them and leaves empty tensors."""
     return any(weight.dim() > 1 or not weight.numel() for weight in module.parameters(recurse=False))
 
 
 class SlicedEncoder:
-    """Runs a forward in a greenlet, which keeps the place in the tower's code; no model has to be written for it.
+    """Runs a forward in a greenlet, which keeps its stack while it is paused; models need no change.
 
-    A thread would keep it, too, and its forward would run on another core than the language model's, with kernel
-    threads of its own: on two cores of a virtual machine both took a tenth longer. What torch keeps per thread is
-    shared, so it stops nowhere within an autocast.
+    A thread would keep the stack, too, but its forward would use another core than the language model's, with its own
+    kernel threads: on two cores of a virtual machine both took a tenth longer. torch's state per thread is shared with
+    the caller, so the forward never pauses within an autocast.
 
     Args:
-        towers: modules that encode. Their layers are the children of each ``ModuleList`` in them, and a layer's parts
-            begin with each module in it that has weights, but for the first, with which it begins itself. Where a gap
-            between tokens leaves room for one or two layers, by whole ones half of it would be lost.
+        towers: modules that encode. Their layers are the children of each ``ModuleList`` in them. A layer is divided
+            before each of its modules with weights but the first: where a gap between tokens leaves room for one or two
+            layers, half of it would be lost by whole ones.
         clock: in seconds.
 
     Raises:
@@ -62,51 +62,51 @@ class SlicedEncoder:
         }
         self._handles = [layer.register_forward_pre_hook(self._at_layer) for layer in layers.values()]
         self._handles += [module.register_forward_pre_hook(self._at_part(name)) for module, name in parts.values()]
-        # Of the last batch; before one has ended: as many as there are.
+        # In the last batch; before one has ended, the number of layers in the towers.
         self.num_layers_of_batch = max(1, len(layers))
         self._num_parts_of_batch = max(self.num_layers_of_batch, len(parts))
-        self._running: Any = None  # the greenlet of the forward under way
+        self._running: Any = None  # the greenlet of the current forward
         self._clock = clock
         self._num_left: int | None = None
         self._until: float | None = None
-        self._part_s: dict[str, float] = {}  # what each part of a layer takes in this batch, as far as it is known
-        self._part = ""  # the one under way
-        self._is_in_first_part = False  # of a layer, before the first of its weights
-        self._part_began_at: float | None = None  # None: not in this slice
+        self._part_s: dict[str, float] = {}  # duration of each part of a layer in this batch, once measured
+        self._part = ""  # the current one
+        self._is_in_first_part = False  # of a layer, before its first module with weights
+        self._part_started_at: float | None = None  # None: not in this slice
         self._num_passed = 0  # layers of the forward
         self._num_parts_passed = 0
-        self._num_told = 0.0  # of the layers passed, by slices that have ended
+        self._num_reported = 0.0  # layers passed in slices that have ended
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         return self._running is not None
 
-    def begin(self, forward: Callable[[], None]) -> None:
-        """Take a forward; nothing of it runs before ``go_on``."""
-        assert not self.is_under_way, "one forward at a time"
+    def start(self, forward: Callable[[], None]) -> None:
+        """Take a forward, which runs with the first ``resume``."""
+        assert not self.is_running, "one forward at a time"
         self._running = self._greenlets.greenlet(forward)
         self._num_passed = self._num_parts_passed = 0
-        self._num_told = 0.0
+        self._num_reported = 0.0
         self._part_s.clear()
 
-    def go_on(self, num_layers: int | None, until: float | None = None) -> Slice:
-        """Run up to so many layers, whole ones, and what lies between them; None: to the end.
+    def resume(self, num_layers: int | None, until: float | None = None) -> Slice:
+        """Run up to ``num_layers`` layers and the code between them; None: to the end.
 
-        What is before the first layer goes with the first slice, what is behind the last layer with the last.
+        The code before the first layer runs in the first slice, the code behind the last layer in the last.
 
         Args:
-            until: by the clock: no part of a layer but the first is begun that would end later, if it takes as long
-                as those before it.
+            until: time by the clock. A part of a layer is not started, unless it is the first of the slice, if it would
+                end later, judged by the parts before it.
 
         Raises:
-            Exception: the forward's own.
+            Exception: raised by the forward.
         """
-        assert self.is_under_way, "nothing has begun"
+        assert self.is_running, "no forward has started"
         assert num_layers is None or num_layers > 0
-        num_parts_before, began_at = self._num_parts_passed, self._clock()
+        num_parts_before, started_at = self._num_parts_passed, self._clock()
         self._num_left = num_layers
         self._until = until
-        self._part_began_at = None
+        self._part_started_at = None
         has_ended = True
         try:
             return_here(self._running)
@@ -119,62 +119,62 @@ class SlicedEncoder:
         if has_ended:
             self.num_layers_of_batch = max(1, self._num_passed)
             self._num_parts_of_batch = max(1, self._num_parts_passed)
-            passed = self._num_passed - self._num_told
+            passed = self._num_passed - self._num_reported
         else:
             num_parts = self._num_parts_passed - num_parts_before
             passed = num_parts * self.num_layers_of_batch / self._num_parts_of_batch
-        self._num_told += passed
-        return Slice(has_ended, passed, self._clock() - began_at)
+        self._num_reported += passed
+        return Slice(has_ended, passed, self._clock() - started_at)
 
     def cancel(self) -> None:
-        """Give up the forward under way, if there is one."""
-        if self.is_under_way:
+        """Abandon the current forward, if there is one."""
+        if self.is_running:
             return_here(self._running)
-            self._running.throw()  # its own exception for that, which ends here
-            assert self._running.dead, "the encoder goes on though it was cancelled"
+            self._running.throw()  # GreenletExit, which ends there
+            assert self._running.dead, "the encoder continues though it was cancelled"
             self._running = None
 
     def close(self) -> None:
-        """Give up what is under way and take the boundaries out of the towers."""
+        """Abandon the current forward and remove the hooks from the towers."""
         self.cancel()
         for handle in self._handles:
             handle.remove()
 
     @property
     def _is_inside(self) -> bool:
-        """Or else it is a forward that nobody slices: vLLM's profiling run."""
+        """Whether the caller is the sliced forward, not another one such as vLLM's profiling run."""
         return self._running is not None and self._greenlets.getcurrent() is self._running
 
     def _at_layer(self, layer: nn.Module, args: object) -> None:
         if not self._is_inside:
             return
-        self._begin_part("", is_last=self._num_left == 0)
+        self._start_part("", is_last=self._num_left == 0)
         self._is_in_first_part = True
         if self._num_left is not None:
             self._num_left -= 1
         self._num_passed += 1
 
     def _at_part(self, name: str) -> Callable[[nn.Module, object], None]:
-        def begin(module: nn.Module, args: object) -> None:
+        def start(module: nn.Module, args: object) -> None:
             if not self._is_inside:
                 return
             if not self._is_in_first_part:
-                self._begin_part(name, is_last=False)
+                self._start_part(name, is_last=False)
             self._is_in_first_part = False
 
-        return begin
+        return start
 
-    def _begin_part(self, name: str, is_last: bool) -> None:
-        """Stop in front of it, if the grant is over (``is_last``) or the time is."""
+    def _start_part(self, name: str, is_last: bool) -> None:
+        """Pause before this part if the layers of the slice are complete (``is_last``), or its time is over."""
         now = self._clock()
         is_late = False
-        if self._part_began_at is not None:
-            known_s, part_s = self._part_s.get(self._part), now - self._part_began_at
+        if self._part_started_at is not None:
+            known_s, part_s = self._part_s.get(self._part), now - self._part_started_at
             self._part_s[self._part] = part_s if known_s is None else known_s + (part_s - known_s) * WEIGHT
             expected_s = self._part_s.get(name, max(self._part_s.values()))
             is_late = self._until is not None and now + expected_s > self._until
         if (is_last or is_late) and not is_autocast():
             self._running.parent.switch()
             now = self._clock()
-        self._part, self._part_began_at = name, now
+        self._part, self._part_started_at = name, now
         self._num_parts_passed += 1

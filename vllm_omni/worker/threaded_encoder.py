@@ -1,4 +1,4 @@
-"""``ThreadedEncoder``: a forward of an encoder in a thread of its own, beside whatever its caller computes."""
+"""``ThreadedEncoder``: an encoder's forward in a thread, beside the caller's own computation."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from vllm_omni.worker.sliced_encoder import Slice
 
 
 class ThreadedEncoder:
-    """Only where the encoder's kernels share nothing with the caller's: vLLM's for CPUs share scratch memory."""
+    """For encoders whose kernels share nothing with the caller's; vLLM's kernels for CPUs share scratch memory."""
 
-    num_layers_of_batch = 1  # it is not cut
+    num_layers_of_batch = 1  # it is not sliced
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, "encoder")
         self._future: Future[None] | None = None
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         return self._future is not None
 
-    def begin(self, forward: Callable[[], None]) -> None:
-        assert not self.is_under_way, "one forward at a time"
-        self._future = self._threads.submit(torch.inference_mode()(forward))  # a thread's own mode
+    def start(self, forward: Callable[[], None]) -> None:
+        assert not self.is_running, "one forward at a time"
+        self._future = self._threads.submit(torch.inference_mode()(forward))  # the mode is per thread
 
     def poll(self) -> Slice:
-        """Whether the forward has ended; no layers are counted. Raises what it raised."""
-        assert self._future is not None, "nothing has begun"
+        """Whether the forward has ended; raises its exception. No layers are counted."""
+        assert self._future is not None, "no forward has started"
         if not self._future.done():
             return Slice(has_ended=False, num_layers=0.0, seconds=0.0)
         future, self._future = self._future, None
@@ -37,7 +37,7 @@ class ThreadedEncoder:
         return Slice(has_ended=True, num_layers=0.0, seconds=0.0)
 
     def cancel(self) -> None:
-        """Wait for the end of the forward under way, if there is one, and forget it."""
+        """Wait for the end of the current forward, if there is one, and drop its result."""
         if self._future is not None:
             wait([self._future])
             self._future = None

@@ -1,4 +1,4 @@
-"""Workers of autoregressive stages: vLLM's own, with our runner put in after ``init_device``."""
+"""Workers of autoregressive stages: vLLM's own, whose runner is replaced after ``init_device``."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-NICENESS = 10  # a tenth of the time that others get, where all cores are busy
+NICENESS = 10  # where all cores are busy, a tenth of the time of normal processes
 
 NUM_ENCODES_BESIDE = 8
 NUM_TOKENS_BESIDE = 16
 
 
-def hands_on_all(config: VllmConfig) -> bool:
-    """Whether the engine writes nothing itself: what it computes, images or prompts, others pull."""
+def generates_no_reply(config: VllmConfig) -> bool:
+    """Whether the engine only encodes or prefills for other engines, which pull what it computes."""
     kv = config.kv_transfer_config
     return config.is_mm_encoder_only or (kv is not None and kv.kv_role == "kv_producer")
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """But for what sums of another order differ by."""
+    """Equal up to the order of summation."""
     return torch.allclose(one, other, rtol=0.0, atol=1e-6 * max(1.0, other.abs().max().item()))
 
 
@@ -53,38 +53,38 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
 
     @torch.inference_mode()
     def check_encode_in_thread(self) -> None:
-        """Encode beside forwards of the language model, and compare with what each gives alone.
+        """Compare an encode beside forwards of the language model with each of them alone.
 
         Raises:
-            ConfigError: the numbers are others.
+            ConfigError: the results differ.
         """
         assert self.mm_budget is not None
         inputs = self._get_mm_dummy_batch(self.mm_budget.get_modality_with_max_tokens(), 1)
         num_tokens = min(NUM_TOKENS_BESIDE, self.max_num_tokens)
-        generator = torch.Generator().manual_seed(0)  # the process's own is the requests'
+        generator = torch.Generator().manual_seed(0)  # the process's own generator is for the requests
         self.inputs_embeds.gpu[:num_tokens].normal_(generator=generator)
 
         def encode() -> torch.Tensor:
             return torch.cat([one.flatten() for one in self.model.embed_multimodal(**inputs)])
 
-        def speak() -> torch.Tensor:
+        def forward() -> torch.Tensor:
             hidden: torch.Tensor = self._dummy_run(num_tokens, force_attention=True)[0].clone()
             return hidden
 
         for name, values in inputs.items():
             if isinstance(values, torch.Tensor) and values.is_floating_point():
                 inputs[name] = torch.empty_like(values).normal_(generator=generator)
-        image, words = encode(), speak()
+        image, hidden_alone = encode(), forward()
         encoder, are_same = ThreadedEncoder(), True
         images: list[torch.Tensor] = []
-        encoder.begin(lambda: images.extend(encode() for _ in range(NUM_ENCODES_BESIDE)))
+        encoder.start(lambda: images.extend(encode() for _ in range(NUM_ENCODES_BESIDE)))
         while not encoder.poll().has_ended:
-            are_same &= _are_close(speak(), words)
+            are_same &= _are_close(forward(), hidden_alone)
         encoder.close()
         if not are_same or not all(_are_close(one, image) for one in images):
             raise ConfigError(
-                "epd.encode_in = 'thread': beside each other, this model's image encoder and its language model "
-                "compute other numbers than alone: give 'slices'"
+                "epd.encode_in = 'thread': this model's image encoder and its language model compute other numbers "
+                "beside each other than alone: give 'slices'"
             )
         self.inputs_embeds.gpu[:num_tokens].zero_()
 
@@ -98,11 +98,11 @@ class CPUARWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        # Upstream builds its own runner in init_device and loads weights later, so replacing it here costs no weights.
+        # Upstream makes its own runner in init_device and loads weights later, so it holds none when it is replaced.
         self.model_runner = CPUARModelRunner(self.vllm_config, self.device)
-        if hands_on_all(self.vllm_config) and parent_process() is not None:
-            # It has no gap between tokens to keep, and instances that have one may be computing on the same cores. Of
-            # this thread, which computes, and those that it starts; never in a process that is the user's.
+        if generates_no_reply(self.vllm_config) and parent_process() is not None:
+            # Instances that must keep gaps between tokens may compute on the same cores. This lowers the priority of
+            # the computing thread and of those that it starts; never in the user's own process.
             os.nice(NICENESS)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -112,7 +112,7 @@ class CPUARWorker(CPUWorker):
         return times
 
     def relay_statistics(self) -> dict[str, dict[str, int]]:
-        """Of this rank's relays, by backend; asked for by ``StageEngine.relay_statistics``."""
+        """Statistics of this rank's relays, by backend, for ``StageEngine.relay_statistics``."""
         return self.model_runner.hub.plain_statistics()
 
 
