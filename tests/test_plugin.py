@@ -13,6 +13,7 @@ def run(code: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long  # the quick one: tests/test_vllm_patches.py
 def test_nothing_of_vllm_is_replaced() -> None:
     """Neither ``register``, twice, nor importing all packages of a server replaces a definition."""
     output = run("""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 
-from vllm_omni.process.tether import ServerTether, enter_stage_process
+from vllm_omni.process.tether import SURVIVED, ServerTether, enter_stage_process
 
 LIFE_S = 200.0
 TIMEOUT_S = 20.0
@@ -56,6 +56,21 @@ def fail(tether: ServerTether) -> None:
 
 
 def survive(tether: ServerTether) -> None:
+    """Log a failure in a function named as the one in which vLLM answers a call with its failure."""
+    enter_stage_process()
+    logger = logging.getLogger("vllm.v1.engine.core")
+
+    def _invoke_utility_method() -> None:
+        try:
+            raise IndexError
+        except IndexError:
+            logger.exception("failed")
+
+    assert _invoke_utility_method.__name__ in SURVIVED
+    _invoke_utility_method()
+
+
+def survive_in_vllm(tether: ServerTether) -> None:
     from vllm.v1.engine import UtilityOutput
     from vllm.v1.engine.core import EngineCoreProc
 

@@ -4,8 +4,11 @@ import multiprocessing
 import signal
 import socket
 import uuid
+from collections.abc import Callable
 
-from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, wait_for
+import pytest
+
+from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, survive_in_vllm, wait_for
 from vllm_omni.process.proc import SHM
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.stage_processes import StageProcesses
@@ -51,14 +54,22 @@ def test_a_socket_that_no_process_holds_is_removed(directory: RunDirectory) -> N
         assert (directory.path / "alive").exists()
 
 
-def test_a_call_that_an_engine_answers_with_a_failure_is_no_termination_reason(directory: RunDirectory) -> None:
+def survives(directory: RunDirectory, program: Callable[[ServerTether], None], timeout_s: float) -> bool:
+    """Whether a process of a stage ends well and has reported no failure."""
     tether = ServerTether(directory.path, "talker")
-    processes = StageProcesses(tether)
-    process = multiprocessing.get_context("spawn").Process(target=survive, args=(tether,))
+    process = multiprocessing.get_context("spawn").Process(target=program, args=(tether,))
     process.start()
-    process.join(6 * TIMEOUT_S)  # it imports vLLM
-    assert process.exitcode == 0
-    assert processes.failure() is None
+    process.join(timeout_s)
+    return process.exitcode == 0 and StageProcesses(tether).failure() is None
+
+
+def test_a_call_that_an_engine_answers_with_a_failure_is_no_termination_reason(directory: RunDirectory) -> None:
+    assert survives(directory, survive, TIMEOUT_S)
+
+
+@pytest.mark.long  # it imports vLLM
+def test_vllm_answers_calls_in_the_functions_that_survive(directory: RunDirectory) -> None:
+    assert survives(directory, survive_in_vllm, 6 * TIMEOUT_S)
 
 
 def test_first_reason_of_a_failure_is_reported_per_stage(directory: RunDirectory) -> None:

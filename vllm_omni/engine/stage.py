@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -31,6 +30,7 @@ from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.rejection import raise_reported, rejection
+from vllm_omni.engine.rendering import render
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
@@ -295,29 +295,9 @@ class StageEngine(StageNode):
             InvalidRequest: the prompt cannot be read, or a parameter cannot be honoured.
         """
         if self._is_first and self.kind.renders_prompt:
-            request = StageRequest(await self.render(request.prompt), request.args)
+            request = StageRequest(await render(self.llm, request.prompt, self.spec, self.name), request.args)
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
-
-    async def render(self, prompt: Any) -> Any:
-        """Tokenize the user's prompt and process its media.
-
-        Raises:
-            InvalidRequest: the prompt cannot be read.
-        """
-        if not (isinstance(prompt, dict) and "type" in prompt):  # else it is rendered already
-            try:
-                parsed = parse_model_prompt(self.llm.model_config, prompt)
-                (prompt,) = await self.llm.renderer.render_cmpl_async([parsed])
-            except Exception as exc:
-                raise rejection(exc, self.name) from exc
-        # A number of another type would end the engine core's thread that receives requests.
-        wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
-        if wrong:
-            raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
-        if self.spec.check_prompt is not None:
-            self.spec.check_prompt(prompt)
-        return prompt
 
     async def run(
         self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, published: list[Payload]

@@ -118,7 +118,7 @@ def _exit_at_once() -> None:
 
 
 # Functions of vLLM's engine core that answer a call with its failure, and continue.
-_SURVIVED = ("_invoke_utility_method", "_handle_request_preproc_error")
+SURVIVED = ("_invoke_utility_method", "_handle_request_preproc_error")
 
 
 class _FailureReport(logging.Handler):
@@ -133,7 +133,7 @@ class _FailureReport(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None or record.exc_info[1] is None:
             return
-        if record.funcName in _SURVIVED:
+        if record.funcName in SURVIVED:
             _FailureReport.has_failed = False
             self._path.unlink(missing_ok=True)  # a worker may have reported it first
             return
