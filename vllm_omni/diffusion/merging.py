@@ -64,22 +64,30 @@ def _argument_key(call: PendingCall, rule: MergeRule, name: str, rows: int, fing
     if name in rule.rows:
         return _row_shapes(name, value, rows)
     if name in rule.lists:
-        if not isinstance(value, list) or len(value) != rows or not all(isinstance(one, Tensor) for one in value):
-            raise Unmergeable(f"{name} is not a list with a tensor for each of {rows} rows")
-        return (value[0].dtype, value[0].device)
+        return _list_key(name, value, rows)
     if name in rule.same_lists:
         if len(value) not in (1, rows) or any(one != value[0] for one in value):
             raise Unmergeable(f"{name} differs from row to row")
         return repr(value[0])
     if name in rule.padded:
-        if value.shape[0] != rows:
-            raise Unmergeable(f"{name} has {value.shape[0]} rows, not {rows}")
-        has_mask = rule.makes_masks or call.kwargs.get(rule.padded[name]) is not None
         # Without a mask, only sequences of equal length can be merged.
-        return (value.shape[2:], value.dtype, value.device, None if has_mask else value.shape[1])
+        has_mask = rule.makes_masks or call.kwargs.get(rule.padded[name]) is not None
+        return _sequence_key(name, value, rows, has_mask=has_mask)
     if name not in rule.shared and isinstance(value, Tensor):
         raise Unmergeable(f"the rule does not name the tensor {name}")
     return fingerprints.of(value)
+
+
+def _list_key(name: str, value: Any, rows: int) -> Hashable:
+    if not isinstance(value, list) or len(value) != rows or not all(isinstance(one, Tensor) for one in value):
+        raise Unmergeable(f"{name} is not a list with a tensor for each of {rows} rows")
+    return (value[0].dtype, value[0].device)
+
+
+def _sequence_key(name: str, value: Tensor, rows: int, *, has_mask: bool) -> Hashable:
+    if value.shape[0] != rows:
+        raise Unmergeable(f"{name} has {value.shape[0]} rows, not {rows}")
+    return (value.shape[2:], value.dtype, value.device, None if has_mask else value.shape[1])
 
 
 def _row_shapes(name: str, value: Any, rows: int) -> tuple[Hashable, ...]:

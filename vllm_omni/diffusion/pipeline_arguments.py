@@ -57,22 +57,8 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
     params = request.params
     accepted = inspect.signature(type(pipeline).__call__).parameters
     name = type(pipeline).__name__
-    arguments: dict[str, Any] = {}
-    if "prompt" in accepted:
-        arguments["prompt"] = request.prompt
-    elif request.prompt:
-        raise InvalidRequest(f"{name} takes no prompt; give an empty one")
-    for parameter in SAME_NAME:
-        if (value := getattr(params, parameter)) is not None:
-            if parameter not in accepted:
-                raise InvalidRequest(f"{name} takes no {parameter}")
-            arguments[parameter] = value
-    is_guided = params.negative_prompt is not None or "negative_prompt_embeds" in params.extra_args
-    if name.startswith("QwenImage") and params.true_cfg_scale is None and not is_guided:
-        arguments["true_cfg_scale"] = 1.0  # same result as diffusers' default, without its warning in the server's log
+    arguments = _value_arguments(name, accepted, request)
     _check_size(pipeline, arguments)
-    if params.fps is not None:  # for other pipelines, the frame rate is a property of the file only
-        arguments |= {parameter: params.fps for parameter in FRAME_RATES if parameter in accepted}
     arguments |= _image_arguments(pipeline, accepted, request.images)
     arguments |= _output_arguments(name, accepted, params)
     for parameter, value in params.extra_args.items():
@@ -90,6 +76,27 @@ def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
     accepted = inspect.signature(type(pipeline).__call__).parameters
     defaults = [accepted[name].default for name in FRAME_RATES if name in accepted]
     return next((round(rate) for rate in defaults if isinstance(rate, int | float)), None)
+
+
+def _value_arguments(name: str, accepted: Accepted, request: DiffusionRequest) -> dict[str, Any]:
+    """The prompt, and the parameters that the request sets."""
+    params = request.params
+    arguments: dict[str, Any] = {}
+    if "prompt" in accepted:
+        arguments["prompt"] = request.prompt
+    elif request.prompt:
+        raise InvalidRequest(f"{name} takes no prompt; give an empty one")
+    for parameter in SAME_NAME:
+        if (value := getattr(params, parameter)) is not None:
+            if parameter not in accepted:
+                raise InvalidRequest(f"{name} takes no {parameter}")
+            arguments[parameter] = value
+    if params.fps is not None:  # for other pipelines, the frame rate is a property of the file only
+        arguments |= {parameter: params.fps for parameter in FRAME_RATES if parameter in accepted}
+    is_guided = params.negative_prompt is not None or "negative_prompt_embeds" in params.extra_args
+    if name.startswith("QwenImage") and params.true_cfg_scale is None and not is_guided:
+        arguments["true_cfg_scale"] = 1.0  # same result as diffusers' default, without its warning in the server's log
+    return arguments
 
 
 def _check_size(pipeline: Any, arguments: Mapping[str, Any]) -> None:

@@ -111,7 +111,7 @@ class DiffusionModelRunner:
                 self.stepper.add(new.req_id, request)
                 self.requests[new.req_id] = RunningParams(request.params)
             except Exception as exc:  # the request fails, the engine must live
-                failures[new.req_id] = make_failure(new.req_id, exc, is_invalid=isinstance(exc, ValueError))
+                failures[new.req_id] = make_failure(new.req_id, exc)
 
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
         if isinstance(scheduler_output, DenoiseSchedulerOutput):
