@@ -20,14 +20,14 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of each command, if it is a block of commands: continued lines joined, comments left out."""
+        """The words of each command in a block of commands; continued lines are joined, comments left out."""
         if self.language or not self.text.startswith(PROGRAMS):
             return []
         return [words for line in _logical_lines(self.text) if (words := shlex.split(line, comments=True))]
 
     @property
     def is_program(self) -> bool:
-        """Python that stands alone, rather than an excerpt."""
+        """Whether it is a complete program in Python, rather than an excerpt."""
         return self.language == "python" and bool(re.match("(from|import) ", self.text))
 
 

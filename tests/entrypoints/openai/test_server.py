@@ -366,9 +366,9 @@ def test_an_slo_is_reported_and_a_wrong_one_rejected(server: Server, route: str,
     wait_for("two more with an SLO", lambda: count("requests") == requests + 2)
     assert (count("met"), count("missed_ttft")) == (met + 1, missed + 1)
     for slo in ({"tpot_ms": -1}, "fast", {"tpot": 30}):
-        refused = ask_within(slo)
-        assert refused.status_code == 400, refused.text
-        assert "slo" in refused.json()["error"]["message"]
+        rejected = ask_within(slo)
+        assert rejected.status_code == 400, rejected.text
+        assert "slo" in rejected.json()["error"]["message"]
     assert count("requests") == requests + 2
 
 

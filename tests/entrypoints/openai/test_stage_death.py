@@ -23,9 +23,9 @@ def states(server: Server) -> dict[str, str]:
     return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
 
 
-def test_a_dead_vocoder_fails_speech_alone_and_comes_back(client: openai.OpenAI, server: Server, text: str) -> None:
+def test_a_killed_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, server: Server, text: str) -> None:
     kill(server, "token2wav")
-    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
+    wait_for("/health reports it", lambda: server.get("/health").status_code == 503)
     response = server.get("/health")
     message = "stage 'token2wav': restarting: its engine has died: killed by SIGKILL"
     assert response.json()["error"]["message"] == message
@@ -36,14 +36,14 @@ def test_a_dead_vocoder_fails_speech_alone_and_comes_back(client: openai.OpenAI,
     assert error.value.status_code == 503
     assert message in str(error.value)
     assert ask(client).choices[0].message.content == text
-    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    wait_for("the stage runs again", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
     assert server.metric(r'vllm_omni:stage_restarts_total\{stage="token2wav"\}') == 1
     answer = ask(client, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"})
     read_audio(answer.choices[0].message.audio.data)
     assert server.holds_nothing()
 
 
-def test_a_dead_first_stage_comes_back_and_ends_the_server_when_it_dies_too_often(
+def test_a_killed_first_stage_restarts_and_stops_the_server_the_second_time(
     client: openai.OpenAI, server: Server, text: str
 ) -> None:
     """The last test of the server."""
@@ -51,11 +51,11 @@ def test_a_dead_first_stage_comes_back_and_ends_the_server_when_it_dies_too_ofte
     messages = [{"role": "user", "content": picture}]
     seen = ask(client, messages=messages).choices[0].message.content
     kill(server, "thinker")
-    wait_for("/health sees it", lambda: server.get("/health").status_code == 503)
+    wait_for("/health reports it", lambda: server.get("/health").status_code == 503)
     with pytest.raises(openai.InternalServerError) as error:
         ask(client)
     assert error.value.status_code == 503
-    wait_for("the stage is back", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
+    wait_for("the stage runs again", lambda: server.get("/health").status_code == 200, START_TIMEOUT_S)
     assert ask(client).choices[0].message.content == text
     # The front end had cached the picture, and does not send what it believes the engine to have.
     assert ask(client, messages=messages).choices[0].message.content == seen
