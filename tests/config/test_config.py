@@ -3,9 +3,10 @@ import json
 
 import pytest
 
-from tests.cases import rejected
+from tests.cases import case, rejected
 from vllm_omni import config
 from vllm_omni.config import EdgeConfig, OmniConfig, Origin, StageConfig, load_config
+from vllm_omni.config.layers import find_config
 from vllm_omni.config.vllm_args import AR_STAGE_ARGS, EVERY_STAGE_ARGS, PER_STAGE_ARGS, check_engine_args
 from vllm_omni.errors import ConfigError
 
@@ -397,6 +398,23 @@ def test_edge_config_rejects_credits_that_are_not_a_number():
         EdgeConfig(source="a", target="b", credits="many")
 
 
+def test_a_config_is_found_in_one_way_only(model):
+    omni = load_config(model)
+    stages = [StageConfig(stage_id=0, name="thinker", model=model)]
+    assert find_config(None, omni, None, {"overrides": None, "stage_overrides": (), "epd": None}) is omni
+    assert find_config(None, None, stages, {"stage_overrides": []}).stages == tuple(stages)
+    assert find_config(model, None, None, {"stage_overrides": ["thinker.seed=1"]}).stage(0).engine_args == {"seed": 1}
+    for arguments, message in [
+        ((model, omni, None, {}), "`config` cannot be combined with other arguments"),
+        ((None, omni, None, {"seed": 0}), "`config` cannot be combined with other arguments"),
+        ((None, None, stages, {"max_num_seqs": 1}), "`stage_configs` cannot be combined with arguments that change"),
+        ((None, None, [], {}), "stage_configs: at least one stage is needed"),
+        ((None, None, None, {}), "give a model"),
+    ]:
+        with rejected(ConfigError, message, arguments):
+            find_config(*arguments)
+
+
 # --- against vLLM
 
 
@@ -406,6 +424,35 @@ def test_defaults_of_vllm_pass_our_checks():
     for arg in dataclasses.fields(arg_utils.EngineArgs):
         if arg.default is not dataclasses.MISSING and not arg.name.startswith("_") and arg.name != "model":
             check_engine_args({arg.name: arg.default})
+
+
+def test_mappings_are_checked_by_vllms_configuration_classes(model):
+    def load(**engine_args):
+        return StageConfig(stage_id=0, name="thinker", model=model, engine_args=engine_args).engine_args
+
+    for key, value in [
+        ("compilation_config", {"mode": 0, "cudagraph_mode": "NONE"}),
+        ("profiler_config", {"profiler": "torch", "torch_profiler_dir": "/tmp"}),
+        ("attention_config", {"backend": "TORCH_SDPA"}),
+        ("attention_backend", "TORCH_SDPA"),
+        ("limit_mm_per_prompt", {"image": 2, "video": {"count": 1, "num_frames": 2}}),
+        ("hf_overrides", {"text_config": {"num_hidden_layers": 1}}),
+        ("override_generation_config", {}),
+        ("distributed_executor_backend", "mp"),
+        ("optimization_level", 0),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("device_ids", ["0", 1]),
+    ]:
+        with case(key):
+            assert load(**{key: value})[key] == value
+    for key, value, message in [
+        ("compilation_config", {"modee": 0}, r"compilation_config.* = 0: unknown key|modee"),
+        ("profiler_config", {"profiler": "torhc"}, r"profiler.* 'torhc'"),
+        ("limit_mm_per_prompt", {"image": "many"}, r"image.* = 'many': must be"),
+        ("limit_mm_per_prompt", 3, r"limit_mm_per_prompt = 3: must be a mapping"),
+    ]:
+        with rejected(ConfigError, message, (key, value)):
+            load(**{key: value})
 
 
 def test_arguments_that_are_shared_between_stages_exist_in_vllm():

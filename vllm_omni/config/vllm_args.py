@@ -79,10 +79,12 @@ def check_engine_arg(key: str, value: object) -> None:
 
 
 def _validate(engine_arg: TypeAdapter[Any], value: object) -> None:
-    """Strictly, but with lists for tuples and mappings for classes, as JSON allows."""
+    """Validate mappings as vLLM's configuration classes do, and other data strictly, with lists for tuples."""
     try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):  # an object that is no data, for example a torch.dtype
+        text = None if isinstance(value, Mapping) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # an object that is no data, for example a class
+        text = None
+    if text is None:
         engine_arg.validate_python(value)
     else:
         engine_arg.validate_json(text, strict=True)
