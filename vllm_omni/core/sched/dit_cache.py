@@ -1,4 +1,4 @@
-"""``DiTCacheManager``: which requests may keep cache entries of their denoiser, within a budget of bytes.
+"""``DiTCacheManager``: distribute a budget of bytes for the denoiser's cache entries among requests.
 
 The scheduler counts bytes; the tensors are in the runner's ``FirstBlockCache``, which applies each ``DiTCacheUpdate``.
 
@@ -20,7 +20,7 @@ from vllm_omni.messages.cache_update import DiTCacheUpdate
 @dataclass(frozen=True, slots=True)
 class DiTCacheConfig:
     num_bytes: int  # of all entries of a stage; 0: nothing is cached
-    ttl_s: float = 600.0  # a request in no batch for so long has been forgotten by somebody; its room is taken back
+    ttl_s: float = 600.0  # a guard against leaks: a request in no batch for this long loses its room
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0:
@@ -38,22 +38,22 @@ class DiTCacheEntry(NamedTuple):
 
 class DiTCacheStatistics(NamedTuple):
     num_requests: int  # with room
-    num_bytes: int  # that they hold
+    num_bytes: int  # of their room
     num_bytes_budget: int
     num_evictions: int  # to make room for another, so far
     num_expired: int  # so far
-    num_refusals: int  # allocations for which there was no room, so far
+    num_rejections: int  # allocations for which there was no room, so far
 
 
 class DiTCacheManager:
-    """A budget of bytes, shared by requests in the order in which they ask.
+    """Gives requests room in the order of their allocations, within a budget of bytes.
 
-    Who finds no room runs uncached; nothing ever waits for room. Room is made by taking it from requests outside the
-    current batch, the least recently used first: they lose no result, only one full forward each when they are back.
-    An ``OrderedDict`` keeps that order; a step looks at each request of its batch once.
+    A request that does not fit runs uncached; none waits for room. Room is taken from requests outside the current
+    batch, least recently used first: evicted requests lose no result, and compute one more full forward each. An
+    ``OrderedDict`` keeps the order of use, so that a step costs one move for each request of its batch.
 
     Args:
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, config: DiTCacheConfig, clock: Callable[[], float] = time.monotonic):
@@ -67,10 +67,10 @@ class DiTCacheManager:
         self._known_to_runner: set[str] = set()  # granted by an update that was taken, and not dropped by one
         self._num_evictions = 0
         self._num_expired = 0
-        self._num_refusals = 0
+        self._num_rejections = 0
 
     def start_batch(self, request_ids: Collection[str]) -> None:
-        """Say which requests run in the coming step: until the next call they keep what they have."""
+        """Set the requests of the coming step, which keep their room until the next call."""
         self._batch = frozenset(request_ids)
         now = self._clock()
         for request_id in request_ids:
@@ -79,21 +79,21 @@ class DiTCacheManager:
                 self._entries.move_to_end(request_id)
 
     def allocate_cache(self, request_id: str, num_bytes: int) -> bool:
-        """Make ``num_bytes`` the room of a request; whether it has them.
+        """Set the room of a request to ``num_bytes``; return whether there was enough.
 
-        A request that asks for more than there is keeps what it had. Asking again for the same costs nothing.
+        If there was not, the request keeps its earlier room. Repeating an allocation costs nothing.
 
         Raises:
             ValueError: ``num_bytes`` is not positive.
         """
         if num_bytes <= 0:
-            raise ValueError(f"request {request_id!r} asks for {num_bytes} bytes of cache; it must be at least one")
+            raise ValueError(f"request {request_id!r}: num_bytes = {num_bytes}: must be at least 1")
         entry = self._entries.get(request_id)
         num_held = 0 if entry is None else entry.num_bytes
         if num_bytes == num_held:
             return True
         if not self._make_room(num_bytes - num_held, request_id):
-            self._num_refusals += 1
+            self._num_rejections += 1
             return False
         self._entries[request_id] = DiTCacheEntry(num_bytes, self._clock() if entry is None else entry.last_used_s)
         self._num_bytes += num_bytes - num_held
@@ -101,11 +101,11 @@ class DiTCacheManager:
         return True
 
     def get_cache(self, request_id: str) -> DiTCacheEntry | None:
-        """A request's room; None: it runs uncached. Looking does not make it recently used."""
+        """Room of a request; None: it runs uncached. Does not count as a use."""
         return self._entries.get(request_id)
 
     def release_cache(self, request_id: str) -> None:
-        """Take back the room of a request that has ended, however it did. One without room is fine."""
+        """Free the room of a request that has ended; does nothing for one without room."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
@@ -115,7 +115,7 @@ class DiTCacheManager:
             self._dropped[request_id] = None
 
     def clear_expired_cache(self) -> None:
-        """Take back the room of requests that were in no batch for ``ttl_s``: a guard against leaks, no policy."""
+        """Free the room of requests that were in no batch for ``ttl_s``."""
         horizon = self._clock() - self.config.ttl_s
         expired = [
             request_id
@@ -127,7 +127,7 @@ class DiTCacheManager:
         self._num_expired += len(expired)
 
     def take_update(self) -> DiTCacheUpdate:
-        """What has changed since the last update, for the coming step; it must reach the runner."""
+        """Return the changes since the last update; they must reach the runner with the coming step."""
         update = DiTCacheUpdate(self._granted, list(self._dropped))
         self._known_to_runner.difference_update(self._dropped)
         self._known_to_runner.update(self._granted)
@@ -141,11 +141,11 @@ class DiTCacheManager:
             num_bytes_budget=self.config.num_bytes,
             num_evictions=self._num_evictions,
             num_expired=self._num_expired,
-            num_refusals=self._num_refusals,
+            num_rejections=self._num_rejections,
         )
 
     def check_integrity(self) -> None:
-        """Assert that the books agree with each other."""
+        """Assert that all counts are consistent."""
         held = {request_id: entry.num_bytes for request_id, entry in self._entries.items()}
         assert self._num_bytes == sum(held.values()), "the sum is kept up"
         assert self._num_bytes <= self.config.num_bytes, "within the budget"
@@ -156,7 +156,7 @@ class DiTCacheManager:
         assert left == held.keys(), "after the next update the runner knows the very requests that have room"
 
     def _make_room(self, num_bytes: int, request_id: str) -> bool:
-        """Evict until so many bytes are free; nobody, if all that may be evicted are not enough."""
+        """Evict until ``num_bytes`` are free; evict none if that is impossible."""
         num_missing = self._num_bytes + num_bytes - self.config.num_bytes
         victims = []
         for other, entry in self._entries.items():
