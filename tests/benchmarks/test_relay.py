@@ -55,7 +55,7 @@ def receives_sigint() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("receives_sigint")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupted_it_leaves_nothing_behind(number):
     command = [*COMMAND[:-1], "--sizes", "16777216", "--rounds", "1000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
