@@ -1,4 +1,4 @@
-"""Check values against type annotations with pydantic, and say in one style what is wrong.
+"""Check values against type annotations with pydantic, with errors in one style.
 
 A value of a deployment is checked where it is read, one key at a time, so that the message can name its file and line.
 """
@@ -56,7 +56,7 @@ class Problem(ValueError):
 
 
 def check_field(schema: type, name: str, value: object) -> Any:
-    """The value as that field of a class takes it: no conversion but what the annotation's own validators do.
+    """Check a value for one field of a class; only the validators of the annotation convert it.
 
     Raises:
         Problem: the value does not fit.
@@ -68,7 +68,7 @@ def check_field(schema: type, name: str, value: object) -> Any:
 
 
 def check_section(schema: type, section: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
-    """A mapping whose keys are fields of a class, as that takes them; values of ``others`` are not checked here.
+    """Check a mapping whose keys are fields of a class; the values of ``others`` are not checked.
 
     Raises:
         Problem: an unknown key, or a value that does not fit.
@@ -86,9 +86,9 @@ def check_section(schema: type, section: Mapping[str, Any], others: Iterable[str
 
 
 def translate(error: ValidationError, value: object) -> Problem:
-    """Pydantic's error for a value, in our words.
+    """Translate pydantic's error for a value.
 
-    Of a union, pydantic reports an error for each member: the messages are joined for the first place it names.
+    Pydantic reports an error for each member of a union: the messages for the first place are joined.
     """
     # A struct's validator reports that the value is no instance of it, besides the fields that are wrong.
     details = error.errors(include_url=False)
@@ -99,7 +99,7 @@ def translate(error: ValidationError, value: object) -> Problem:
 
 
 def _item(whole: Any, key: str) -> Any:
-    """What a mapping or a list has under a key; the whole if there is no such key."""
+    """The item of a mapping or list under a key; the whole if there is no such key."""
     if isinstance(whole, Sequence) and not isinstance(whole, str) and key.isdecimal() and int(key) < len(whole):
         return whole[int(key)]
     return whole.get(key, whole) if isinstance(whole, Mapping) else whole

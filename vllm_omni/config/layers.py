@@ -1,6 +1,6 @@
 """``load_config``: the one way from a checkpoint, files, flags and keywords to an ``OmniConfig``.
 
-Layers are put on one another; a later one wins, key by key:
+Each layer overrides those before it, key by key:
 
 1. the bundled YAML of the checkpoint's model type (``vllm_omni/deploy/configs/<model_type>.yaml``);
 2. the user's YAML (``deploy_config``), with the same keys;
@@ -10,11 +10,10 @@ Layers are put on one another; a later one wins, key by key:
 
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
 
-* every stage, if it is one of ``EVERY_STAGE_ARGS``: how weights are loaded and in what type;
-* every ``ar`` stage, if there are any and it is one of ``AR_STAGE_ARGS``: its batch, the shape of its KV cache, its
-  parallelism;
-* nowhere, if it is one of ``PER_STAGE_ARGS`` and there are several ``ar`` stages: one number cannot be right for all;
-* the entry stage otherwise (the first one: prompt processing, multi-modal limits, prefix caching, quantization, ...).
+* every stage, for ``EVERY_STAGE_ARGS``: how weights are loaded, and their type;
+* every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, shape of the KV cache, parallelism;
+* no stage, with an error, for ``PER_STAGE_ARGS`` if there are several ``ar`` stages: each needs its own number;
+* the first stage otherwise (prompt processing, multi-modal limits, prefix caching, quantization, ...).
 
 A stage's own setting, in the same layer or a later one, wins over it.
 """
@@ -64,7 +63,7 @@ def load_config(
     epd: str | Mapping[str, Any] | None = None,
     **engine_args: Any,
 ) -> OmniConfig:
-    """Load the deployment of ``model``: the bundled one, overlaid as the head of this module says.
+    """Load the deployment of ``model``: the bundled one with the layers above it, see the head of this module.
 
     Args:
         model: directory or Hub id of the checkpoint; a stage may have another (its ``model`` key).
@@ -148,7 +147,7 @@ def _choose_model_type(model: str, layers: Sequence[Document], revision: object)
 
 
 class _Draft:
-    """The deployment while layers are put on: per stage and per edge a dictionary of fields."""
+    """Collects the layers of a deployment: a dictionary of fields for each stage and edge."""
 
     def __init__(self, bundled: Document):
         self.names = tuple(bundled.mapping("stages"))
@@ -158,7 +157,7 @@ class _Draft:
         self.overlay(bundled)
 
     def overlay(self, layer: Document) -> None:
-        """Put on a file, a mapping or keywords."""
+        """Apply a file, a mapping or keywords."""
         for key, value in layer.mapping("engine_args").items():
             path = ("engine_args", key)
             try:
@@ -201,7 +200,7 @@ class _Draft:
                 f"epd: the first stage, {self.names[0]!r}, is not a language model: it has one kind of instance"
             )
 
-        def at(path: KeyPath) -> str:  # "epd" itself is how instances are given as text
+        def at(path: KeyPath) -> str:  # text for "epd" itself holds the instances
             return ".".join(path[:1] if path[1:] == ("instances",) else path)
 
         self._set(self.names[0], "epd", section, _Place((), at, lambda _: origin))
@@ -216,7 +215,7 @@ class _Draft:
         )
 
     def _set(self, name: str, key: str, value: object, place: _Place) -> None:
-        """Set one key of a stage: a field of StageConfig, or an engine argument without ``engine_args`` above it."""
+        """Set one key of a stage: a field of ``StageConfig``, or an engine argument directly under the stage."""
         if key not in STAGE_KEYS:
             if key not in known_engine_args():
                 valid = (*STAGE_KEYS, *known_engine_args())
@@ -278,7 +277,7 @@ class _Draft:
 
 
 class _Place(NamedTuple):
-    """Where keys of a stage are given: for a message, and as data."""
+    """Where the keys of a stage are given, for messages and for origins."""
 
     stage: KeyPath  # the path of the stage itself
     describe: Callable[[KeyPath], str]
@@ -296,7 +295,7 @@ class _Place(NamedTuple):
 
 
 def _edge_values(layer: Document, edge: str) -> Iterator[tuple[KeyPath, object]]:
-    """What a document sets of an edge, chunks one by one."""
+    """The values that a document sets for an edge; chunks one by one."""
     for key, value in layer.mapping("edges", edge).items():
         if key != "chunks":
             yield (key,), value

@@ -213,7 +213,7 @@ class OmniConfig:
 
     ``origins`` says where each value that was set comes from, by its path in a deployment file:
     ``("stages", "talker", "engine_args", "max_num_seqs")``, ``("edges", "thinker->talker", "transport")``,
-    ``("model_type",)``. What is not in it is this schema's default.
+    ``("model_type",)``. A value without an origin is the default of this schema.
     """
 
     model: str
@@ -260,7 +260,7 @@ class OmniConfig:
         return self.stages[stage_index(str(name_or_id), self.stage_names, "stage")]
 
     def edge(self, source: str, target: str) -> EdgeConfig:
-        """How tensors travel on that edge; the defaults where the deployment does not say."""
+        """How tensors travel on that edge; the defaults if the deployment does not set it."""
         for edge in self.edges:
             if (edge.source, edge.target) == (source, target):
                 return edge
@@ -268,7 +268,7 @@ class OmniConfig:
 
 
 def stage_index(ref: str, names: Sequence[str], where: str) -> int:
-    """The position of the stage with that name or id; ``where`` starts the message of the ``ConfigError``."""
+    """The position of the stage with that name or id; ``where`` starts the message of a ``ConfigError``."""
     if ref in names:
         return names.index(ref)
     if ref.isdecimal() and int(ref) < len(names):

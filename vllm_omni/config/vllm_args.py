@@ -49,7 +49,7 @@ def known_engine_args() -> Iterable[str]:
 
 
 def check_engine_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments by name, each as vLLM takes it; raises ``Problem``."""
+    """Check engine arguments by name, and return them; raises ``Problem``."""
     for key, value in args.items():
         check_engine_arg(key, value)
     return args
@@ -69,7 +69,7 @@ def check_engine_arg(key: str, value: object) -> None:
     if key not in types:
         raise Problem(f"vLLM has no such engine argument: {suggest(key, types)}", key)
     if value is None:
-        return  # almost everywhere "not given" to EngineArgs, which reports where it is not
+        return  # "not given" for almost every argument; EngineArgs reports the others
     try:
         _validate(types[key], value)
     except ValidationError as exc:

@@ -1,1 +1,1 @@
-"""What users touch: ``OmniLLM``, ``AsyncOmni``, the command line, the HTTP server."""
+"""The interfaces for users: ``OmniLLM``, ``AsyncOmni``, the command line, the HTTP server."""
