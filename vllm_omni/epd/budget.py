@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from vllm_omni.config.budgets import EPDConfig
 from vllm_omni.epd.cost import CostModel, LanguageLoad, SampleLog, medians
 
 
@@ -139,6 +140,11 @@ class SloBudgets:
         self._log: SampleLog | None = SampleLog() if cost is None else None
         self._num_samples_to_fit = FIRST_FIT
 
+    def set_cost(self, cost: CostModel) -> None:
+        """Use a fitted model, and stop learning one."""
+        self.cost = cost
+        self._log = None
+
     def continue_learning(self, log: SampleLog) -> None:
         """Add the next iterations to a log of measurements that does not cover all kinds of batches."""
         self._log = log
@@ -216,3 +222,21 @@ class SloBudgets:
         if modelled_s <= 0:
             return factor
         return factor * math.exp(STEP if measured_s > modelled_s * factor else -STEP)
+
+
+def make_budgets(config: EPDConfig, max_tokens: int, max_embeds: int) -> Budgets:
+    """Make the budgets of a configuration that has some.
+
+    Args:
+        max_tokens: of one iteration, without a ``token_budget``.
+        max_embeds: of one batch of images, without an ``image_budget``.
+    """
+    if config.tpot_ms is None:
+        assert config.token_budget is not None and config.image_budget is not None
+        return FixedBudgets(config.token_budget, config.image_budget, config.num_encode_layers)
+    return SloBudgets(
+        CostModel.of(config.cost),
+        config.margin,
+        max_tokens=config.token_budget or max_tokens,
+        max_embeds=config.image_budget or max_embeds,
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_omni.epd.budget import BATCH_GRID, FixedBudgets, SloBudgets
@@ -91,14 +91,13 @@ class ProfilePlan:
             return None
         return next(self._phases, None)
 
-    def finish(self, make_budgets: Callable[[CostModel | None], SloBudgets], tpot_s: float, now: float) -> SloBudgets:
-        """Fit the costs, and log the budgets at this TPOT; what was not measured is learned while the engine runs."""
+    def finish(self, budgets: SloBudgets, tpot_s: float, now: float) -> SloBudgets:
+        """Give the measured costs to new budgets, and log what follows at this TPOT; the rest is learned later."""
         try:
-            cost = self._fit()
+            if (cost := self._fit()) is not None:
+                budgets.set_cost(cost)
         except Exception:  # whatever was measured, the engine must serve
             logger.warning("epd: no cost model fits the measurements", exc_info=True)
-            cost = None
-        budgets = make_budgets(cost)
         budgets.num_layers_of_batch = self.log.num_layers_of_batch
         if not self.is_complete:
             budgets.continue_learning(self.log)

@@ -1,4 +1,4 @@
-"""What a request tells its stage, and what a scheduler sends its runner with a step of a streamed stage.
+"""Stage arguments of a request, and a step of a streamed stage: vLLM's ``SchedulerOutput`` with rows.
 
 From: vLLM-Omni (paper), section 3.3.
 """
@@ -17,23 +17,23 @@ STAGE_ARGS = "omni"
 ``publish`` (bool)            publish the stage's rows for the next stage
 ``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order; where one has a stream, its
                               rows follow those of the payloads while the request runs
-``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; so many rows
-                              fewer than tokens must be there before a step
+``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; a step needs
+                              that many rows fewer than tokens
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
 
 
 class StreamUpdate(NamedTuple):
-    """What came for a request since its last step."""
+    """Rows that arrived for a request since its last step."""
 
-    rows: torch.Tensor | None  # [n, size], host; None: none
-    last: bool  # none follow
-    error: str = ""  # why none follow, if the stream broke
+    rows: torch.Tensor | None  # [n, size], host; None: no rows
+    last: bool  # no rows follow
+    error: str = ""  # why no rows follow, if the stream broke
 
 
 @dataclass
 class StreamSchedulerOutput(SchedulerOutput):
-    """vLLM's, with the rows that the step needs."""
+    """vLLM's, with the rows that the step's requests read."""
 
-    # request id -> what is new; only requests that this step schedules
+    # request id -> its new rows; only of requests that this step schedules
     streams: dict[str, StreamUpdate] = field(default_factory=dict)

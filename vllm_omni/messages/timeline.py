@@ -1,4 +1,4 @@
-"""``Timeline``: when an engine did what for a request, on a clock that the processes of a host share."""
+"""``Timeline``: the times of what an engine did for a request, on a clock that the processes of a host share."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from enum import IntEnum, StrEnum
 from typing import Any
 
 TIMELINE = "timeline"
-"""Key under which a timeline leaves the engine, in the ``kv_transfer_params`` of an output. It is on from where the
-engine has ``TIMELINES`` in its ``additional_config``, as the front end takes the key out again."""
+"""Key of an output's ``kv_transfer_params`` under which a timeline leaves the engine; the front end removes it."""
 
 TIMELINES = "timelines"
+"""Key of an engine's ``additional_config`` that turns timelines on."""
 
 
 class Mark(IntEnum):
-    """What happened. Each is the end of what was before it."""
+    """An event; it ends the interval before it."""
 
-    QUEUED = 0  # came to the scheduler
+    QUEUED = 0  # arrived at the scheduler
     ENCODE_BEGAN = 1  # of a batch with an image of the request
     ENCODE_ENDED = 2
-    PULL_BEGAN = 3  # admitted, and its caches begin to travel here
+    PULL_BEGAN = 3  # admitted, and the pull of its caches starts
     PULL_ENDED = 4
     SCHEDULED = 5  # its first chunk, or the first after a preemption
     PREEMPTED = 6
-    TOKEN = 7  # its first token, or the first after a preemption; the step that made it has ended
-    RECOMPUTES = 8  # a decode task whose prompt did not come: it computes that itself
+    TOKEN = 7  # end of the step with its first token, or with the first one after a preemption
+    RECOMPUTES = 8  # a decode task computes the prompt itself, as its KV cache did not arrive
     ENDED = 9  # its last token
 
 
 class Task(StrEnum):
-    """What an engine is asked to do for a request."""
+    """What one engine does for a request."""
 
-    WHOLE = "whole"  # everything, but for what came from a cache
+    WHOLE = "whole"  # all tasks, except for what a cache has
     ENCODE = "encode"  # its images
     PREFILL = "prefill"  # its prompt, for another engine
-    DECODE = "decode"  # its answer, to a prompt that another engine computed
+    DECODE = "decode"  # its answer to a prompt that another engine computed
 
 
 def task_of(extra_args: Mapping[str, Any] | None) -> Task:
-    """Of a request with these ``SamplingParams.extra_args``."""
+    """The task of a request with these ``SamplingParams.extra_args``."""
     args = extra_args or {}
     ec, kv = args.get("ec_transfer_params"), args.get("kv_transfer_params")
     if isinstance(ec, Mapping) and ec.get("encode_only"):
@@ -68,7 +68,7 @@ class Timeline:
         return max((at for one, at in self.marks if one is mark), default=None)
 
     def pack(self) -> dict[str, Any]:
-        """In types that msgpack knows."""
+        """Convert to types that msgpack knows."""
         return {"task": self.task.value, "marks": [[mark.value, at] for mark, at in self.marks]}
 
     @classmethod
@@ -78,26 +78,26 @@ class Timeline:
 
 @dataclass
 class TaskNotes:
-    """What the front end hears of one task while its engine runs it."""
+    """What the front end receives about one task while its engine runs it."""
 
-    timelines: dict[str, Timeline] = field(default_factory=dict)  # by answer: vLLM runs each of n as a request
-    # (answer's index, how many, when): of requests with an SLO.
+    timelines: dict[str, Timeline] = field(default_factory=dict)  # by answer, as vLLM runs each of ``n`` as a request
+    # (index of the answer, number of tokens, time), of requests with an SLO.
     token_times: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 @dataclass
 class StageTimes:
-    """All tasks of one request in one stage of the graph, as they end."""
+    """All tasks of one request in one stage of the graph, added as they end."""
 
     began_at: float
     ended_at: float
     timelines: list[Timeline] = field(default_factory=list)
-    token_times: list[tuple[int, int, float]] = field(default_factory=list)  # of what is for the user
+    token_times: list[tuple[int, int, float]] = field(default_factory=list)  # of the answers for the user
 
     def add(self, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
-        """A task has ended, well or not; one of which nothing was heard is known by its begin and end."""
+        """Add a task that has ended or failed; one without a timeline is known by its start and end."""
         lost = [Timeline(task, [(Mark.QUEUED, sent_at), (Mark.ENDED, ended_at)])]
         self.timelines += notes.timelines.values() or lost
-        if task in (Task.WHOLE, Task.DECODE):  # else its token is thrown away
+        if task in (Task.WHOLE, Task.DECODE):  # the tokens of other tasks are discarded
             self.token_times += notes.token_times
         self.ended_at = max(self.ended_at, ended_at)

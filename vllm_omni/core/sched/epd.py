@@ -16,7 +16,6 @@ Embeddings of images that are elsewhere (``kv/ec_connector.py``) are pulled in t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,10 +31,10 @@ from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig, encodes_in_thread
 from vllm_omni.core.sched import unqueued
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.one_token import add_outputs
-from vllm_omni.core.sched.profile import Profile
+from vllm_omni.core.sched.profile import Profile, make_profile
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.epd.budget import Budgets, FixedBudgets, SloBudgets
-from vllm_omni.epd.cost import CostModel, LanguageLoad
+from vllm_omni.epd.budget import Budgets, FixedBudgets, SloBudgets, make_budgets
+from vllm_omni.epd.cost import LanguageLoad
 from vllm_omni.epd.deadlines import Deadlines
 from vllm_omni.epd.encode_pacing import EncodePacing
 from vllm_omni.epd.encode_planner import EncodePlanner
@@ -50,7 +49,10 @@ from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import EncodeItem, EncodeReport
 from vllm_omni.messages.timeline import Mark
 
-logger = logging.getLogger(__name__)
+_UNSUPPORTED = (
+    f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder cache manager, "
+    "and an instance that only encodes needs RelayECConnector for budgets"
+)
 
 
 class EPDScheduler(StreamScheduler):
@@ -91,19 +93,15 @@ class EPDScheduler(StreamScheduler):
         self._encodes_in_thread = encodes_in_thread(self.vllm_config)
         self.pacing = EncodePacing(self.epd, self.deadlines, is_threaded=self._encodes_in_thread)
         if self.epd.is_on or self.relay_ec is not None:
-            self._check_model()
+            if self.is_encoder_decoder or type(self.encoder_cache_manager) is not EncoderCacheManager:
+                raise ConfigError(_UNSUPPORTED)
+            if self.is_mm_encoder_only and self.relay_ec is None:
+                raise ConfigError(_UNSUPPORTED)
             self.turn_on(self.encoder_cache_manager.cache_size)
-            self.profile = self._make_profile()
+            num_kv_tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size  # vLLM reserves one block
+            self.profile = make_profile(self.vllm_config, self.epd, num_kv_tokens, self.hash_block_size)
         else:
             self._compose(self.encoder_cache_manager)
-
-    def _check_model(self) -> None:
-        is_foreign_encoder = self.is_mm_encoder_only and self.relay_ec is None
-        if self.is_encoder_decoder or is_foreign_encoder or type(self.encoder_cache_manager) is not EncoderCacheManager:
-            raise ConfigError(
-                f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder cache "
-                "manager, and an instance that only encodes needs RelayECConnector for budgets"
-            )
 
     def turn_on(self, num_embeds: int) -> None:
         """Use budgets, and an image cache of this size, in which images are encoded beside the steps."""
@@ -112,7 +110,10 @@ class EPDScheduler(StreamScheduler):
             cache.is_elsewhere = self.ec_connector.has_cache_item
         self.encoder_cache_manager = cache
         self._compose(cache)
-        self.budgets = self._make_budgets()
+        if self.epd.is_on:
+            self.budgets = make_budgets(self.epd, self.max_num_scheduled_tokens, num_embeds)
+        else:
+            self.budgets = FixedBudgets(self.max_num_scheduled_tokens, self.max_num_encoder_input_tokens)
 
     def _compose(self, cache: Any) -> None:
         self.needs: ImageNeeds[Request] = ImageNeeds(
@@ -131,22 +132,6 @@ class EPDScheduler(StreamScheduler):
             on_end=self._note_image_end,
         )
 
-    def _make_budgets(self) -> Budgets:
-        if not self.epd.is_on:
-            return FixedBudgets(self.max_num_scheduled_tokens, self.max_num_encoder_input_tokens)
-        if self.epd.tpot_ms is not None:
-            return self._make_slo_budgets(CostModel.of(self.epd.cost))
-        assert self.epd.token_budget is not None and self.epd.image_budget is not None
-        return FixedBudgets(self.epd.token_budget, self.epd.image_budget, self.epd.num_encode_layers)
-
-    def _make_slo_budgets(self, cost: CostModel | None) -> SloBudgets:
-        return SloBudgets(
-            cost,
-            self.epd.margin,
-            max_tokens=self.epd.token_budget or self.max_num_scheduled_tokens,
-            max_embeds=self.epd.image_budget or self.encoder_cache_manager.cache_size,
-        )
-
     def _note_image_start(self, identifier: str, mark: Mark) -> None:
         if self.timelines is not None:
             self.timelines.start_image(identifier, mark)
@@ -156,15 +141,6 @@ class EPDScheduler(StreamScheduler):
             self.timelines.end_image(identifier, self.requests)
 
     # -- profile ------------------------------------------------------------------------------------------------------
-
-    def _make_profile(self) -> Profile | None:
-        # Engines of a data-parallel group step together: none of them may start by itself.
-        is_alone = self.vllm_config.parallel_config.data_parallel_size == 1
-        is_measured = self.epd.tpot_ms is None or self.epd.cost is not None or not self.epd.profile_s
-        if is_measured or not is_alone or self.is_mm_encoder_only:
-            return None
-        num_kv_tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size  # vLLM reserves one block
-        return Profile(self.vllm_config, self.epd.profile_s, num_kv_tokens, self.hash_block_size)
 
     def has_requests(self) -> bool:
         # The engine core steps while this holds, so that a profile starts without a request.
@@ -182,7 +158,9 @@ class EPDScheduler(StreamScheduler):
             return
         assert self.epd.tpot_ms is not None
         self.profile = None
-        self.budgets = profile.plan.finish(self._make_slo_budgets, self.epd.tpot_ms / 1000, now)
+        budgets = make_budgets(self.epd, self.max_num_scheduled_tokens, self.encoder_cache_manager.cache_size)
+        assert isinstance(budgets, SloBudgets)
+        self.budgets = profile.plan.finish(budgets, self.epd.tpot_ms / 1000, now)
         self.reset_prefix_cache()
         self.encoder_cache_manager.evict_unused()
 
@@ -192,25 +170,29 @@ class EPDScheduler(StreamScheduler):
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        if request.request_id in self.requests:  # a session's next input
-            super().add_request(request)
+        is_new = request.request_id not in self.requests  # else a session's next input
+        if is_new and not self._is_for_queue(request):
             return
+        super().add_request(request)
+        if self.budgets is not None and request.request_id not in self.deadlines:
+            params = request.sampling_params
+            self.deadlines.add_request(request, params.extra_args if params is not None else None, self.epd.slo)
+
+    def _is_for_queue(self, request: Request) -> bool:
+        """Read a new request's ``ec_transfer_params``; encode tasks and rejected requests are added without vLLM."""
         try:
-            ec_params = unqueued.read_params(request, self.relay_ec, only_encodes=self.is_mm_encoder_only)
+            params = unqueued.read_params(request, self.relay_ec, only_encodes=self.is_mm_encoder_only)
         except InvalidRequest as exc:
             self._add_unqueued(request)
             self.planner.failures[request.request_id] = Failure(str(exc), is_invalid=True)
-            return
-        if ec_params.encode_only:
+            return False
+        if params.encode_only:
             self._add_unqueued(request)
             self.tasks.add(request)
-            return
-        if ec_params.images:
-            self.pulls.add(request.request_id, ec_params.images)
-        super().add_request(request)
-        if self.budgets is not None:
-            params = request.sampling_params
-            self.deadlines.add_request(request, params.extra_args if params is not None else None, self.epd.slo)
+            return False
+        if params.images:
+            self.pulls.add(request.request_id, params.images)
+        return True
 
     def _add_unqueued(self, request: Request) -> None:
         unqueued.add(self, request)

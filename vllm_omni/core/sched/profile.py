@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
+from vllm_omni.config.budgets import EPDConfig
 from vllm_omni.epd.profile_plan import MeasuringBudgets, Phase, ProfileLimits, ProfilePlan
 
 logger = logging.getLogger(__name__)
@@ -123,3 +124,16 @@ class Profile:
         return Request(
             f"{PREFIX}-{number}", prompt, params, None, mm_features=features, block_hasher=self._block_hasher
         )
+
+
+def make_profile(
+    vllm_config: VllmConfig, config: EPDConfig, num_kv_tokens: int, hash_block_size: int
+) -> Profile | None:
+    """The profile with which an engine starts; None: its costs are known, or learned while it runs."""
+    # Engines of a data-parallel group step together: none of them may start by itself.
+    is_alone = vllm_config.parallel_config.data_parallel_size == 1
+    if config.tpot_ms is None or config.cost is not None or not config.profile_s:
+        return None
+    if not is_alone or vllm_config.is_mm_encoder_only:
+        return None
+    return Profile(vllm_config, config.profile_s, num_kv_tokens, hash_block_size)
