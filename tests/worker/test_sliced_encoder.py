@@ -63,7 +63,7 @@ def test_slices_compute_what_one_forward_computes(encoder: SlicedEncoder, tower:
 @pytest.mark.parametrize(
     ("until", "num_layers"), [(0.0, 1), (1.0, 1), (2.0, 2), (2.9, 2), (4.0, 4), (100.0, 6)], ids=str
 )
-def test_by_the_clock_no_layer_is_begun_that_would_end_too_late(tower: Tower, until: float, num_layers: int) -> None:
+def test_by_the_clock_no_layer_starts_that_would_end_too_late(tower: Tower, until: float, num_layers: int) -> None:
     """Each of the tower's layers takes a second."""
     encoder = SlicedEncoder([tower], clock=lambda: float(sum(line.isdigit() for line in tower.log)))
     begin(encoder, tower, torch.randn(1, 8))
@@ -122,7 +122,7 @@ def test_by_the_clock_a_slice_ends_within_a_layer_if_no_more_of_it_fits(blocks: 
     assert torch.equal(results[0], whole)
 
 
-def test_what_is_told_of_parts_of_layers_sums_to_the_layers(blocks: tuple[SlicedEncoder, Tower]) -> None:
+def test_reported_parts_of_layers_sum_to_the_layers(blocks: tuple[SlicedEncoder, Tower]) -> None:
     encoder, tower = blocks
     for until in (0.0, 5.0):
         begin(encoder, tower, torch.randn(2, 8))
@@ -133,7 +133,7 @@ def test_what_is_told_of_parts_of_layers_sums_to_the_layers(blocks: tuple[Sliced
         assert sum(told) == pytest.approx(NUM_LAYERS) and min(told) > 0
 
 
-def test_who_counts_layers_stops_between_them(blocks: tuple[SlicedEncoder, Tower]) -> None:
+def test_a_slice_by_layers_ends_between_layers(blocks: tuple[SlicedEncoder, Tower]) -> None:
     encoder, tower = blocks
     begin(encoder, tower, torch.randn(2, 8))
     assert [encoder.resume(2).seconds for _ in range(3)] == [8.0] * 3

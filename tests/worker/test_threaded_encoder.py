@@ -30,7 +30,7 @@ def test_a_forward_ends_by_itself_and_needs_no_gradients(encoder: ThreadedEncode
     assert results[0].is_inference()
 
 
-def test_while_it_runs_the_caller_goes_on(encoder: ThreadedEncoder) -> None:
+def test_the_caller_continues_while_it_runs(encoder: ThreadedEncoder) -> None:
     goes_on = threading.Event()
     encoder.start(lambda: goes_on.wait(10) and None)
     assert not encoder.poll().has_ended

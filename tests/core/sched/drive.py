@@ -275,7 +275,7 @@ class RelayedRunner(LayeredRunner):
     """Pulls and puts images, too: through a relay that has little room, is slow, and loses some.
 
     Args:
-        num_seats: puts that the relay has room for.
+        num_slots: puts that the relay has room for.
         keep_steps: how long each stays there.
         max_steps: that a pull takes.
         loss: share of the pulls that fail.
@@ -286,15 +286,15 @@ class RelayedRunner(LayeredRunner):
         scheduler: Scheduler,
         seed: int = 0,
         *,
-        num_seats: int = 100,
+        num_slots: int = 100,
         keep_steps: int = 0,
         max_steps: int = 0,
         loss: float = 0.0,
     ) -> None:
         super().__init__(scheduler)
         self.rng = random.Random(seed)
-        self.num_seats, self.keep_steps, self.max_steps, self.loss = num_seats, keep_steps, max_steps, loss
-        self.seats: list[int] = []  # steps left
+        self.num_slots, self.keep_steps, self.max_steps, self.loss = num_slots, keep_steps, max_steps, loss
+        self.slots: list[int] = []  # steps left
         self.wanted: dict[str, list[Put]] = {}
         self.pulling: dict[str, int] = {}  # steps left
         self.num_pulls = 0
@@ -304,7 +304,7 @@ class RelayedRunner(LayeredRunner):
         metadata = output.ec_connector_metadata
         assert isinstance(metadata, RelayECMetadata)
         assert not set(output.free_encoder_mm_hashes) & set(self.pulling)
-        self.seats = [left - 1 for left in self.seats if left]
+        self.slots = [left - 1 for left in self.slots if left]
         self.report = RelayECReport()
         for put in metadata.puts:
             if put.identifier in self.encoder_cache:
@@ -344,11 +344,11 @@ class RelayedRunner(LayeredRunner):
             self._put(put)
 
     def _put(self, put: Put) -> None:
-        if len(self.seats) < self.num_seats:
-            self.seats.append(self.keep_steps)
+        if len(self.slots) < self.num_slots:
+            self.slots.append(self.keep_steps)
             self.report.put[put] = PAYLOAD
         else:
-            self.report.rejected[put] = PutRejection("full", is_final=not self.num_seats)
+            self.report.rejected[put] = PutRejection("full", is_final=not self.num_slots)
 
 
 def fields_of(output: SchedulerOutput) -> dict[str, Any]:

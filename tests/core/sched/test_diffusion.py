@@ -83,7 +83,7 @@ def outputs_of(scheduler: Scheduler, output: SchedulerOutput, answer: ModelRunne
 # -- a request ends when its runner says so ---------------------------------------------------------------------------
 
 
-def test_a_request_goes_on_until_the_runner_gives_its_token(generation_vllm_config: VllmConfig) -> None:
+def test_a_request_runs_until_the_runner_gives_its_token(generation_vllm_config: VllmConfig) -> None:
     scheduler = make_scheduler(generation_vllm_config)
     scheduler.add_request(make_request("a"))
     assert run(scheduler, Runner({"a": 5})) == [["a"]] * 5
@@ -151,7 +151,7 @@ def test_a_failed_request_ends_with_its_message_and_the_others_go_on(generation_
     assert (scheduled(output), output.finished_req_ids) == (["b"], {"a"})
 
 
-def test_an_aborted_request_is_in_no_later_step_and_the_runner_is_told(generation_vllm_config: VllmConfig) -> None:
+def test_an_aborted_request_is_in_no_later_step_and_the_runner_is_notified(generation_vllm_config: VllmConfig) -> None:
     scheduler = make_scheduler(generation_vllm_config)
     for name in "ab":
         scheduler.add_request(make_request(name))
@@ -169,7 +169,7 @@ def test_a_request_aborted_before_its_first_step_is_never_scheduled(generation_v
     assert scheduled(scheduler.schedule()) == ["b"]
 
 
-def test_the_end_of_the_last_request_is_told_by_a_step_without_requests(generation_vllm_config: VllmConfig) -> None:
+def test_the_end_of_the_last_request_is_sent_with_a_step_without_requests(generation_vllm_config: VllmConfig) -> None:
     scheduler = make_scheduler(generation_vllm_config)
     scheduler.add_request(make_request("a"))
     run(scheduler, Runner({"a": 9}), 1)
@@ -193,7 +193,7 @@ def test_what_was_published_for_a_request_aborted_during_the_step_is_released(
     assert not scheduler.has_unfinished_requests()
 
 
-def test_a_failure_of_a_request_aborted_during_the_step_is_told_to_nobody(generation_vllm_config: VllmConfig) -> None:
+def test_a_failure_of_a_request_aborted_during_the_step_is_dropped(generation_vllm_config: VllmConfig) -> None:
     scheduler = make_scheduler(generation_vllm_config)
     scheduler.add_request(make_request("a"))
     output = scheduler.schedule()
@@ -230,7 +230,9 @@ def test_rows_are_counted_as_the_runner_reports_them(generation_vllm_config: Vll
     assert scheduled(scheduler.schedule()) == ["a", "b"]
 
 
-def test_who_was_passed_over_comes_when_those_before_it_have_ended(generation_vllm_config: VllmConfig) -> None:
+def test_a_request_that_was_passed_over_runs_when_those_before_it_have_ended(
+    generation_vllm_config: VllmConfig,
+) -> None:
     scheduler = make_scheduler(generation_vllm_config, max_rows=2)
     scheduler.add_request(make_request("a"))
     scheduler.add_request(make_request("wide", num_outputs_per_prompt=2))
@@ -383,7 +385,7 @@ def test_a_shape_that_waits_loses_its_room_to_the_one_that_runs(generation_vllm_
 # -- seats and pauses -------------------------------------------------------------------------------------------------
 
 
-def test_so_many_requests_have_begun_at_most(generation_vllm_config: VllmConfig) -> None:
+def test_at_most_max_num_seqs_requests_have_started(generation_vllm_config: VllmConfig) -> None:
     scheduler = make_scheduler(generation_vllm_config, max_num_seqs=2, max_rows=8)
     for name in "abc":
         scheduler.add_request(make_request(name))
@@ -391,7 +393,7 @@ def test_so_many_requests_have_begun_at_most(generation_vllm_config: VllmConfig)
 
 
 @pytest.mark.parametrize(("state", "batches"), [(PauseState.PAUSED_ALL, [[]]), (PauseState.PAUSED_NEW, [["a"]])])
-def test_a_pause_lets_nothing_begin(
+def test_a_paused_engine_starts_no_request(
     generation_vllm_config: VllmConfig, state: PauseState, batches: Sequence[list[str]]
 ) -> None:
     scheduler = make_scheduler(generation_vllm_config)

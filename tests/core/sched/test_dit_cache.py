@@ -27,7 +27,7 @@ def make_manager(num_bytes: int = 100, ttl_s: float = 10.0, clock: Clock | None 
     return DiTCacheManager(DiTCacheConfig(num_bytes=num_bytes, ttl_s=ttl_s), clock or Clock())
 
 
-def test_room_is_granted_within_the_budget_and_told_once():
+def test_room_is_granted_within_the_budget_and_sent_once():
     manager = make_manager()
     assert manager.allocate_cache("a", 60)
     assert manager.get_cache("a").num_bytes == 60
@@ -82,7 +82,7 @@ def test_a_request_of_the_current_batch_is_not_evicted():
     assert manager.get_cache("a") is None
 
 
-def test_nobody_is_evicted_in_vain():
+def test_no_request_is_evicted_in_vain():
     manager = make_manager()
     manager.allocate_cache("a", 50)
     manager.allocate_cache("b", 50)
@@ -117,7 +117,7 @@ def test_a_released_request_is_dropped_by_the_runner_that_knows_it():
     assert manager.statistics()[:2] == (0, 0)
 
 
-def test_a_grant_that_was_never_told_is_not_told_when_released():
+def test_a_grant_that_was_never_sent_is_not_sent_when_released():
     manager = make_manager()
     manager.allocate_cache("a", 60)
     manager.release_cache("a")

@@ -83,11 +83,11 @@ def test_a_planted_fault_is_found(faulty: type[Scheduler], said: str) -> None:
     assert said in difference(faulty)
 
 
-def test_stock_equals_itself() -> None:
+def test_upstream_equals_itself() -> None:
     assert difference(Scheduler) == ""
 
 
-def test_stock_gives_the_answers_that_are_expected() -> None:
+def test_upstream_gives_the_expected_answers() -> None:
     stream = make_stream(3)
     aborted = {request_id for ids in stream.aborts.values() for request_id in ids}
     tokens = tokens_of(drive(make_scheduler(Scheduler, stream.engine), stream))
@@ -109,7 +109,7 @@ def test_the_streams_preempt_abort_evict_and_hit_prefixes() -> None:
     assert preemptions >= 10 and evictions >= 10 and hits >= 50 and aborts >= 10
 
 
-def test_who_never_schedules_is_found() -> None:
+def test_a_scheduler_that_never_schedules_is_found() -> None:
     stream = make_stream(1)
     scheduler = make_scheduler(Scheduler, stream.engine)
     scheduler.max_num_scheduled_tokens = 0

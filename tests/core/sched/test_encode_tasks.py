@@ -192,7 +192,7 @@ def test_a_cache_of_one_image_serves_task_after_task() -> None:
     assert world.runner.num_encodes == 4
 
 
-def test_a_paused_engine_begins_no_encode_and_no_pull() -> None:
+def test_a_paused_engine_starts_no_encode_and_no_pull() -> None:
     world = World(epd={"token_budget": 16, "image_budget": 8, "num_encode_layers": 1})
     world.add("1", 4)
     world.step()
@@ -284,7 +284,7 @@ def test_an_instance_that_only_encodes_refuses_to_answer() -> None:
 
 
 def test_a_task_waits_for_room_in_the_relay_and_no_other_is_encoded_meanwhile() -> None:
-    world = World(num_seats=1, keep_steps=4)
+    world = World(num_slots=1, keep_steps=4)
     for name in ("1", "2", "3"):
         world.add_task(name, f"8{'xabc'[int(name)]}", arrival_time=float(name))
     outputs = world.steps(5)
@@ -298,7 +298,7 @@ def test_a_task_waits_for_room_in_the_relay_and_no_other_is_encoded_meanwhile() 
 
 
 def test_a_task_that_waits_for_the_relay_holds_up_no_request() -> None:
-    world = World(Engine(encoder_cache_size=8, prefix_caching=False, ec_role="ec_both"), num_seats=1, keep_steps=1000)
+    world = World(Engine(encoder_cache_size=8, prefix_caching=False, ec_role="ec_both"), num_slots=1, keep_steps=1000)
     world.add_task("1", "8a")
     world.add_task("2", "8b", arrival_time=1.0)
     world.steps(3)
@@ -308,7 +308,7 @@ def test_a_task_that_waits_for_the_relay_holds_up_no_request() -> None:
 
 
 def test_a_task_that_waits_too_long_for_the_relay_fails_alone() -> None:
-    world = World(num_seats=1, keep_steps=1000)
+    world = World(num_slots=1, keep_steps=1000)
     world.add_task("1", "8a")
     world.add_task("2", "8b", arrival_time=1.0)
     world.steps(3)
@@ -320,7 +320,7 @@ def test_a_task_that_waits_too_long_for_the_relay_fails_alone() -> None:
 
 
 def test_an_image_that_the_relay_can_never_take_fails_its_task_at_once() -> None:
-    world = World(num_seats=0)
+    world = World(num_slots=0)
     world.add_task("1", "8a")
     world.step()
     assert "cannot be put" in world.ended["1"]["error"]
@@ -359,7 +359,7 @@ def test_a_lost_image_that_came_without_its_data_fails_its_request_alone() -> No
     assert_is_idle(world.scheduler)
 
 
-def test_a_pull_goes_on_while_another_image_is_encoded() -> None:
+def test_a_pull_continues_while_another_image_is_encoded() -> None:
     world = World(epd={"token_budget": 16, "image_budget": 8, "num_encode_layers": 1})
     world.add("1", 4)
     world.step()
@@ -399,7 +399,7 @@ def test_two_ranks_have_pulled_before_an_image_is_ready(monkeypatch: pytest.Monk
     assert len(world.scheduler.running) == 1
 
 
-def test_after_a_reset_of_the_encoder_cache_tasks_and_pulls_begin_anew() -> None:
+def test_after_a_reset_of_the_encoder_cache_tasks_and_pulls_start_anew() -> None:
     world = World(epd={"token_budget": 16, "image_budget": 8, "num_encode_layers": 1}, max_steps=0)
     world.add("1", 4)
     world.step()
@@ -426,7 +426,7 @@ def check_stream(stream: Stream, budgets: dict[str, Any] | None) -> None:
     scheduler = make_scheduler(EPDScheduler, stream.engine, {EPD_CONFIG: budgets} if budgets else None)
     pass_time = let_time_pass(scheduler, seed)
     runner = RelayedRunner(
-        scheduler, seed, num_seats=1 + seed % 3, keep_steps=seed % 7, max_steps=seed % 5, loss=(seed % 4) / 8
+        scheduler, seed, num_slots=1 + seed % 3, keep_steps=seed % 7, max_steps=seed % 5, loss=(seed % 4) / 8
     )
     runner.layer_s = lambda num_embeds: 1e-4 * num_embeds
     steps = drive(scheduler, stream, runner=runner, on_step=pass_time)

@@ -78,7 +78,7 @@ def scheduled(output: SchedulerOutput) -> dict[str, int]:
 # -- encodes ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_encode_goes_on_beside_the_decodes_and_its_request_joins_when_it_has_ended() -> None:
+def test_an_encode_runs_beside_the_decodes_and_its_request_joins_at_its_end() -> None:
     world = World(num_encode_layers=2)
     world.add("1", 4)
     world.step()
@@ -134,7 +134,7 @@ def test_what_the_prefix_cache_has_is_not_encoded() -> None:
     assert world.runner.num_encodes == 2
 
 
-def test_text_is_not_held_up_by_who_waits_for_an_image() -> None:
+def test_text_is_not_held_up_by_a_request_that_waits_for_an_image() -> None:
     world = World(num_encode_layers=1)
     world.add("1", 4)
     world.step()
@@ -144,14 +144,14 @@ def test_text_is_not_held_up_by_who_waits_for_an_image() -> None:
     assert scheduled(world.step()) == {"1": 1, "3": 5}
 
 
-def test_an_encode_gives_way_to_prefills_until_its_patience_ends() -> None:
+def test_an_encode_is_deferred_for_prefills_for_patience_steps() -> None:
     world = World(patience=3, token_budget=4, min_prefill_tokens=4)
     world.add("1", 100, max_tokens=1)
     world.add("2", "8a", 1)
     assert [encodes(output) for output in world.steps(5)] == [[], [], [], ["8a"], []]
 
 
-def test_a_running_prompt_stops_before_its_next_image_and_goes_on_behind_it() -> None:
+def test_a_running_prompt_stops_before_its_next_image_and_resumes_with_it() -> None:
     world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=8))
     world.add("1", 2, "8a", 3, "8b", 1)
     tokens = [scheduled(world.step()) for _ in range(4)]
@@ -179,7 +179,7 @@ def test_the_last_in_order_loses_its_room_first() -> None:
     assert set(outputs[2].free_encoder_mm_hashes) == {"16a", "8d"}
 
 
-def test_who_waits_for_the_prompt_s_first_image_again_gives_up_its_own_later_one() -> None:
+def test_a_request_without_its_first_image_loses_its_own_later_one() -> None:
     """The prefix cache had the first image, so that the second was encoded; then it lost the first."""
     world = World(Engine(num_blocks=13, max_num_batched_tokens=64, encoder_cache_size=16, max_num_seqs=1))
     world.add("1", "16a", 4, max_tokens=1)
@@ -196,7 +196,7 @@ def test_who_waits_for_the_prompt_s_first_image_again_gives_up_its_own_later_one
     assert third.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_who_waits_for_its_second_image_gives_up_a_first_that_the_prefix_cache_has_had_since() -> None:
+def test_a_request_without_its_second_image_frees_a_first_one_that_the_prefix_cache_covers() -> None:
     engine = Engine(max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1)
     world = World(engine, tpot_ms=1e6, cost=vars(TRUE))
     world.add("1", 4, max_tokens=6)
@@ -210,7 +210,7 @@ def test_who_waits_for_its_second_image_gives_up_a_first_that_the_prefix_cache_h
     assert encodes(outputs[0]) == ["8b"]
 
 
-def test_who_is_admitted_has_its_images_though_the_prefix_cache_has_lost_them() -> None:
+def test_an_admitted_request_has_its_images_after_a_loss_in_the_prefix_cache() -> None:
     """Else it would be cut before its first token, and hold up who waits behind it."""
     world = World(Engine(num_blocks=10, max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1))
     world.add("1", "8a", 4, max_tokens=1)
@@ -228,7 +228,7 @@ def test_who_is_admitted_has_its_images_though_the_prefix_cache_has_lost_them() 
     assert world.runner.num_encodes == 3
 
 
-def test_who_was_admitted_last_is_preempted_first_though_it_decoded_before_the_others() -> None:
+def test_the_last_admitted_request_is_preempted_first_whatever_the_order_of_decodes() -> None:
     world = World(Engine(num_blocks=13, max_num_batched_tokens=64, prefix_caching=False, encoder_cache_size=8))
     world.add("1", 2, "8a", 3, "8b", 1)
     world.step()
@@ -241,7 +241,7 @@ def test_who_was_admitted_last_is_preempted_first_though_it_decoded_before_the_o
     assert preempted == {"2"}
 
 
-def test_a_paused_engine_begins_no_encode() -> None:
+def test_a_paused_engine_starts_no_encode() -> None:
     world = World()
     world.add("1", "8a", 1)
     world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -302,7 +302,7 @@ def test_the_request_that_is_due_first_is_admitted_first() -> None:
     assert [scheduled(world.step()) for _ in range(3)] == [{"2": 8}, {"1": 7, "2": 1}, {"1": 1, "2": 1, "3": 6}]
 
 
-def test_who_is_too_late_gives_way_to_who_is_not_and_not_for_ever() -> None:
+def test_a_request_that_is_too_late_is_deferred_and_not_forever() -> None:
     world = World(Engine(max_num_batched_tokens=64, prefix_caching=False, max_num_seqs=1), patience=2)
     world.add("1", 8, max_tokens=1, slo={"ttft_ms": 1000})
     world.now = 2.0
@@ -334,7 +334,7 @@ def seconds(world: World, output: SchedulerOutput) -> float:
     return TRUE.language_s(world.scheduler.iterations.latest.load)
 
 
-def test_an_image_that_a_step_reads_last_gives_its_room_to_the_batch_that_begins_with_it() -> None:
+def test_an_image_that_a_step_reads_last_frees_its_room_for_the_next_batch() -> None:
     engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=100)
     world = World(engine, tpot_ms=10.0, margin=1.0, cost=vars(TRUE))
     for number, image in enumerate(["100a", "100b", "100c"]):
@@ -346,7 +346,7 @@ def test_an_image_that_a_step_reads_last_gives_its_room_to_the_batch_that_begins
     assert behind == [[], ["100a"], ["100b"]]
 
 
-def test_an_encode_begins_beside_a_prompt_that_has_time_for_it_and_not_beside_one_that_has_not() -> None:
+def test_an_encode_starts_beside_a_prompt_only_if_its_first_token_stays_in_time() -> None:
     def begun(ttft_s: float) -> list[str]:
         world = make_costed()
         world.add("1", 100, slo={"ttft_ms": 1e3 * ttft_s})
@@ -406,7 +406,7 @@ def test_a_late_first_token_takes_a_gap_of_a_decode_that_can_spare_it() -> None:
     assert num_layers_for_late(tpot_share=0.9, expected_gaps=5.0) < 20
 
 
-def test_a_runner_is_told_what_the_last_iteration_and_the_scheduler_have_left_of_this_one() -> None:
+def test_the_runner_receives_the_time_left_of_the_iteration() -> None:
     world = make_costed()
     now = 0.0
     world.scheduler.clock = lambda: now  # type: ignore[method-assign]
@@ -433,7 +433,7 @@ def test_measured_iterations_correct_the_budgets() -> None:
     assert budgets.language_factor == pytest.approx(1.5, rel=0.05)
 
 
-def test_a_decode_that_has_lost_its_slo_gives_way_up_to_a_multiple_of_its_tpot() -> None:
+def test_a_decode_that_missed_its_slo_counts_with_a_multiple_of_its_tpot() -> None:
     world = make_costed()
     world.add("1", 8, max_tokens=4)
     world.step()
@@ -450,7 +450,7 @@ def test_a_decode_that_has_lost_its_slo_gives_way_up_to_a_multiple_of_its_tpot()
     assert 0.010 < seconds(world, output) <= 0.010 * TPOT_FACTOR_OF_LOST
 
 
-def test_decodes_that_have_lost_their_slo_set_no_limit_where_many_wait_and_nobody_of_them_is_in_time() -> None:
+def test_decodes_that_missed_their_slo_set_no_limit_under_overload() -> None:
     def limit_s(number: int, ttft_ms: float) -> float | None:
         world = make_costed()
         world.add("1", 8, max_tokens=4)
@@ -469,7 +469,7 @@ def test_decodes_that_have_lost_their_slo_set_no_limit_where_many_wait_and_nobod
     assert limit_s(20, ttft_ms=1000.0) == pytest.approx(0.010 * TPOT_FACTOR_OF_LOST)
 
 
-def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
+def test_unknown_costs_are_learned_and_then_keep_the_tpot() -> None:
     """A machine that takes exactly what TRUE says; the requests come as they come."""
     engine = Engine(max_num_batched_tokens=128, prefix_caching=False, encoder_cache_size=400, num_blocks=1000)
     world = World(engine, tpot_ms=10.0, margin=1.0, profile_s=0)
@@ -501,7 +501,7 @@ def test_costs_that_nobody_gave_are_learned_and_then_keep_the_tpot() -> None:
 # -- beside streams ---------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_row_neither_holds_up_an_encode_nor_is_scheduled() -> None:
+def test_a_request_that_waits_for_a_row_holds_up_no_encode() -> None:
     world = World(num_encode_layers=2)
     relay = ShmRelay(1 << 20)
     writer = relay.open_stream("1", (8,), torch.float32, credits=4)

@@ -130,22 +130,22 @@ def simulate(is_ours: bool, rate: float | None, number: int = 120, slo: Slo = SL
 
 
 @pytest.mark.parametrize("rate", [3.0, 5.0])
-def test_of_who_asks_for_nearly_all_gaps_hardly_ever_one_is_as_long_as_stocks(rate: float) -> None:
+def test_with_a_strict_slo_the_99th_percentile_of_gaps_is_a_third_of_upstreams(rate: float) -> None:
     assert 3 * simulate(True, rate, slo=STRICT_SLO).gap_p99() < simulate(False, rate).gap_p99()
 
 
-def test_at_a_rate_at_which_a_quarter_of_stocks_answers_stall_nearly_all_of_ours_keep_their_slo() -> None:
+def test_nearly_all_requests_keep_their_slo_at_a_rate_at_which_upstream_misses_a_quarter() -> None:
     assert simulate(False, 3.0).attainment(is_strict=True) < 0.75
     assert simulate(True, 3.0, slo=STRICT_SLO).attainment(is_strict=True) > 0.95
 
 
 @pytest.mark.parametrize("rate", [3.0, 5.0, 7.0, 9.0])
-def test_by_the_rule_that_forgives_stalls_it_is_no_worse_than_stock(rate: float) -> None:
+def test_by_the_paper_s_rule_it_is_no_worse_than_upstream(rate: float) -> None:
     ours, stock = (simulate(is_ours, rate).attainment(is_strict=False) for is_ours in (True, False))
     assert ours > 0.95 or ours > 1.1 * stock
 
 
-def test_who_asks_for_nearly_all_gaps_has_more_of_them_in_time_and_waits_longer() -> None:
+def test_a_strict_slo_has_more_gaps_in_time_and_a_later_first_token() -> None:
     strict, paper = (simulate(True, 7.0, slo=slo) for slo in (STRICT_SLO, SLO))
     assert strict.attainment(is_strict=True) > 1.2 * paper.attainment(is_strict=True)
     assert strict.attainment(is_strict=False) < paper.attainment(is_strict=False)
@@ -164,5 +164,5 @@ def test_with_nothing_to_protect_it_loses_no_throughput() -> None:
     assert ours.seconds < stock.seconds / 0.97
 
 
-def test_where_many_wait_and_nobody_is_in_time_any_more_it_loses_little_throughput() -> None:
+def test_overload_costs_little_throughput() -> None:
     assert simulate(True, None).seconds < simulate(False, None).seconds / 0.9

@@ -100,7 +100,7 @@ def test_nothing_of_it_stays(dummy_image: None) -> None:
     assert not len(scheduler.deadlines) and not len(scheduler.needs)
 
 
-def test_whoever_comes_meanwhile_waits_until_it_is_over(dummy_image: None) -> None:
+def test_a_request_that_arrives_meanwhile_waits_until_the_profile_is_over(dummy_image: None) -> None:
     world = make_world()
     step(world)
     world.add("1", 8, max_tokens=2)
@@ -113,7 +113,7 @@ def test_whoever_comes_meanwhile_waits_until_it_is_over(dummy_image: None) -> No
     assert not world.scheduler.requests
 
 
-def test_who_is_aborted_while_it_waits_is_gone(dummy_image: None) -> None:
+def test_a_request_aborted_while_it_waits_is_gone(dummy_image: None) -> None:
     world = make_world()
     world.add("1", 8)
     step(world)

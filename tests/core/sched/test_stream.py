@@ -166,7 +166,7 @@ def test_behind_the_end_nothing_waits(vllm_config: VllmConfig, relay: ShmRelay) 
         assert not isinstance(output, StreamSchedulerOutput)
 
 
-def test_an_end_that_comes_alone_is_told_alone(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+def test_an_end_that_arrives_without_rows_is_sent_without_rows(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_consumer(scheduler, relay, "a")
     write(writer, 1.0)
@@ -177,7 +177,7 @@ def test_an_end_that_comes_alone_is_told_alone(vllm_config: VllmConfig, relay: S
 
 
 @pytest.mark.parametrize("how", ["error", "abort", "close"])
-def test_a_broken_stream_is_told_to_the_runner(vllm_config: VllmConfig, relay: ShmRelay, how: str) -> None:
+def test_the_runner_is_notified_of_a_broken_stream(vllm_config: VllmConfig, relay: ShmRelay, how: str) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_consumer(scheduler, relay, "a")
     write(writer, 1.0)
@@ -209,7 +209,7 @@ def test_one_that_waits_does_not_hold_up_another(vllm_config: VllmConfig, relay:
     assert step(scheduler)[1] == ["c", "d"]
 
 
-def test_who_waits_keeps_its_seat_and_its_place(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+def test_a_waiting_request_keeps_its_slot_and_its_place(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writers = [add_consumer(scheduler, relay, name) for name in ("a", "b")]
     for writer in writers:
@@ -313,7 +313,7 @@ def test_a_consumer_that_has_gone_holds_no_producer_back(vllm_config: VllmConfig
     assert step(scheduler)[1] == ["a"]
 
 
-def test_a_producer_without_credits_makes_room_for_who_cannot_be_admitted(
+def test_a_producer_without_credits_is_preempted_for_a_request_that_cannot_be_admitted(
     vllm_config: VllmConfig, relay: ShmRelay
 ) -> None:
     scheduler = make_scheduler(vllm_config)
@@ -330,7 +330,7 @@ def test_a_producer_without_credits_makes_room_for_who_cannot_be_admitted(
     assert step(scheduler)[1] == ["c", "b"]
 
 
-def test_a_producer_that_nobody_waits_behind_keeps_its_blocks(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+def test_a_producer_without_requests_behind_it_keeps_its_blocks(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
     write(writer, *range(CREDITS))

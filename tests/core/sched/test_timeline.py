@@ -87,7 +87,7 @@ def test_a_request_that_waits_for_a_seat_is_scheduled_when_it_has_one() -> None:
     assert timeline.marks == [(Mark.QUEUED, 0), (Mark.SCHEDULED, 3), (Mark.TOKEN, 4)]
 
 
-def test_encodes_within_budgets_are_noted_of_all_who_wait_for_the_image() -> None:
+def test_encodes_within_budgets_are_noted_for_all_requests_with_the_image() -> None:
     world = World(token_budget=16, image_budget=8, num_encode_layers=2)
     world.add("1", 3, max_tokens=12)
     world.step()
