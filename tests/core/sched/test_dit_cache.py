@@ -168,7 +168,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(arguments):
 
 
 def test_an_empty_allocation_is_rejected():
-    with pytest.raises(ValueError, match="num_bytes = .*: must be at least 1"):
+    with pytest.raises(ValueError, match=r"num_bytes = .*: must be at least 1"):
         make_manager().allocate_cache("a", 0)
 
 
