@@ -89,7 +89,7 @@ class MultimodalOutputProcessor(OutputProcessor):
             them. A reader that leaves early has not seen all of its outputs.
         notes: likewise receives the times of each request.
         has_slo: whether the deployment has latency targets, so that every request is watched.
-        clock: the engine's (``TimedScheduler``).
+        clock: the engine's (``StreamScheduler.clock``).
     """
 
     def __init__(
