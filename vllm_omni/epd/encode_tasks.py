@@ -44,9 +44,6 @@ class EncodeTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tasks
-
     def add(self, request: EngineRequest) -> None:
         missing: dict[str, int] = {}
         for index, feature in enumerate(request.mm_features):
