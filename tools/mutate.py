@@ -159,7 +159,7 @@ def is_noticed(checkout: Path, room: str, mutant: Mutant) -> bool:
     file = checkout / mutant.path
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.source(checkout), encoding="utf-8")
-    folders = [folder for folder in ROOMS[room][1] if (checkout / folder).is_dir()]
+    folders = existing(checkout, ROOMS[room][1])
     named = [
         str(path.relative_to(checkout)) for one in folders for path in (checkout / one).rglob(f"test_{file.stem}*")
     ]
@@ -167,6 +167,10 @@ def is_noticed(checkout: Path, room: str, mutant: Mutant) -> bool:
         return any(fails(checkout, tests) for tests in (named, folders) if tests)
     finally:
         file.write_text(before, encoding="utf-8")
+
+
+def existing(checkout: Path, folders: Sequence[str]) -> list[str]:
+    return [folder for folder in folders if (checkout / folder).is_dir()]
 
 
 def fails(checkout: Path, tests: Sequence[str]) -> bool:
@@ -208,6 +212,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "checkout"
         shutil.copytree(options.checkout, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        for room in options.rooms:  # otherwise every mutant is noticed
+            if fails(copy, existing(copy, ROOMS[room][1])):
+                sys.exit(f"the tests of {room} fail without a mutant")
         for room, mutant in chosen:
             started = time.monotonic()
             noticed = is_noticed(copy, room, mutant)
