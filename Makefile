@@ -38,7 +38,7 @@ help:
 	@echo "make demo    set up .venv, build a tiny checkpoint, answer in text and speech"
 	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=..., TEST_WORKERS=2)"
 	@echo "make test-long  what make test leaves out: long tests, and random tests at full size"
-	@echo "make check   ruff, ruff format --check, mypy"
+	@echo "make check   ruff, ruff format --check, mypy, the structure (tools/measure.py)"
 	@echo "make format  mend what ruff can mend"
 	@echo "make native  compile csrc with g++ into vllm_omni/ops/_native"
 	@echo "make fuzz    random tests, FUZZ times their full size (default 50; FUZZ_FIRST_SEED for other cases)"
@@ -96,6 +96,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/measure.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

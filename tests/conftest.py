@@ -109,8 +109,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove what failed tests of this run left in /dev/shm."""
+    if hasattr(session.config, "workerinput"):  # other workers of pytest-xdist may still run tests
+        return
     if left := shared_memory.remove_orphans(_STARTED_AT):
         print(f"\nremoved from /dev/shm, left there by tests: {', '.join(left)}", file=sys.stderr)
 
