@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadgroup``, give workers whole groups of tests, in the order of collection.
+    """With ``-n N``, or ``--dist loadgroup``, give workers whole groups of tests, in the order of collection.
 
     pytest-xdist 3.8 would write the groups of its own marks into node ids, which pytest 9.2 does not let it change.
     """
-    if config.getoption("dist") != "loadgroup":
+    if config.getoption("dist") not in ("load", "loadgroup"):  # the first is the default with -n
         return None
     from xdist.scheduler import LoadGroupScheduling
 
