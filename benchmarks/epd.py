@@ -303,13 +303,13 @@ class Mode:
     async def answer(self, asked: Asked, due: float, slo: Slo | None) -> Answered:
         """``due``: when it should come, by ``time.perf_counter``. Without an SLO, nothing is to be protected."""
         index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
-        told = asdict(slo or NOTHING_TO_PROTECT)
+        target = asdict(slo or NOTHING_TO_PROTECT)
         params = SamplingParams(
             temperature=0,
             max_tokens=asked.num_tokens,
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={SLO_ARGS: told} if self._tells_slo else None,
+            extra_args={SLO_ARGS: target} if self._tells_slo else None,
         )
         prompt: dict[str, Any] = {"prompt": asked.prompt}
         if asked.image is not None:

@@ -217,7 +217,7 @@ class Queues:
         ]
         await queues[0].put(0)
         value: int = await queues[-1].get()
-        del tasks  # they are done; until then somebody must hold them
+        del tasks  # they are done; until then asyncio keeps only weak references to them
         return value
 
     @staticmethod
@@ -649,7 +649,7 @@ def goals(table: dict[str, dict[str, Any]], growth: dict[str, dict[int, dict[str
             rows.append(Goal(f"{name}: LangGraph's {row['unit']}, times ours", 10.0, ratio, True))
     for floor in (FLOOR, STANDING):
         for name, row in table.items():
-            # Standing tasks take up to 64 messages of as many calls at once: that is no hop any more.
+            # Standing tasks take up to 64 messages of as many calls at once: which no longer measures a hop.
             if floor in row and (floor == FLOOR or name.endswith("alone")):
                 ratio = row[OURS]["us"] / row[floor]["us"]
                 rows.append(Goal(f"{name}: our {row['unit']}, times that of {floor}", 6.0, ratio, False))

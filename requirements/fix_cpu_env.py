@@ -1,7 +1,7 @@
 """Two repairs to the virtual environment that runs this script; run once after ``cpu.lock`` is installed.
 
 1. PyPI's torchvision is built for CUDA and cannot load its operators beside the CPU build of torch; importing it then
-   fails, because it registers shapes for operators that nobody declared. A hook in site-packages declares those two
+   fails, because it registers shapes for operators that are not declared. A hook in site-packages declares those two
    (``nms`` and ``qnms``) when torchvision is first imported, in every process of this environment. Everything that the
    image and video processors use then works; ``nms`` itself says that it has no implementation. The hook is written
    only if importing torchvision fails without it, and does nothing until something imports torchvision.

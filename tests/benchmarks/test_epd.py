@@ -63,7 +63,7 @@ def test_quick_run_ends_with_a_line_of_json():
     assert done.stdout.count("| reached |") + done.stdout.count("| MISSED |") == 3
 
 
-def test_what_it_does_not_know_is_refused_with_what_it_knows():
+def test_unknown_names_are_rejected_with_the_known_ones():
     parse = some_of(RULES)
     assert parse("paper,strict") == ["paper", "strict"]
     with pytest.raises(argparse.ArgumentTypeError, match="unknown lax; known are paper, strict"):

@@ -64,7 +64,7 @@ def test_ids_are_those_of_an_upstream_engine(name: str, tmp_path: Path) -> None:
     assert rounds == [expected, expected]
     assert len({tuple(one) for one in expected}) == len(prompts)  # or the images would not matter
     assert statistics.num_encoded == 3
-    # What has been encoded is asked for once; an image that is under way for one request may be asked for by another.
+    # What has been encoded is asked for once; an image in flight for one request may be requested by another.
     assert statistics.num_tasks["language/PD0"] == 8 and statistics.num_tasks["language/E0"] in (2, 3)
     assert not statistics.num_redone
 

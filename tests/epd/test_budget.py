@@ -59,7 +59,7 @@ def test_one_layer_of_a_largest_batch_keeps_the_tpot(load: LanguageLoad, tpot_s:
     assert num_embeds == 4000 or budgets.language_s(load) + budgets.layer_s(num_embeds + 1) > tpot_s - 1e-12
 
 
-def test_an_encode_under_way_takes_from_the_prefill() -> None:
+def test_an_encode_in_flight_takes_from_the_prefill() -> None:
     budgets = make_budgets()
     assert budgets.num_tokens(DECODES, 0, 0.2, 196) < budgets.num_tokens(DECODES, 0, 0.2, 0)
 
@@ -155,7 +155,7 @@ def test_no_budget_is_off() -> None:
         ({"tokens": 3}, "unknown tokens; known are cost, encode_in, image_budget"),
     ],
 )
-def test_a_wrong_configuration_is_refused_with_its_key(values: dict[str, Any], said: str) -> None:
+def test_a_wrong_configuration_is_rejected_with_its_key(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EPDConfig.parse(values)
 

@@ -242,7 +242,7 @@ class Case:
         assert error is None, f"{error!r}\n{self}"
         got = {name: outputs.get(name, []) for name in expected.outputs}
         assert got == expected.outputs, f"\ngot      {got}\nexpected {expected.outputs}\n{self}"
-        assert set(outputs) <= self.outputs, f"outputs that nobody asked for: {outputs}\n{self}"
+        assert set(outputs) <= self.outputs, f"outputs that were not requested: {outputs}\n{self}"
         for name, behaviour in self.behaviours.items():
             node, runs = nodes[behaviour.name], expected.runs.get(name, [])
             self._check_seen(name, node, [run.inputs for run in runs])
@@ -270,11 +270,11 @@ class Case:
     def __str__(self) -> str:
         """The graph as the program that would make it, more or less."""
         lines = [f"inputs {self.inputs}"]
-        told = set()
+        reported = set()
         for call in self.graph.declarations.calls:
             declared = call.interface
-            if call.node not in told:
-                told.add(call.node)
+            if call.node not in reported:
+                reported.add(call.node)
                 some = {name: "streamed" if spec.streamed else "whole" for name, spec in declared.inputs.items()}
                 outs = {name: "streamed" if spec.streamed else "single" for name, spec in declared.outputs.items()}
                 rest = f"{declared.activate_by_count or ''} {'first_wins' if declared.first_wins else ''}"

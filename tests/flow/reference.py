@@ -323,12 +323,12 @@ class _Interpreter:
                     run.path = self.with_alternative(run, groups)
                 self.start(run)
 
-    def bases(self, root: str, forks: bool, who: Any) -> Iterator[tuple[Run, int | None]]:
+    def bases(self, root: str, forks: bool, reader: Any) -> Iterator[tuple[Run, int | None]]:
         """Where something may be activated, each given once."""
         for base in list(self.runs[root]):
             for index in range(base.num_indices) if forks else [None]:
-                if (who, base.path, index) not in self.visited:
-                    self.visited.add((who, base.path, index))
+                if (reader, base.path, index) not in self.visited:
+                    self.visited.add((reader, base.path, index))
                     yield base, index
 
     def collect(self, group: Group, base: Run, index: int | None) -> Inputs:

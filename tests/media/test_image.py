@@ -67,6 +67,6 @@ def test_every_suffix_has_a_format() -> None:
 
 
 def test_an_unknown_format_is_rejected_with_the_nearest() -> None:
-    with pytest.raises(InvalidRequest, match=r"unknown image format 'jpg': did you mean 'jpeg'\?") as refused:
+    with pytest.raises(InvalidRequest, match=r"unknown image format 'jpg': did you mean 'jpeg'\?") as rejected:
         find_image_format("jpg", "output_format")
-    assert refused.value.param == "output_format"
+    assert rejected.value.param == "output_format"

@@ -23,7 +23,7 @@ def test_images_are_encoded_in_a_thread_where_that_is_asked_for(llava: VllmConfi
     assert not encodes_in_thread(llava)
 
 
-def test_several_ranks_are_refused_before_they_load_anything(llava: VllmConfig) -> None:
+def test_several_ranks_are_rejected_before_they_load_anything(llava: VllmConfig) -> None:
     llava.parallel_config.world_size = 2
     with pytest.raises(ConfigError, match=r"one rank.*give 'slices'"):
         encodes_in_thread(llava)

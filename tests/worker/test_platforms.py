@@ -11,7 +11,7 @@ def test_every_known_platform_names_a_worker() -> None:
     assert platforms.ar_worker_cls("cuda") == "vllm_omni.worker.worker.CUDAARWorker"
 
 
-def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_platform_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'abacus'.*cpu, cuda.*vllm_omni.platforms"):
         platforms.ar_worker_cls("abacus")
 

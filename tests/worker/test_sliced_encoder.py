@@ -127,10 +127,10 @@ def test_reported_parts_of_layers_sum_to_the_layers(blocks: tuple[SlicedEncoder,
     for until in (0.0, 5.0):
         begin(encoder, tower, torch.randn(2, 8))
         tower.log.clear()
-        told = []
+        reported = []
         while encoder.is_running:
-            told.append(encoder.resume(None, until).num_layers)
-        assert sum(told) == pytest.approx(NUM_LAYERS) and min(told) > 0
+            reported.append(encoder.resume(None, until).num_layers)
+        assert sum(reported) == pytest.approx(NUM_LAYERS) and min(reported) > 0
 
 
 def test_a_slice_by_layers_ends_between_layers(blocks: tuple[SlicedEncoder, Tower]) -> None:

@@ -117,7 +117,7 @@ class CostModel(Costs):
         """
         language, images = [], []
         samples = list(samples)
-        # From batches of one size the fixed part cannot be told: it is taken as zero, as measured on a CPU.
+        # Batches of one size do not determine the fixed part: it is taken as zero, as measured on a CPU.
         has_fixed_part = len({sample.num_embeds for sample in samples if sample.num_embeds}) > 1
         for sample in samples:
             if sample.num_embeds:

@@ -13,7 +13,7 @@ PF_EXITING = 0x4  # from the kernel's include/linux/sched.h: the process is in e
 
 
 class ProcessId(NamedTuple):
-    """A process, told from a later one with the same pid."""
+    """A process, distinguished from a later one with the same pid."""
 
     pid: int
     started_at: int  # in the kernel's ticks

@@ -81,7 +81,7 @@ def algorithm_1(state: State, limits: Limits) -> tuple[dict[str, int], list[str]
         has_prefill = True
         num_running += 1
         batch[request.request_id] = request.chunk(budget - sum(batch.values()), state.ready)
-    # 20-28, mended: an encode gives way a limited number of times, and what does not fit waits.
+    # 20-28, corrected: an encode is deferred a limited number of times, and what does not fit waits.
     encodes: dict[str, int] = {}
     if state.is_encoding or (has_prefill and state.num_put_off < limits.patience):
         return batch, []

@@ -354,7 +354,7 @@ class RelayedRunner(LayeredRunner):
 def fields_of(output: SchedulerOutput) -> dict[str, Any]:
     """By name, and copied: a scheduler may go on with the containers that it sent."""
     values = {field.name: getattr(output, field.name) for field in dataclasses.fields(SchedulerOutput)}
-    # Whoever reads these compares what was sent, not the requests behind it.
+    # Copies, so that tests compare what was sent and not the live requests.
     values["scheduled_new_reqs"] = [copy.copy(new) for new in output.scheduled_new_reqs]
     return {name: copy.copy(value) for name, value in values.items()}
 

@@ -104,7 +104,7 @@ def make_stream(
             chunked_images=rng.random() < 0.8,
             max_adapters=rng.choice([0, 0, 1]),
         )
-        if not engine.chunked_images:  # vLLM refuses a budget into which an image does not fit
+        if not engine.chunked_images:  # vLLM rejects a budget into which an image does not fit
             engine = Engine(**{**vars(engine), "max_num_batched_tokens": max(32, engine.max_num_batched_tokens)})
     stream = Stream(seed, engine)
     lengths = {f"image-{number}": rng.randint(1, max_image) for number in range(8)}
@@ -190,7 +190,7 @@ def with_migration(stream: Stream) -> Stream:
 def with_sessions(stream: Stream) -> Stream:
     """The same, where some requests are sessions, which get more text and images later, and end later still.
 
-    ``MAX_SESSIONS`` of them: one that waits for input keeps its blocks, and vLLM takes them from nobody.
+    ``MAX_SESSIONS`` of them: one that waits for input keeps its blocks, and vLLM does not preempt it.
     """
     rng = random.Random(f"sessions of {stream.seed}")
     changed = Stream(stream.seed, stream.engine, aborts=stream.aborts)

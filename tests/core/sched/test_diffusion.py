@@ -344,7 +344,7 @@ def test_a_shape_without_a_seat_gets_the_next_one(generation_vllm_config: VllmCo
 
 
 def step_cached(scheduler: DiffusionScheduler, num_cache_bytes: Mapping[str, int]) -> DiTCacheUpdate:
-    """One step in which nothing ends; what it told the runner's cache."""
+    """One step in which nothing ends; the update that it sent to the runner's cache."""
     output = scheduler.schedule()
     ids = scheduled(output)
     pending = {one: CallSize(1, 0, num_cache_bytes.get(one, 0)) for one in ids}

@@ -162,7 +162,7 @@ def test_a_long_step_does_not_expire_its_own_batch():
 
 
 @pytest.mark.parametrize("arguments", [{"num_bytes": -1}, {"num_bytes": 1, "ttl_s": 0.0}], ids=str)
-def test_a_configuration_that_makes_no_sense_is_refused(arguments):
+def test_a_contradictory_configuration_is_rejected(arguments):
     with pytest.raises(ValueError):
         DiTCacheConfig(**arguments)
 

@@ -152,7 +152,7 @@ def test_an_image_in_the_cache_is_put_and_not_encoded() -> None:
     assert world.runner.num_encodes == 1
 
 
-def test_an_image_under_way_for_a_request_is_put_for_a_task_when_its_encode_has_ended() -> None:
+def test_an_image_being_encoded_for_a_request_is_put_for_a_task_when_its_encode_has_ended() -> None:
     world = World(epd={"token_budget": 16, "image_budget": 16, "num_encode_layers": 1})
     world.add("1", 4)
     world.step()
@@ -197,7 +197,7 @@ def test_a_paused_engine_starts_no_encode_and_no_pull() -> None:
     world.add("1", 4)
     world.step()
     world.add("2", "8a", 1)
-    world.step()  # an encode is under way
+    world.step()  # an encode is in flight
     world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     world.add_task("3", "8b")
     world.add("4", "8c", 1, elsewhere=("8c",))
@@ -224,7 +224,7 @@ def test_an_aborted_task_leaves_nothing() -> None:
     assert not world.scheduler.relay_ec._images and not world.scheduler.relay_ec._num_encoded  # type: ignore[union-attr]
 
 
-def test_a_task_without_images_is_refused() -> None:
+def test_a_task_without_images_is_rejected() -> None:
     world = World()
     world.add_task("1", 4)
     world.step()
@@ -234,7 +234,7 @@ def test_a_task_without_images_is_refused() -> None:
 
 
 @pytest.mark.parametrize("encode_only", [True, False])
-def test_a_counter_is_refused(encode_only: bool) -> None:
+def test_a_counter_is_rejected(encode_only: bool) -> None:
     world = World()
     name = "renderer0-mm-7-image-0"
     planned = PlannedRequest(
@@ -254,7 +254,7 @@ def test_a_counter_is_refused(encode_only: bool) -> None:
         ("encode_only", "must be a mapping"),
     ],
 )
-def test_params_that_cannot_be_meant_are_refused(params: Any, message: str) -> None:
+def test_contradictory_params_are_rejected(params: Any, message: str) -> None:
     world = World()
     request = make_request(PlannedRequest("1", (9,) * 8, (Image("8a", 0, 8),), 4), ENGINE)
     request.ec_transfer_params = params
@@ -263,7 +263,7 @@ def test_params_that_cannot_be_meant_are_refused(params: Any, message: str) -> N
     assert message in world.ended["1"]["error"]
 
 
-def test_without_a_connector_a_task_is_refused() -> None:
+def test_without_a_connector_a_task_is_rejected() -> None:
     world = World(Engine())
     world.runner = super(RelayedRunner, world.runner)  # type: ignore[assignment]
     request = make_request(PlannedRequest("1", (9,) * 8, (Image("8a", 0, 8),), 4, encode_only=True), ENGINE)
@@ -272,7 +272,7 @@ def test_without_a_connector_a_task_is_refused() -> None:
     assert "RelayECConnector" in world.ended["1"]["error"]
 
 
-def test_an_instance_that_only_encodes_refuses_to_answer() -> None:
+def test_an_instance_that_only_encodes_rejects_other_requests() -> None:
     world = World(Engine(ec_role="ec_producer"))
     world.scheduler.is_mm_encoder_only = True
     world.add("1", "8a", 1)

@@ -211,7 +211,7 @@ def test_a_request_without_its_second_image_frees_a_first_one_that_the_prefix_ca
 
 
 def test_an_admitted_request_has_its_images_after_a_loss_in_the_prefix_cache() -> None:
-    """Else it would be cut before its first token, and hold up who waits behind it."""
+    """Otherwise it would be cut before its first token, and delay the requests behind it."""
     world = World(Engine(num_blocks=10, max_num_batched_tokens=64, encoder_cache_size=8, max_num_seqs=1))
     world.add("1", "8a", 4, max_tokens=1)
     world.steps(2)
@@ -347,16 +347,16 @@ def test_an_image_that_a_step_reads_last_frees_its_room_for_the_next_batch() -> 
 
 
 def test_an_encode_starts_beside_a_prompt_only_if_its_first_token_stays_in_time() -> None:
-    def begun(ttft_s: float) -> list[str]:
+    def started(ttft_s: float) -> list[str]:
         world = make_costed()
         world.add("1", 100, slo={"ttft_ms": 1e3 * ttft_s})
         world.add("2", "100a", 1)
         return encodes(world.step())
 
     prompt_s, image_s = TRUE.language_s(LanguageLoad().with_prefill(100, 0)), TRUE.images_s(400)
-    assert begun(1.1 * (prompt_s + image_s)) == ["100a"]
-    assert begun(1.1 * prompt_s) == []
-    assert begun(0.9 * prompt_s) == ["100a"], "it is too late in any case"
+    assert started(1.1 * (prompt_s + image_s)) == ["100a"]
+    assert started(1.1 * prompt_s) == []
+    assert started(0.9 * prompt_s) == ["100a"], "it is too late in any case"
 
 
 def test_a_prefill_beside_decodes_is_cut_to_the_tpot_and_alone_it_is_not() -> None:
@@ -411,7 +411,7 @@ def test_the_runner_receives_the_time_left_of_the_iteration() -> None:
     now = 0.0
     world.scheduler.clock = lambda: now  # type: ignore[method-assign]
     world.add("1", 8)
-    world.step()  # ended at 0, and 1 goes on
+    world.step()  # 0 has ended, 1 continues
     world.add("2", "100a", 1)
     now = 0.004
     output = world.scheduler.schedule()

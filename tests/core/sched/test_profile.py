@@ -41,8 +41,8 @@ def step(world: World) -> list[str]:
     report = runner_output.encode_report  # type: ignore[attr-defined]
     world.now += TRUE.language_s(load) + (report.seconds if report else 0.0)
     outputs = world.scheduler.update_from_output(output, runner_output)
-    told = [one.request_id for of_client in outputs.values() for one in of_client.outputs]
-    assert not any(name.startswith(PREFIX) for name in told)
+    reported = [one.request_id for of_client in outputs.values() for one in of_client.outputs]
+    assert not any(name.startswith(PREFIX) for name in reported)
     if world.scheduler.profile is not None:
         assert all(of_client.scheduler_stats is None for of_client in outputs.values())
     return list(output.num_scheduled_tokens)

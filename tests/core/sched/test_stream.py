@@ -188,9 +188,9 @@ def test_the_runner_is_notified_of_a_broken_stream(vllm_config: VllmConfig, rela
         if ids:
             break
         time.sleep(0.01)  # a connection's end is noticed by another thread
-    told = update(output, "a")
-    assert not told.last
-    assert {"error": "no more"}.get(how, "gone") in told.error
+    sent = update(output, "a")
+    assert not sent.last
+    assert {"error": "no more"}.get(how, "gone") in sent.error
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
 
 

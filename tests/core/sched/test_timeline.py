@@ -19,7 +19,7 @@ ENGINE = Engine(max_num_batched_tokens=16, prefix_caching=False)
 
 
 class World:
-    """A scheduler with timelines, its runner, and a clock that goes on by a second with each step."""
+    """A scheduler with timelines, its runner, and a clock that advances by a second with each step."""
 
     def __init__(self, engine: Engine = ENGINE, **epd: object) -> None:
         self.engine = engine

@@ -99,7 +99,7 @@ async def fail(activation):
     yield
 
 
-async def refuse(activation):
+async def reject(activation):
     raise InvalidRequest("too long")
     yield
 
@@ -178,7 +178,7 @@ async def test_failure_in_a_host_names_the_error_and_the_node(make_world):
 
 
 async def test_omni_errors_keep_their_class_over_the_wire(make_world):
-    world = make_world(thinker=FunctionNode(refuse))
+    world = make_world(thinker=FunctionNode(reject))
     with pytest.raises(InvalidRequest, match="too long"):
         await read(world.open())
     await is_over(world)

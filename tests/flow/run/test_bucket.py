@@ -134,7 +134,7 @@ async def test_only_the_last_chunk_of_all_is_last():
 
 
 @pytest.mark.parametrize(
-    "first, second, told",
+    "first, second, reported",
     [
         (EndReason.EMPTY, EndReason.EMPTY, EndReason.UNREACHABLE),
         (EndReason.UNREACHABLE, EndReason.CANCEL, EndReason.CANCEL),
@@ -142,13 +142,13 @@ async def test_only_the_last_chunk_of_all_is_last():
         (EndReason.ERROR, EndReason.EMPTY, EndReason.ERROR),
     ],
 )
-async def test_most_severe_reason_is_reported(first, second, told):
+async def test_most_severe_reason_is_reported(first, second, reported):
     bucket = make_bucket({"a": 2})
     bucket.push(empty(0, first, payload="why" if first is EndReason.ERROR else None))
     bucket.push(empty(1, second, payload="why" if second is EndReason.ERROR else None))
     reason, error, termination = bucket.unreachable_reason()
-    assert (reason, termination) == (told, Termination.NOT_ACTIVATED)
-    assert error == ("why" if told is EndReason.ERROR else None)
+    assert (reason, termination) == (reported, Termination.NOT_ACTIVATED)
+    assert error == ("why" if reported is EndReason.ERROR else None)
 
 
 async def test_iteration_that_was_not_started_is_reported_as_such():
