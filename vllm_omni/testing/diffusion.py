@@ -1,9 +1,9 @@
 """Build tiny random checkpoints of diffusers pipelines, offline, in the layout of the real ones.
 
-The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. Classes, scheduler
-settings and, unless noted, the VAE's compression and latent channels are the real ones; widths and depths are not. The
-random weights are scaled so that pictures are neither flat nor saturated, and depend on prompt, seed, guidance and the
-number of steps.
+The result loads wherever the real checkpoint does: ``diffusers.DiffusionPipeline.from_pretrained``. ``diffusion.yaml``
+lists the components: classes, scheduler settings and, unless noted, the VAE's compression and latent channels are the
+real ones; widths and depths are not. The random weights are scaled so that pictures are neither flat nor saturated, and
+depend on prompt, seed, guidance and the number of steps.
 
     vllm-omni tiny qwen-image DIRECTORY [--seed 1]
 
@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from vllm_omni.errors import MissingDependency
 from vllm_omni.names import suggest
-from vllm_omni.testing import diffusion_images, diffusion_videos
+from vllm_omni.testing import diffusion_text as tiny_text
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
     from torch import Generator, nn
 
 # Pattern of a parameter's name, prefixed with its model's class -> gain over the usual scale: fan-in scaling, and 0.1
@@ -39,8 +42,8 @@ GAINS = {
     r"^AutoencoderOobleck\.decoder\.conv2\.": 0.5,
     r"^AutoencoderKLHunyuanVideo\.decoder\.conv_out\.": 0.6,
 }
-MAKERS = diffusion_images.MAKERS | diffusion_videos.MAKERS
-PIPELINES = tuple(sorted(MAKERS))
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+PIPELINES = tuple(sorted(TABLES["pipelines"]))
 
 
 def build(path: Path, name: str, *, seed: int = 0) -> Path:
@@ -60,7 +63,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
     if name not in PIPELINES:
         raise ValueError(f"unknown tiny pipeline {name!r}: {suggest(name, PIPELINES)}")
     try:
-        import diffusers  # noqa: F401 - the makers use it
+        import diffusers  # noqa: F401 - make_pipeline uses it
         import torch
     except ImportError as exc:
         raise MissingDependency(
@@ -70,7 +73,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
     from vllm_omni.diffusion.loading import no_progress_bars
 
     with torch.random.fork_rng(devices=[]):  # constructing consumes random numbers of the global generator
-        pipeline = MAKERS[name]()
+        pipeline = make_pipeline(name)
     generator = torch.Generator().manual_seed(seed)
     for component in sorted(pipeline.components):
         module = getattr(pipeline, component)
@@ -80,6 +83,32 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
     with no_progress_bars():
         pipeline.save_pretrained(path)
     return path
+
+
+def make_pipeline(name: str) -> DiffusionPipeline:
+    """Construct a pipeline of the table, with the weights of construction."""
+    import diffusers
+
+    ((class_name, parts),) = TABLES["pipelines"][name].items()
+    pipeline_class = getattr(diffusers, class_name)
+    components: dict[str, Any] = {}
+    for component, part in parts.items():
+        if component.startswith("tokenizer"):
+            components[component] = tiny_text.make_tokenizer(part, pipeline_class)
+        elif component.startswith("text_encoder"):
+            ((encoder, sizes),) = part.items()
+            tokenizer = components[component.replace("text_encoder", "tokenizer")]
+            components[component] = tiny_text.make_text_encoder(
+                encoder, tokenizer, TABLES["text_encoders"][encoder] | sizes
+            )
+        elif part == "qwen_vl":
+            components[component] = tiny_text.make_qwen_vl_processor(components["tokenizer"])
+        elif isinstance(part, dict):
+            ((part_class, config),) = part.items()
+            components[component] = getattr(diffusers, part_class)(**config)
+        else:
+            components[component] = part
+    return pipeline_class(**components)
 
 
 def randomize(module: nn.Module, generator: Generator) -> None:

@@ -7,6 +7,8 @@ bytes.
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,7 +37,37 @@ QWEN_CHAT_TEMPLATE = """\
 """
 
 
-def make_qwen_tokenizer(template: str = "system user assistant") -> PreTrainedTokenizerBase:
+def make_tokenizer(name: str, pipeline_class: Any) -> PreTrainedTokenizerBase:
+    """Make the tokenizer of this name in ``diffusion.yaml``."""
+    match name:
+        case "qwen" | "qwen_chat":
+            tokenizer = make_qwen_tokenizer(find_prompt_template(pipeline_class))
+            if name == "qwen_chat":
+                tokenizer.chat_template = QWEN_CHAT_TEMPLATE
+            return tokenizer
+        case "llama":
+            return make_llama_tokenizer(find_prompt_template(pipeline_class))
+        case "t5_short":
+            return make_t5_tokenizer(max_length=128)
+    makers = {
+        "byt5": make_byt5_tokenizer,
+        "clip": make_clip_tokenizer,
+        "gemma": make_gemma_tokenizer,
+        "t5": make_t5_tokenizer,
+    }
+    return makers[name]()
+
+
+def find_prompt_template(pipeline_class: Any) -> str:
+    """Prompt template of a pipeline; without one, the roles of a chat."""
+    module = import_module(pipeline_class.__module__)
+    if hasattr(module, "DEFAULT_PROMPT_TEMPLATE"):
+        return module.DEFAULT_PROMPT_TEMPLATE["template"]
+    pipeline = pipeline_class(**dict.fromkeys(inspect.signature(pipeline_class).parameters))
+    return getattr(pipeline, "prompt_template_encode", "system user assistant")
+
+
+def make_qwen_tokenizer(template: str) -> PreTrainedTokenizerBase:
     """Make Qwen2's tokenizer; the words of ``template`` are one token each, as in the real vocabulary."""
     from transformers import Qwen2Tokenizer
 
@@ -109,46 +141,6 @@ def make_clip_tokenizer() -> PreTrainedTokenizerBase:
     return CLIPTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77)
 
 
-def make_qwen_vl(tokenizer: PreTrainedTokenizerBase, *, num_hidden_layers: int = 2) -> PreTrainedModel:
-    """Make the text encoder of Qwen-Image: Qwen2.5-VL with its vision tower."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text_config = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128000,
-        # The sum is half of a head.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-        "tie_word_embeddings": False,
-    }
-    vision_config = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "fullatt_block_indexes": [1],
-    }
-    ids = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text_config,
-        vision_config=vision_config,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
 def make_qwen_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Make Qwen2-VL's processor. An image becomes at most 16 tokens; the real 16,384 would dominate a small test."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
@@ -185,96 +177,28 @@ def make_gemma_tokenizer() -> PreTrainedTokenizerBase:
     return GemmaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=8192)
 
 
-def t5_sizes(tokenizer: PreTrainedTokenizerBase, width: int) -> dict[str, Any]:
-    """Sizes that the configurations of T5 and UMT5 share."""
-    return {
-        "vocab_size": len(tokenizer),
-        "d_model": width,
-        "d_kv": 8,
-        "d_ff": 2 * width,
-        "num_layers": 2,
-        "num_heads": 4,
-        "feed_forward_proj": "gated-gelu",
-        "dropout_rate": 0.0,
-        "is_encoder_decoder": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
+def make_text_encoder(class_name: str, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> PreTrainedModel:
+    """Make an encoder of transformers; ``config`` lacks what the tokenizer determines."""
+    import transformers
+
+    if "vision_config" in config:
+        config = add_qwen_vl_ids(tokenizer, config)
+    else:
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        known = {name: token_id for name, token_id in ids.items() if token_id is not None}
+        config = {"vocab_size": len(tokenizer), **known, **config}
+    model_class = getattr(transformers, class_name)
+    return model_class(model_class.config_class(**config))
+
+
+def add_qwen_vl_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the ids of Qwen2.5-VL, whose text has a configuration of its own."""
+    token_id = tokenizer.convert_tokens_to_ids
+    ids = {"eos_token_id": token_id("<|im_end|>"), "bos_token_id": token_id("<|endoftext|>")}
+    return config | {
+        "text_config": {"vocab_size": len(tokenizer), **ids, **config["text_config"]},
+        "image_token_id": token_id("<|image_pad|>"),
+        "video_token_id": token_id("<|video_pad|>"),
+        "vision_start_token_id": token_id("<|vision_start|>"),
+        "vision_end_token_id": token_id("<|vision_end|>"),
     }
-
-
-def make_umt5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedModel:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer, width)))
-
-
-def make_t5(tokenizer: PreTrainedTokenizerBase, width: int = 32) -> PreTrainedModel:
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(**t5_sizes(tokenizer, width)))
-
-
-def decoder_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Sizes that the configurations of Qwen3 and Llama share."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        # The pipelines read the second or third hidden state from the end.
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-
-
-def make_qwen3(tokenizer: PreTrainedTokenizerBase, *, causal: bool = False, **sizes: int) -> PreTrainedModel:
-    """Make Qwen3, with its output head if ``causal``; ``sizes`` override ``decoder_sizes``."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
-
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    config = Qwen3Config(
-        max_position_embeddings=40960,
-        rope_parameters=rope,
-        **decoder_sizes(tokenizer) | sizes,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config) if causal else Qwen3Model(config)
-
-
-def make_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    from transformers import LlamaConfig, LlamaModel
-
-    rope = {"rope_type": "default", "rope_theta": 5e5}
-    return LlamaModel(LlamaConfig(max_position_embeddings=8192, rope_parameters=rope, **decoder_sizes(tokenizer)))
-
-
-def make_gemma2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    from transformers import Gemma2Config, Gemma2Model
-
-    return Gemma2Model(Gemma2Config(max_position_embeddings=8192, query_pre_attn_scalar=16, **decoder_sizes(tokenizer)))
-
-
-def make_clip(
-    tokenizer: PreTrainedTokenizerBase, *, projection: bool = False, hidden_act: str = "quick_gelu"
-) -> PreTrainedModel:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        projection_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=77,
-        hidden_act=hidden_act,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
