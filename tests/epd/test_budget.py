@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.core.sched.costs import TRUE, scaled
 from vllm_omni.config.budgets import EPDConfig
-from vllm_omni.epd.budget import BATCH_GRID, STEP, FixedBudgets, SloBudgets, largest
+from vllm_omni.epd.budget import BATCH_GRID, STEP, Budgets, SloBudgets, largest
 from vllm_omni.epd.cost import CostModel, LanguageLoad
 from vllm_omni.errors import ConfigError
 
@@ -125,8 +125,8 @@ def test_the_first_encode_tells_how_many_layers_there_are() -> None:
 
 
 def test_a_fixed_token_budget_counts_the_decodes() -> None:
-    assert FixedBudgets(100, 10).num_tokens(DECODES, 0, None, 0) == 92
-    assert FixedBudgets(5, 10).num_tokens(DECODES, 0, None, 0) == 0
+    assert Budgets(100, 10).num_tokens(DECODES, 0, None, 0) == 92
+    assert Budgets(5, 10).num_tokens(DECODES, 0, None, 0) == 0
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

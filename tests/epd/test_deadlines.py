@@ -13,7 +13,7 @@ class Needs:
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
         self.num_lookups = 0
-        self.deadlines: Deadlines[Request] = Deadlines(3, self)
+        self.deadlines = Deadlines(3, self)
 
     def __call__(self, request: Request) -> float:
         self.num_lookups += 1

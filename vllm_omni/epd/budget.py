@@ -7,54 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from vllm_omni.config.budgets import EPDConfig
 from vllm_omni.epd.cost import CostModel, LanguageLoad, SampleLog, medians
 
 
-class Budgets(Protocol):
-    """The decisions that ``EPDScheduler`` asks for before each iteration; the costs that it reports after it."""
+class Budgets:
+    """The decisions that ``EPDScheduler`` asks for before each iteration, and the costs that it reports after it.
 
-    def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
-        """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens.
-
-        Args:
-            num_encoding: embeddings of the batch of images in flight.
-        """
-        ...
-
-    def num_embeds(self, decodes: LanguageLoad, limit_s: float | None) -> int:
-        """The most embeddings of one batch of images."""
-        ...
-
-    def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
-        """How many layers of the encoder a batch of images passes beside ``load``, at least one; None: all."""
-        ...
-
-    def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
-        """Plan the duration of an iteration with decodes of which one asks for ``tpot_s``; None: no limit.
-
-        Args:
-            is_hurried: plan with a smaller margin, because a first token would be late.
-        """
-        ...
-
-    def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
-        """The time of an encode of ``num_embeds`` and then the language batch, with the machine to themselves."""
-        ...
-
-    def observe_language(self, load: LanguageLoad, seconds: float) -> None:
-        """Report what an iteration took, without its encode."""
-        ...
-
-    def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
-        """Report what ``num_layers`` of a batch of images took."""
-        ...
-
-
-class FixedBudgets:
-    """The same budgets in every iteration."""
+    These budgets are the same in every iteration.
+    """
 
     def __init__(self, token_budget: int, image_budget: int, num_encode_layers: int | None = None) -> None:
         self._token_budget = token_budget
@@ -62,25 +24,38 @@ class FixedBudgets:
         self._num_encode_layers = num_encode_layers
 
     def num_tokens(self, decodes: LanguageLoad, context: int, limit_s: float | None, num_encoding: int) -> int:
+        """The most tokens that the iteration may prefill beside its decodes: a chunk behind ``context`` tokens.
+
+        Args:
+            num_encoding: embeddings of the batch of images in flight.
+        """
         return max(0, self._token_budget - decodes.num_decodes)
 
     def num_embeds(self, decodes: LanguageLoad, limit_s: float | None) -> int:
+        """The most embeddings of one batch of images."""
         return self._image_budget
 
     def num_layers(self, load: LanguageLoad, num_embeds: int, limit_s: float | None) -> int | None:
+        """How many layers of the encoder a batch of images passes beside ``load``, at least one; None: all."""
         return self._num_encode_layers
 
     def limit_s(self, tpot_s: float | None, is_hurried: bool = False) -> float | None:
+        """Plan the duration of an iteration with decodes of which one asks for ``tpot_s``; None: no limit.
+
+        Args:
+            is_hurried: plan with a smaller margin, because a first token would be late.
+        """
         return None
 
     def seconds_alone(self, load: LanguageLoad, num_embeds: int) -> float:
+        """The time of an encode of ``num_embeds`` and then the language batch, with the machine to themselves."""
         return 0.0
 
     def observe_language(self, load: LanguageLoad, seconds: float) -> None:
-        pass
+        """Report what an iteration took, without its encode."""
 
     def observe_encode(self, num_embeds: int, num_layers: float, num_layers_of_batch: int, seconds: float) -> None:
-        pass
+        """Report what ``num_layers`` of a batch of images took."""
 
 
 HURRIED_MARGIN = 0.8
@@ -112,7 +87,7 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-class SloBudgets:
+class SloBudgets(Budgets):
     """The largest budgets with which an iteration stays under the TPOT, by binary search over a cost model.
 
     Both budgets share the iteration: a prefill is planned with one layer of the batch of images in flight, the layers
@@ -233,7 +208,7 @@ def make_budgets(config: EPDConfig, max_tokens: int, max_embeds: int) -> Budgets
     """
     if config.tpot_ms is None:
         assert config.token_budget is not None and config.image_budget is not None
-        return FixedBudgets(config.token_budget, config.image_budget, config.num_encode_layers)
+        return Budgets(config.token_budget, config.image_budget, config.num_encode_layers)
     return SloBudgets(
         CostModel.of(config.cost),
         config.margin,

@@ -10,11 +10,11 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from vllm_omni.epd.budget import Budgets
 from vllm_omni.epd.cost import LanguageLoad
-from vllm_omni.epd.engine_request import EngineRequest
+from vllm_omni.epd.engine_request import Request
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.slo import Slo, SloState, slo_of
 
@@ -24,8 +24,6 @@ TPOT_FACTOR_OF_LOST = 2.0
 OVERLOAD = 3  # overload: the waiting requests' first tokens need more than this many TTFT targets
 NUM_ANSWERS_EXPECTED = 16  # the expected length of an answer averages about this many before it
 MIN_PACE = 0.1  # of prompts and encodes, beside decodes that take all of their TPOT themselves
-
-R = TypeVar("R", bound=EngineRequest)
 
 
 @dataclass
@@ -37,7 +35,7 @@ class _Deadline:
     num_deferrals: int = 0  # steps for which requests that can still meet their SLO went first
 
 
-class Deadlines(Generic[R]):
+class Deadlines:
     """The requests with an SLO. Times are those of the scheduler's clock.
 
     Args:
@@ -45,7 +43,7 @@ class Deadlines(Generic[R]):
         seconds_to_token: the least time to a request's next token, with the machine to itself.
     """
 
-    def __init__(self, patience: int, seconds_to_token: Callable[[R], float]) -> None:
+    def __init__(self, patience: int, seconds_to_token: Callable[[Request], float]) -> None:
         self.expected_gaps = 0.0  # of an answer, by those that have ended
         self._requests: dict[str, _Deadline] = {}
         self._patience = patience
@@ -60,7 +58,7 @@ class Deadlines(Generic[R]):
 
     # -- start and end of a request -----------------------------------------------------------------------------------
 
-    def add_request(self, request: R, extra_args: Mapping[str, Any] | None, default: Slo) -> None:
+    def add_request(self, request: Request, extra_args: Mapping[str, Any] | None, default: Slo) -> None:
         """Add a request with these ``SamplingParams.extra_args``, if it has an SLO."""
         slo = default
         try:
@@ -70,7 +68,7 @@ class Deadlines(Generic[R]):
         if slo:
             self.add(request, slo)
 
-    def add(self, request: R, slo: Slo) -> None:
+    def add(self, request: Request, slo: Slo) -> None:
         state = SloState(slo, request.arrival_time, max(0, request.max_tokens - 1))
         self._requests[request.request_id] = _Deadline(state)
 
@@ -83,7 +81,7 @@ class Deadlines(Generic[R]):
         if deadline is not None and deadline.state.has_token:
             self.expected_gaps += (deadline.state.num_gaps - self.expected_gaps) / NUM_ANSWERS_EXPECTED
 
-    def state_of(self, request: R) -> SloState | None:
+    def state_of(self, request: Request) -> SloState | None:
         deadline = self._requests.get(request.request_id)
         return deadline.state if deadline is not None else None
 
@@ -93,13 +91,13 @@ class Deadlines(Generic[R]):
         """Look up anew, once in a step, what requests need."""
         self._known.clear()
 
-    def seconds_to_token(self, request: R) -> float:
+    def seconds_to_token(self, request: Request) -> float:
         seconds = self._known.get(request.request_id)
         if seconds is None:
             seconds = self._known[request.request_id] = self._seconds_to_token(request)
         return seconds
 
-    def in_order(self, requests: Iterable[R], now: float) -> list[R]:
+    def in_order(self, requests: Iterable[Request], now: float) -> list[Request]:
         """Sort by slack, least first; requests whose SLO is already missed come last, for ``patience`` steps.
 
         Slack is computed with the time that a request needed when it came. By what is left, a request whose image is
@@ -111,7 +109,7 @@ class Deadlines(Generic[R]):
                 self._requests[request.request_id].num_deferrals += 1
         return sorted(keys, key=keys.__getitem__)
 
-    def _urgency(self, request: R, now: float) -> tuple[bool, float]:
+    def _urgency(self, request: Request, now: float) -> tuple[bool, float]:
         deadline = self._requests.get(request.request_id)
         if deadline is None:
             return False, math.inf
@@ -124,7 +122,9 @@ class Deadlines(Generic[R]):
         )
         return is_deferred, deadline.state.deadline - deadline.needed_s
 
-    def is_first_token_made_late(self, requests: Iterable[R], now: float, without_s: float, with_s: float) -> bool:
+    def is_first_token_made_late(
+        self, requests: Iterable[Request], now: float, without_s: float, with_s: float
+    ) -> bool:
         """Whether a first token that is in time after ``without_s`` would be late after ``with_s``."""
         return any(
             state.is_lost(now, with_s) and not state.is_lost(now, without_s)
@@ -137,10 +137,10 @@ class Deadlines(Generic[R]):
     def limit_s(
         self,
         budgets: Budgets,
-        decodes: Collection[R],
+        decodes: Collection[Request],
         load: LanguageLoad,
-        prefills: Collection[R],
-        waiting: Collection[R],
+        prefills: Collection[Request],
+        waiting: Collection[Request],
         now: float,
     ) -> float | None:
         """Plan how long the iteration may take; None: no limit.
@@ -165,10 +165,10 @@ class Deadlines(Generic[R]):
         following = next(itertools.chain(prefills, waiting))
         return max(hurried_s, decodes_s + self.seconds_to_token(following))
 
-    def _states(self, requests: Iterable[R]) -> list[SloState]:
+    def _states(self, requests: Iterable[Request]) -> list[SloState]:
         return [state for request in requests if (state := self.state_of(request)) is not None]
 
-    def _tpot_s(self, decodes: Iterable[R], waiting: Collection[R], now: float) -> float | None:
+    def _tpot_s(self, decodes: Iterable[Request], waiting: Collection[Request], now: float) -> float | None:
         """The shortest gap that a decode asks for; None: none does."""
         # Decodes whose SLO is missed yield to the others, but do not stand still for a whole encode.
         factor_of_lost = math.inf if self._is_overloaded(waiting, now) else TPOT_FACTOR_OF_LOST
@@ -176,7 +176,7 @@ class Deadlines(Generic[R]):
         shortest = min(gaps, default=math.inf)
         return shortest if shortest < math.inf else None
 
-    def _is_overloaded(self, waiting: Collection[R], now: float) -> bool:
+    def _is_overloaded(self, waiting: Collection[Request], now: float) -> bool:
         """Whether the waiting requests miss their SLO already, and are so many that throughput matters."""
         states = self._states(waiting)
         ttft_s = min((state.ttft_limit_s for state in states), default=math.inf)
@@ -184,7 +184,7 @@ class Deadlines(Generic[R]):
             return False
         return sum(map(self.seconds_to_token, waiting)) > OVERLOAD * ttft_s
 
-    def _is_hurried(self, requests: Iterable[R], pace: float, now: float) -> bool:
+    def _is_hurried(self, requests: Iterable[Request], pace: float, now: float) -> bool:
         """Whether a first token would be late if everything before it continued at this pace."""
         until = now
         for request in requests:
@@ -196,7 +196,7 @@ class Deadlines(Generic[R]):
                 return True
         return False
 
-    def _can_spare_gap(self, decodes: Iterable[R], now: float) -> bool:
+    def _can_spare_gap(self, decodes: Iterable[Request], now: float) -> bool:
         """Whether there are decodes with an SLO that is not missed, and all of them keep it with one more late gap."""
         can_lose = [state for state in self._states(decodes) if not state.is_lost(now)]
         return bool(can_lose) and all(state.can_spare_gap(self.expected_gaps) for state in can_lose)

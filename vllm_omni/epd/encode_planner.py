@@ -1,6 +1,7 @@
-"""``EncodePlanner``: which images are encoded or pulled next, and whose room in the image cache they take.
+"""``EncodePacing``: when a batch of images may start, and how large it may be. ``EncodePlanner``: which images are
+encoded or pulled next, and whose room in the image cache they take.
 
-From: HydraInfer, section 4.2, Algorithm 1 (batches of images), and section 4.3 (images that are elsewhere).
+From: HydraInfer, section 4.2, Algorithm 1 (batches of images, which yield to prefills), and section 4.3.
 """
 
 from __future__ import annotations
@@ -8,17 +9,64 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
 
+from vllm_omni.config.budgets import EPDConfig
+from vllm_omni.epd.budget import Budgets
+from vllm_omni.epd.deadlines import Deadlines
 from vllm_omni.epd.encode_tasks import EncodeTasks
-from vllm_omni.epd.engine_request import EngineRequest, ImageCache, ImageRelay, TransferReport
+from vllm_omni.epd.engine_request import ImageCache, ImageRelay, Request, TransferReport
 from vllm_omni.epd.image_needs import ImageNeeds
 from vllm_omni.epd.image_pulls import ImagePulls
+from vllm_omni.epd.iterations import Iteration
 from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import EncodeItem, EncodeReport
 from vllm_omni.messages.timeline import Mark
 
-R = TypeVar("R", bound=EngineRequest)
+
+class EncodePacing:
+    """Defers encodes that would delay a first token, for at most ``patience`` steps in a row.
+
+    Args:
+        is_threaded: images are encoded in a thread, and take no time of an iteration.
+    """
+
+    def __init__(self, config: EPDConfig, deadlines: Deadlines, *, is_threaded: bool) -> None:
+        self._config = config
+        self._deadlines = deadlines
+        self._is_threaded = is_threaded
+        self.num_deferrals = 0  # in a row
+
+    def num_embeds(
+        self, budgets: Budgets, step: Iteration, requests: Collection[Request], limit_s: float | None
+    ) -> int | None:
+        """Embeddings of a batch that starts now; None: it is deferred.
+
+        Args:
+            step: the language batch that was scheduled, and when.
+            requests: in the step.
+            limit_s: planned duration of the iteration.
+        """
+        max_embeds = budgets.num_embeds(step.load, None if self._is_threaded else limit_s)
+        if self.num_deferrals < self._config.patience and self._delays_first_token(budgets, step, requests, max_embeds):
+            self.num_deferrals += 1
+            return None
+        return max_embeds
+
+    def note_start(self) -> None:
+        """A batch has started."""
+        self.num_deferrals = 0
+
+    def _delays_first_token(
+        self, budgets: Budgets, step: Iteration, requests: Collection[Request], max_embeds: int
+    ) -> bool:
+        """Whether an encode now would delay the step's prefills in a way that matters."""
+        if not step.load.num_prefill_tokens or not self._config.is_on:
+            return False
+        if self._config.tpot_ms is None:
+            return True
+        # With SLOs, only a first token matters that is in time without the encode and late with it.
+        without_s, with_s = (budgets.seconds_alone(step.load, num_embeds) for num_embeds in (0, max_embeds))
+        return self._deadlines.is_first_token_made_late(requests, step.scheduled_at, without_s, with_s)
 
 
 class _Next(Enum):
@@ -28,16 +76,16 @@ class _Next(Enum):
 
 
 @dataclass
-class _Plan(Generic[R]):
-    order: Sequence[R]
+class _Plan:
+    order: Sequence[Request]
     scheduled: Collection[str]  # requests of the step's language batch: what they read must stay
-    others: Collection[R]  # all requests of the engine
+    others: Collection[Request]  # all requests of the engine
     max_embeds: int | None  # of the batch; None: no encode starts now
     batch: list[EncodeItem] = field(default_factory=list)
     num_embeds: int = 0
 
 
-class EncodePlanner(Generic[R]):
+class EncodePlanner:
     """Starts encodes and pulls in the order of the requests. At most one batch of encodes is in flight.
 
     No request waits forever, down to a cache of one image: the first request that cannot continue without an image may
@@ -54,12 +102,12 @@ class EncodePlanner(Generic[R]):
     def __init__(
         self,
         cache: ImageCache,
-        needs: ImageNeeds[R],
+        needs: ImageNeeds,
         tasks: EncodeTasks,
         pulls: ImagePulls,
         relay: ImageRelay | None,
         *,
-        is_rejected: Callable[[R, int, str, int, int], bool],
+        is_rejected: Callable[[Request, int, str, int, int], bool],
         on_start: Callable[[str, Mark], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -83,7 +131,7 @@ class EncodePlanner(Generic[R]):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def plan(
-        self, order: Sequence[R], scheduled: Collection[str], others: Collection[R], max_embeds: int | None
+        self, order: Sequence[Request], scheduled: Collection[str], others: Collection[Request], max_embeds: int | None
     ) -> list[EncodeItem]:
         """Take room for images to pull, and for a batch to encode: of at least one image, up to ``max_embeds``.
 
@@ -102,7 +150,7 @@ class EncodePlanner(Generic[R]):
                 self._on_start(identifier, Mark.ENCODE_BEGAN)
         return plan.batch
 
-    def _fill(self, plan: _Plan[R]) -> None:
+    def _fill(self, plan: _Plan) -> None:
         for place, request in enumerate(plan.order):
             task = self._tasks.get(request.request_id)
             needed = self._needs.needed(request) if task is None else list(task.missing.values())
@@ -113,7 +161,7 @@ class EncodePlanner(Generic[R]):
                     case _Next.REQUEST:
                         break
 
-    def _plan_image(self, plan: _Plan[R], place: int, index: int, needed: Sequence[int]) -> _Next:
+    def _plan_image(self, plan: _Plan, place: int, index: int, needed: Sequence[int]) -> _Next:
         cache, request = self._cache, plan.order[place]
         identifier = request.mm_features[index].identifier
         size = request.get_num_encoder_embeds(index)
@@ -137,7 +185,7 @@ class EncodePlanner(Generic[R]):
         self._start(plan, request, index, size, source)
         return _Next.IMAGE
 
-    def _find_obstacle(self, plan: _Plan[R], request: R, index: int, size: int) -> _Next | None:
+    def _find_obstacle(self, plan: _Plan, request: Request, index: int, size: int) -> _Next | None:
         """What follows if the image cannot be encoded in this batch; None: it can."""
         feature = request.mm_features[index]
         if feature.data is None:
@@ -155,7 +203,7 @@ class EncodePlanner(Generic[R]):
         plan.max_embeds = None  # the batch is complete; pulls of requests behind this one still start
         return _Next.REQUEST
 
-    def _start(self, plan: _Plan[R], request: R, index: int, size: int, source: bytes | None) -> None:
+    def _start(self, plan: _Plan, request: Request, index: int, size: int, source: bytes | None) -> None:
         feature = request.mm_features[index]
         is_in_runner = not self._cache.start(request, index)
         if source is not None and not is_in_runner:
@@ -167,7 +215,7 @@ class EncodePlanner(Generic[R]):
             plan.num_embeds += size
         self._tasks.order_put(request, feature.identifier)
 
-    def _make_room(self, plan: _Plan[R], place: int, needed: Sequence[int]) -> bool:
+    def _make_room(self, plan: _Plan, place: int, needed: Sequence[int]) -> bool:
         """Make room for the first image needed, at the cost of requests behind, whose images are encoded again."""
         cache, request = self._cache, plan.order[place]
         if request.request_id not in plan.scheduled:
@@ -186,7 +234,7 @@ class EncodePlanner(Generic[R]):
         return cache.can_start(request, needed[0])
 
     @staticmethod
-    def _behind(plan: _Plan[R], place: int) -> Iterable[R]:
+    def _behind(plan: _Plan, place: int) -> Iterable[Request]:
         """Requests that may lose an image to the one at ``place``: those held for other reasons, then the last ones.
 
         Not those of this step: the runner frees an image before it computes.

@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from vllm_omni.epd.engine_request import EngineRequest, ImageCache, ImageRelay, TransferReport
+from vllm_omni.epd.engine_request import ImageCache, ImageRelay, Request, TransferReport
 from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import Put, PutRejection
 
-R = TypeVar("R", bound=EngineRequest)
 Key = tuple[float, float]
 
 
 @dataclass
 class EncodeTask:
-    request: EngineRequest
+    request: Request
     missing: dict[str, int]  # identifier -> index of the first of its images, of those that are not in the relay yet
     ordered: set[str] = field(default_factory=set)  # of these, the identifiers whose put has been ordered
     deadline: float | None = None  # for room in the relay; None: the task does not wait for room
@@ -44,7 +43,7 @@ class EncodeTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: Request) -> None:
         missing: dict[str, int] = {}
         for index, feature in enumerate(request.mm_features):
             missing.setdefault(feature.identifier, index)
@@ -56,7 +55,9 @@ class EncodeTasks:
     def remove(self, request_id: str) -> None:
         self._tasks.pop(request_id, None)
 
-    def merge_into(self, running: Iterable[R], waiting: Iterable[R], key: Callable[[Any], Key]) -> Iterator[R | Any]:
+    def merge_into(
+        self, running: Iterable[Request], waiting: Iterable[Request], key: Callable[[Any], Key]
+    ) -> Iterator[Request]:
         """Put the tasks that may start an encode or a put among other requests with images.
 
         Running requests come first, and then waiting requests and tasks by ``key``. While some tasks wait for room in
@@ -71,7 +72,7 @@ class EncodeTasks:
             yield request
         yield from tasks
 
-    def order_put(self, request: EngineRequest, identifier: str) -> None:
+    def order_put(self, request: Request, identifier: str) -> None:
         """Order that an image, which is in the cache or will be, is put into the relay, if the request is a task."""
         task = self._tasks.get(request.request_id)
         if task is not None and identifier not in task.ordered:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
 
-from vllm_omni.epd.engine_request import EngineRequest, ImageCache
-
-R = TypeVar("R", bound=EngineRequest)
+from vllm_omni.epd.engine_request import ImageCache, Request
 
 
-class ImageNeeds(Generic[R]):
+class ImageNeeds:
     """Remembers the prefix-cache hits of waiting requests, as looking them up hashes and searches each block.
 
     Args:
@@ -19,7 +16,10 @@ class ImageNeeds(Generic[R]):
     """
 
     def __init__(
-        self, cache: ImageCache, num_cached_tokens: Callable[[R], int], num_external_tokens: Callable[[R], int]
+        self,
+        cache: ImageCache,
+        num_cached_tokens: Callable[[Request], int],
+        num_external_tokens: Callable[[Request], int],
     ) -> None:
         self._cache = cache
         self._num_cached_tokens = num_cached_tokens
@@ -33,7 +33,7 @@ class ImageNeeds(Generic[R]):
     def remove(self, request_id: str) -> None:
         self._known_hits.pop(request_id, None)
 
-    def num_computed(self, request: R, is_fresh: bool = False) -> int:
+    def num_computed(self, request: Request, is_fresh: bool = False) -> int:
         """Tokens that need no embeddings: computed, in the prefix cache, or to be pulled.
 
         Args:
@@ -47,14 +47,14 @@ class ImageNeeds(Generic[R]):
             self._known_hits[request.request_id] = self._num_cached_tokens(request)
         return self._known_hits[request.request_id]
 
-    def needed(self, request: R) -> list[int]:
+    def needed(self, request: Request) -> list[int]:
         """Indices of the images that the request needs, in the prompt's order."""
         needed = list(self._behind(request, self.num_computed(request)))
         if not all(self.is_available(request, index) for index in needed):
             needed = list(self._behind(request, self.num_computed(request, is_fresh=True)))
         return needed
 
-    def has_next(self, request: R) -> bool:
+    def has_next(self, request: Request) -> bool:
         """Whether the next tokens can be computed: their image, if they have one, is there.
 
         A remembered hit decides cheaply that a request must wait; one that could be admitted is looked up anew.
@@ -65,7 +65,7 @@ class ImageNeeds(Generic[R]):
                 return False
         return True
 
-    def num_missing_embeds(self, request: R) -> int:
+    def num_missing_embeds(self, request: Request) -> int:
         """Embeddings that must be computed before the request's next token."""
         return sum(
             request.get_num_encoder_embeds(index)
@@ -73,11 +73,11 @@ class ImageNeeds(Generic[R]):
             if not self.is_available(request, index)
         )
 
-    def is_available(self, request: R, index: int) -> bool:
+    def is_available(self, request: Request, index: int) -> bool:
         return self._cache.is_ready(request, index) or self._cache.is_elsewhere(request.mm_features[index].identifier)
 
     @staticmethod
-    def _behind(request: R, num_computed: int) -> Iterator[int]:
+    def _behind(request: Request, num_computed: int) -> Iterator[int]:
         """Indices of the images with embeddings behind the computed tokens."""
         for index, feature in enumerate(request.mm_features):
             position = feature.mm_position

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from vllm_omni.epd.cost import LanguageLoad
-from vllm_omni.epd.engine_request import EngineRequest
+from vllm_omni.epd.engine_request import Request
 
 
 class Iteration(NamedTuple):
@@ -56,7 +56,7 @@ class Iterations:
         return max(0.0, started_at + limit_s - now)
 
 
-def load_of_decodes(decodes: Iterable[EngineRequest]) -> LanguageLoad:
+def load_of_decodes(decodes: Iterable[Request]) -> LanguageLoad:
     """The language batch of the next iteration before prompts are added."""
     load = LanguageLoad()
     for request in decodes:
@@ -66,7 +66,7 @@ def load_of_decodes(decodes: Iterable[EngineRequest]) -> LanguageLoad:
 
 
 def load_of_step(
-    num_scheduled_tokens: Mapping[str, int], requests: Mapping[str, EngineRequest], decoding: Collection[str]
+    num_scheduled_tokens: Mapping[str, int], requests: Mapping[str, Request], decoding: Collection[str]
 ) -> LanguageLoad:
     """The language batch that was scheduled; vLLM has counted its tokens as computed."""
     load = LanguageLoad()

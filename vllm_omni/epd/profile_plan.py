@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from vllm_omni.epd.budget import BATCH_GRID, FixedBudgets, SloBudgets
+from vllm_omni.epd.budget import BATCH_GRID, Budgets, SloBudgets
 from vllm_omni.epd.cost import CostModel, LanguageLoad, SampleLog, medians
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ProfileLimits:
     num_embeds: int = 0  # of that image
 
 
-class MeasuringBudgets(FixedBudgets):
+class MeasuringBudgets(Budgets):
     """The budgets of a phase, which log what its iterations took."""
 
     def __init__(self, phase: Phase, log: SampleLog) -> None:

@@ -25,7 +25,6 @@ class World:
         self.engine = engine
         scheduler_cls = EPDScheduler if epd else StreamScheduler
         self.scheduler = make_any_scheduler(scheduler_cls, engine, {TIMELINES: True, EPD_CONFIG: epd})
-        assert self.scheduler.timelines is not None
         self.timelines = self.scheduler.timelines
         self.now = 0.0
         self.scheduler.clock = lambda: self.now  # type: ignore[method-assign]
@@ -179,7 +178,7 @@ def test_decisions_are_the_same_with_timelines(seed: int) -> None:
     for config in ({}, {TIMELINES: True}):
         scheduler = make_any_scheduler(StreamScheduler, stream.engine, config)
         runs.append(drive(scheduler, stream))
-        assert scheduler.timelines.is_empty if scheduler.timelines is not None else not config
+        assert scheduler.timelines.is_empty and scheduler.timelines.is_on == bool(config)
     assert_same_steps(*runs)
 
 

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
-from vllm_omni.core.sched import one_token
 from vllm_omni.core.sched.dit_cache import DiTCacheConfig, DiTCacheManager
+from vllm_omni.core.sched.generation import GenerationScheduler
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.messages.denoise_step import CallSize, DenoiseOutput, DenoiseSchedulerOutput
 from vllm_omni.messages.stage_step import STAGE_ARGS
-from vllm_omni.relay.hub import process_hub
 
 Shape = tuple[Any, ...]
 
@@ -40,7 +38,7 @@ class _Job:
         return self.request.status is RequestStatus.RUNNING
 
 
-class DiffusionScheduler(Scheduler):
+class DiffusionScheduler(GenerationScheduler):
     """Each step has requests of one shape, which their runner puts into as few calls of the denoiser as it can.
 
     Within a shape the oldest come first. A request that does not fit beside them is passed over for younger ones that
@@ -50,16 +48,12 @@ class DiffusionScheduler(Scheduler):
     A request that has started keeps its slot (one of ``max_num_seqs``) until it ends: its intermediate results are in
     the runner, and nothing is computed twice. A shape whose requests have no slot is served once one is free.
 
-    Upstream adds, aborts and finishes requests. The runner is notified of aborts with the next step.
+    The runner is notified of aborts with the next step.
     """
-
-    running: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        additional_config = self.vllm_config.additional_config
-        config = DiffusionConfig.of(additional_config)
-        self.hub = process_hub(additional_config)
+        config = DiffusionConfig.of(self.vllm_config.additional_config)
         self.max_rows = config.max_rows or self.max_num_running_reqs
         self.max_batch_bytes = config.max_batch_bytes
         self.max_wait_batches = config.max_wait_batches
@@ -80,17 +74,11 @@ class DiffusionScheduler(Scheduler):
         self.cache.release_cache(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        # Upstream preempts running requests to compute them again. Here there is no prefix cache, and steps would be
-        # lost.
-        return True
-
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> DenoiseSchedulerOutput:
-        # Upstream plans token budgets, KV blocks and encoder inputs here; none of them exists for these requests.
         batch = [job.request for job in self._choose_batch()]
-        fields = one_token.start_step(self, batch)
+        fields = self._start_step(batch)
         self.cache.start_batch([request.request_id for request in batch])
         self.cache.clear_expired_cache()
         output = DenoiseSchedulerOutput(**fields, cache_update=self.cache.take_update())
@@ -148,11 +136,9 @@ class DiffusionScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: DenoiseSchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        one_token.release_dropped(self, self.hub, model_runner_output)
         if isinstance(model_runner_output, DenoiseOutput):
             self._take_calls(model_runner_output.pending)
-        failed = one_token.finish_failed(self, model_runner_output)
-        return one_token.add_outputs(super().update_from_output(scheduler_output, model_runner_output), failed)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_calls(self, calls: Mapping[str, CallSize]) -> None:
         for request_id, call in calls.items():

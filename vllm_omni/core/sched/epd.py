@@ -30,14 +30,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig, encodes_in_thread
 from vllm_omni.core.sched import unqueued
 from vllm_omni.core.sched.image_cache import ImageCache
-from vllm_omni.core.sched.one_token import add_outputs
 from vllm_omni.core.sched.profile import Profile, make_profile
 from vllm_omni.core.sched.stream import StreamScheduler
-from vllm_omni.epd.budget import Budgets, FixedBudgets, SloBudgets, make_budgets
+from vllm_omni.epd.budget import Budgets, SloBudgets, make_budgets
 from vllm_omni.epd.cost import LanguageLoad
 from vllm_omni.epd.deadlines import Deadlines
-from vllm_omni.epd.encode_pacing import EncodePacing
-from vllm_omni.epd.encode_planner import EncodePlanner
+from vllm_omni.epd.encode_planner import EncodePacing, EncodePlanner
 from vllm_omni.epd.encode_tasks import EncodeTasks
 from vllm_omni.epd.image_needs import ImageNeeds
 from vllm_omni.epd.image_pulls import ImagePulls
@@ -47,7 +45,6 @@ from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport
 from vllm_omni.messages.epd_step import EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import EncodeItem, EncodeReport
-from vllm_omni.messages.timeline import Mark
 
 _UNSUPPORTED = (
     f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder cache manager, "
@@ -87,7 +84,7 @@ class EPDScheduler(StreamScheduler):
         self.epd = EPDConfig.parse(self.vllm_config.additional_config.get(EPD_CONFIG, {}))
         self.relay_ec = self.ec_connector if isinstance(self.ec_connector, RelayECConnector) else None
         self.budgets: Budgets | None = None
-        self.deadlines: Deadlines[Request] = Deadlines(self.epd.patience, self._seconds_to_token)
+        self.deadlines = Deadlines(self.epd.patience, self._seconds_to_token)
         self.iterations = Iterations()
         self.profile: Profile | None = None
         self._encodes_in_thread = encodes_in_thread(self.vllm_config)
@@ -113,32 +110,24 @@ class EPDScheduler(StreamScheduler):
         if self.epd.is_on:
             self.budgets = make_budgets(self.epd, self.max_num_scheduled_tokens, num_embeds)
         else:
-            self.budgets = FixedBudgets(self.max_num_scheduled_tokens, self.max_num_encoder_input_tokens)
+            self.budgets = Budgets(self.max_num_scheduled_tokens, self.max_num_encoder_input_tokens)
 
     def _compose(self, cache: Any) -> None:
-        self.needs: ImageNeeds[Request] = ImageNeeds(
+        self.needs = ImageNeeds(
             cache, lambda request: self.kv_cache_manager.get_computed_blocks(request)[1], self.num_external_tokens
         )
         self.tasks = EncodeTasks(self.relay_ec, cache, lambda: self.clock())
         self.pulls = ImagePulls(self.relay_ec, cache, self.vllm_config.parallel_config.tensor_parallel_size)
-        self.planner: EncodePlanner[Request] = EncodePlanner(
+        self.planner = EncodePlanner(
             cache,
             self.needs,
             self.tasks,
             self.pulls,
             self.relay_ec,
             is_rejected=self._reject_on_encoder_cache_embed_mismatch,
-            on_start=self._note_image_start,
-            on_end=self._note_image_end,
+            on_start=self.timelines.start_image,
+            on_end=lambda identifier: self.timelines.end_image(identifier, self.requests),
         )
-
-    def _note_image_start(self, identifier: str, mark: Mark) -> None:
-        if self.timelines is not None:
-            self.timelines.start_image(identifier, mark)
-
-    def _note_image_end(self, identifier: str) -> None:
-        if self.timelines is not None:
-            self.timelines.end_image(identifier, self.requests)
 
     # -- profile ------------------------------------------------------------------------------------------------------
 
@@ -196,8 +185,7 @@ class EPDScheduler(StreamScheduler):
 
     def _add_unqueued(self, request: Request) -> None:
         unqueued.add(self, request)
-        if self.timelines is not None:
-            self.timelines.note_queued(request)
+        self.timelines.note_queued(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
@@ -384,7 +372,7 @@ class EPDScheduler(StreamScheduler):
                 self.planner.take_encodes(report, self.requests)
         # Before upstream's update, which notifies the front end of requests that have ended.
         ended = self._end_unscheduled(model_runner_output)
-        outputs = add_outputs(super().update_from_output(scheduler_output, model_runner_output), ended)
+        outputs = unqueued.add_outputs(super().update_from_output(scheduler_output, model_runner_output), ended)
         self.iterations.set_running(bool(self.running))
         if self.profile is not None:
             return self.profile.without_own(outputs)
@@ -415,7 +403,8 @@ class EPDScheduler(StreamScheduler):
             for request_id in self.planner.take_transfers(report):
                 request = self.requests[request_id]
                 request.status = RequestStatus.FINISHED_STOPPED
-                outputs.append(unqueued.last_output(request, *self._free_request(request)))
+                kv, ec = self._free_request(request)
+                outputs.append(unqueued.last_output(request, kv_transfer_params=kv, ec_transfer_params=ec))
         outputs += unqueued.fail(self, list(self.planner.failures.items()))
         self.planner.failures.clear()  # of requests that had ended by themselves
         return outputs

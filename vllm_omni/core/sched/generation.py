@@ -5,21 +5,28 @@ From: vLLM-Omni (paper), section 3.3 (generation engines without token steps).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched import one_token
+from vllm_omni.core.sched.unqueued import add_outputs, last_output
+from vllm_omni.messages.denoise_step import DenoiseOutput
+from vllm_omni.messages.payload import Payload, pack, unpack
 from vllm_omni.relay.hub import process_hub
 
 
 class GenerationScheduler(Scheduler):
-    """Each step has the oldest requests, up to ``max_num_seqs``; each of them ends with the step."""
+    """Each step has the oldest requests, up to ``max_num_seqs``; each of them ends with the step.
+
+    Upstream's ``Scheduler`` adds, aborts and finishes the requests. It plans token budgets, KV blocks and encoder
+    inputs, none of which they have, so ``schedule`` is replaced and upstream's bookkeeping around it is kept.
+    """
 
     running: list[Request]
 
@@ -28,18 +35,58 @@ class GenerationScheduler(Scheduler):
         self.hub = process_hub(self.vllm_config.additional_config)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return True  # there is none; upstream would preempt running requests
+        return True  # there is none; upstream would preempt running requests, whose steps would be lost
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        # Upstream plans token budgets and KV blocks here; these requests have neither.
         batch = list(self.requests.values()) if self.pause_state is PauseState.UNPAUSED else []
-        output = SchedulerOutput(**one_token.start_step(self, batch[: self.max_num_running_reqs]))
+        output = SchedulerOutput(**self._start_step(batch[: self.max_num_running_reqs]))
         self._update_after_schedule(output)
         return output
+
+    def _start_step(self, batch: Sequence[Request]) -> dict[str, Any]:
+        """Move the batch's new requests to ``running``; returns the fields of its ``SchedulerOutput``."""
+        cached = [request for request in batch if request.status is RequestStatus.RUNNING]
+        new = [request for request in batch if request.status is not RequestStatus.RUNNING]
+        for request in new:
+            self.waiting.remove_request(request)
+            request.status = RequestStatus.RUNNING
+            if self.log_stats:  # as upstream: a request counts as executing between this event and its last output
+                request.record_event(EngineCoreEventType.SCHEDULED)
+            self.running.append(request)
+        return {
+            "scheduled_new_reqs": [NewRequestData.from_request(request, block_ids=()) for request in new],
+            "scheduled_cached_reqs": CachedRequestData(
+                req_ids=[request.request_id for request in cached],
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[None for _ in cached],
+                num_computed_tokens=[request.num_computed_tokens for request in cached],
+                num_output_tokens=[request.num_output_tokens for request in cached],
+            ),
+            "num_scheduled_tokens": {request.request_id: 1 for request in batch},
+            "total_num_scheduled_tokens": len(batch),
+            "scheduled_spec_decode_tokens": {},
+            "scheduled_encoder_inputs": {},
+            "finished_req_ids": self.finished_req_ids,
+            "free_encoder_mm_hashes": [],
+        }
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        one_token.release_dropped(self, self.hub, model_runner_output)
-        failed = one_token.finish_failed(self, model_runner_output)
-        return one_token.add_outputs(super().update_from_output(scheduler_output, model_runner_output), failed)
+        # Upstream drops the outputs of requests that were aborted during the step: release what they published.
+        packs = model_runner_output.pooler_output or ()
+        for request_id, packed in zip(model_runner_output.req_ids, packs, strict=False):
+            if packed is not None and request_id not in self.requests:
+                self.hub.release_payload(unpack(packed), for_all=True)
+        # Upstream cannot end a scheduled request with an error; its own update skips requests that have ended.
+        failures = model_runner_output.failures if isinstance(model_runner_output, DenoiseOutput) else {}
+        failed = [
+            last_output(
+                request, pooling_output=pack(Payload(values={"error": failure.message, "invalid": failure.is_invalid}))
+            )
+            for request_id, failure in failures.items()
+            for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        ]
+        return add_outputs(super().update_from_output(scheduler_output, model_runner_output), failed)

@@ -31,7 +31,7 @@ class StreamScheduler(Scheduler):
 
     Attributes:
         gates: the streams of requests.
-        timelines: when what was done for a request; None unless the engine's ``additional_config`` asks for it.
+        timelines: when what was done for a request, if the engine's ``additional_config`` asks for it.
         clock: seconds, comparable to vLLM's ``Request.arrival_time``.
     """
 
@@ -43,12 +43,12 @@ class StreamScheduler(Scheduler):
         additional_config = self.vllm_config.additional_config
         self.hub = process_hub(additional_config)
         self.gates = StreamGates(self.hub)
-        self.timelines = RequestTimelines(lambda: self.clock()) if additional_config.get(TIMELINES) else None
+        self.timelines = RequestTimelines(lambda: self.clock(), is_on=bool(additional_config.get(TIMELINES)))
 
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        if self.timelines is not None and request.request_id not in self.requests:  # else a session's next input
+        if request.request_id not in self.requests:  # else a session's next input
             self.timelines.note_queued(request)
         super().add_request(request)
         self.gates.add(request)
@@ -57,8 +57,8 @@ class StreamScheduler(Scheduler):
         # Upstream calls this however a request ends, and sends what it returns with the request's last output.
         self.gates.remove(request.request_id)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
-        if self.timelines is not None:
-            kv_transfer_params = {**(kv_transfer_params or {}), **self.timelines.end(request)}
+        if timeline := self.timelines.end(request):
+            kv_transfer_params = {**(kv_transfer_params or {}), **timeline}
         return kv_transfer_params, ec_transfer_params
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -81,27 +81,23 @@ class StreamScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        if self.timelines is not None:
-            self.timelines.note_preempted(request)
+        self.timelines.note_preempted(request)
 
     def _set_kv_fetch_stage(self, request: Request, stage: str | None) -> None:
         # Upstream tracks here, for its statistics, the requests whose KV cache is being transferred.
         super()._set_kv_fetch_stage(request, stage)
-        if self.timelines is not None:
-            self.timelines.note_kv_fetch(request, stage)
+        self.timelines.note_kv_fetch(request, stage)
 
     def reset_encoder_cache(self) -> None:
         super().reset_encoder_cache()
-        if self.timelines is not None:
-            self.timelines.forget_images()
+        self.timelines.forget_images()
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started_at = self.clock()
         output = self._schedule_open(throttle_prefills) if self.gates else super().schedule(throttle_prefills)
-        if self.timelines is not None:
-            self.timelines.note_scheduled(output, self.requests, started_at)
+        self.timelines.note_scheduled(output, self.requests, started_at)
         return output
 
     def _schedule_open(self, throttle_prefills: bool) -> SchedulerOutput:
@@ -149,10 +145,8 @@ class StreamScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if self.timelines is not None:
-            self.timelines.note_step_end(scheduler_output, model_runner_output)
+        self.timelines.note_step_end(scheduler_output, model_runner_output)
         self.gates.watch_outputs(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.timelines is not None:
-            self.timelines.add_to(outputs, self.requests)
+        self.timelines.add_to(outputs, self.requests)
         return outputs

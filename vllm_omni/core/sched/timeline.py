@@ -27,10 +27,14 @@ class RequestTimelines:
     It leaves with the next token; marks that are added later (a preemption, the end) leave with the output that follows
     them. The front end finds stop strings, so a request's last output need not come from the engine. A request that
     only decodes has no timeline here, so that a step of decodes costs nothing.
+
+    Args:
+        is_on: False: no request has a timeline.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], is_on: bool) -> None:
         self._clock = clock
+        self.is_on = is_on
         self._timelines: dict[str, Timeline] = {}  # of requests that wait for a token
         self._num_tokens: dict[str, int] = {}  # of those that are scheduled: output tokens when they were
         self._images: dict[str, tuple[Mark, float]] = {}  # being encoded or pulled: what was started, and when
@@ -44,10 +48,13 @@ class RequestTimelines:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def note_queued(self, request: Request) -> None:
-        self._timelines[request.request_id] = timeline = Timeline(_task(request))
-        timeline.add(Mark.QUEUED, self._clock())
+        if self.is_on:
+            self._timelines[request.request_id] = timeline = Timeline(_task(request))
+            timeline.add(Mark.QUEUED, self._clock())
 
     def note_preempted(self, request: Request) -> None:
+        if not self.is_on:
+            return
         timeline = self._timelines.setdefault(request.request_id, Timeline(_task(request)))
         timeline.add(Mark.PREEMPTED, self._clock())
         self._num_tokens.pop(request.request_id, None)
@@ -59,6 +66,8 @@ class RequestTimelines:
 
     def end(self, request: Request) -> dict[str, Any]:
         """Remove the request; returns what is still to be sent, as a part of its ``kv_transfer_params``."""
+        if not self.is_on:
+            return {}
         timeline = self._take(request) or Timeline(_task(request))
         # The last token came with the step that is processed. An encode task has no token, and may end before it.
         timeline.add(Mark.ENDED, self._step_ended_at if request.num_output_tokens else self._clock())
@@ -118,7 +127,8 @@ class RequestTimelines:
 
     def start_image(self, identifier: str, mark: Mark) -> None:
         """An image starts to be encoded or pulled: ``ENCODE_BEGAN``, ``PULL_BEGAN``."""
-        self._images[identifier] = mark, self._clock()
+        if self.is_on:
+            self._images[identifier] = mark, self._clock()
 
     def end_image(self, identifier: str, requests: Mapping[str, Request]) -> None:
         """An image is ready or lost. Each request that waits for it is marked, whichever it was started for."""

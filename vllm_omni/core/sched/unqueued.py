@@ -6,11 +6,11 @@ From: HydraInfer, section 4.1 (a request's stages are tasks of their own).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import InvalidRequest
@@ -53,21 +53,27 @@ def fail(scheduler: Scheduler, failures: Iterable[tuple[str, Failure]]) -> list[
         for request in scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
             logger.error("request %s: %s", request_id, failure.message)
             params = {"error": failure.message, "invalid": failure.is_invalid}
-            outputs.append(last_output(request, None, params))
+            outputs.append(last_output(request, ec_transfer_params=params))
     return outputs
 
 
-def last_output(
-    request: Request, kv_transfer_params: dict[str, Any] | None, ec_transfer_params: dict[str, Any] | None
-) -> tuple[int, EngineCoreOutput]:
-    """The output that ends a request without a token, with the index of its client."""
+def last_output(request: Request, **fields: Any) -> tuple[int, EngineCoreOutput]:
+    """The output that ends a request without a token, with these fields, and the index of its client."""
     output = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         finish_reason=request.get_finished_reason(),
-        kv_transfer_params=kv_transfer_params,
-        ec_transfer_params=ec_transfer_params,
         events=request.take_events(),
         trace_headers=request.trace_headers,
+        **fields,
     )
     return request.client_index, output
+
+
+def add_outputs(
+    outputs: dict[int, EngineCoreOutputs], more: Sequence[tuple[int, EngineCoreOutput]]
+) -> dict[int, EngineCoreOutputs]:
+    """Add outputs of requests, each with its client's index, to those of a step."""
+    for client_index, output in more:
+        outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+    return outputs
