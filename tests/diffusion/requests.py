@@ -1,6 +1,5 @@
 """Requests to tiny pipelines, and their results in diffusers alone."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from PIL import Image
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion import outputs
 from vllm_omni.diffusion.merge_check import SHORT_CUTS
-from vllm_omni.diffusion.pipeline_arguments import needs_image, pipeline_arguments
+from vllm_omni.diffusion.pipeline_arguments import needs_image, parameters_of, pipeline_arguments
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.testing import diffusion as tiny
@@ -29,7 +28,7 @@ SIDES = (32, 32, 64, 32)  # pixels, where 8 or 16 are one latent
 
 def make_request(pipeline: Any, index: int = 0, **values: Any) -> DiffusionRequest:
     """Make request ``index`` of four, which differ in all parameters of the pipeline; ``values`` replace its own."""
-    accepted = inspect.signature(type(pipeline).__call__).parameters
+    accepted = parameters_of(pipeline)
     side = SIDES[index] * (2 if getattr(pipeline, "vae_scale_factor", 8) >= 32 else 1)
     own: dict[str, Any] = {
         "height": side,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from tests.diffusion.other_caches import SlowCache, diffusers_cache
 from tests.diffusion.tiny_denoisers import FAMILIES, Call, Family, Request, Row, denoise, kwargs_of
-from vllm_omni.diffusion.cached_forward import RowKey, RowStep
-from vllm_omni.diffusion.first_block_cache import FirstBlockCache
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache, RowKey, RowStep
 
 PLENTY = 1 << 30
 # Float noise: a batch of several rows multiplies matrices of other shapes than a batch of one.

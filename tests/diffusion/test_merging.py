@@ -5,9 +5,8 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
-from vllm_omni.diffusion.fingerprints import Fingerprints
 from vllm_omni.diffusion.merge_rules import MergeRule, Unmergeable
-from vllm_omni.diffusion.merging import group_key, merge, split
+from vllm_omni.diffusion.merging import Fingerprints, group_key, merge, split
 from vllm_omni.diffusion.suspended_call import PendingCall
 
 RULE = MergeRule(

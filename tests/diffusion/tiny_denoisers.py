@@ -10,7 +10,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from vllm_omni.diffusion.cached_forward import RowKey, RowStep
+from vllm_omni.diffusion.first_block_cache import RowKey, RowStep
 
 TEXT_DIM = 32
 POOLED_DIM = 16

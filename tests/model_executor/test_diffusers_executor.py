@@ -353,7 +353,7 @@ def test_sleep_level_1_warns_that_it_frees_nothing_on_a_cpu(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Heard where it is said: vLLM's logger, our parent, does not propagate, and a command line may have silenced it.
-    logger = logging.getLogger("vllm_omni.diffusion.pipeline_weights")
+    logger = logging.getLogger("vllm_omni.diffusion.loading")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     caplog.set_level(logging.WARNING, logger=logger.name)
     engine.executor.sleep(level=1)

@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_omni.diffusion.cached_forward import RowKey, RowStep
-from vllm_omni.diffusion.fingerprints import Fingerprints
-from vllm_omni.diffusion.first_block_cache import FirstBlockCache
+from vllm_omni.diffusion.first_block_cache import FirstBlockCache, RowKey, RowStep
 from vllm_omni.diffusion.merge_rules import RULES, MergeRule, Unmergeable
-from vllm_omni.diffusion.merging import count_rows, group_key, merge, num_tokens, split
+from vllm_omni.diffusion.merging import Fingerprints, count_rows, group_key, merge, num_tokens, split
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forget_frames
 
@@ -100,23 +98,22 @@ class CallBatcher:
         if len(group) == 1:
             yield list(group)
             return
+        rule = self._rules[group[0].pending.component]
+        tokens = {running.request_id: num_tokens(running.pending, rule) for running in group}
         part: list[RunningRequest] = []
         num_rows = num_own = 0  # rows of the part, and its tokens without padding
-        for running in sorted(group, key=lambda one: self._num_tokens(one)[0]):
-            rows = count_rows(running.pending, self._rules[running.pending.component])
-            length, others = self._num_tokens(running)  # at least as long as those before
-            own = num_own + rows * (length + others)
-            padding = (num_rows + rows) * (length + others) - own
+        for running in sorted(group, key=lambda one: tokens[one.request_id][0]):
+            rows = count_rows(running.pending, rule)
+            row_tokens = sum(tokens[running.request_id])  # at least as many as of those before
+            own = num_own + rows * row_tokens
+            padding = (num_rows + rows) * row_tokens - own
             is_padded = padding > max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * own)
             if part and (num_rows + rows > self._max_rows or is_padded):
                 yield part
-                part, num_rows, own = [], 0, rows * (length + others)
+                part, num_rows, own = [], 0, rows * row_tokens
             part.append(running)
             num_rows, num_own = num_rows + rows, own
         yield part
-
-    def _num_tokens(self, running: RunningRequest) -> tuple[int, int]:
-        return num_tokens(running.pending, self._rules[running.pending.component])
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +123,7 @@ class CallBatcher:
             rule = self._rules[calls[0].component]
             try:
                 merged, counts = merge(calls, rule)
-                values = split(self._compute(part, calls, merged, counts), calls, counts, rule)
+                values = split(self._compute(part, replace(calls[0], kwargs=merged), counts), calls, counts, rule)
             except Exception as exc:  # one call is at fault: alone, it fails again, and the others succeed
                 self._note_failure(part, calls[0].component, exc)
             else:
@@ -135,7 +132,12 @@ class CallBatcher:
                 return
             del calls
         for running in part:
-            self._run_alone(running)
+            try:
+                value = self._compute([running], running.pending, [rows_of(running.pending)])
+            except Exception as exc:
+                running.call.throw(exc)
+            else:
+                running.call.resume(value)
 
     def _note_failure(self, part: Sequence[RunningRequest], component: str, error: Exception) -> None:
         said = "%d merged calls of %s failed and are now computed one by one: %s"
@@ -145,41 +147,19 @@ class CallBatcher:
             for running in part:  # an entry may be left from the failed forward
                 self._cache.drop(running.request_id, component)
 
-    def _run_alone(self, running: RunningRequest) -> None:
-        call = running.pending
-        try:
-            value = self._compute([running], [call], call.kwargs, None)
-        except Exception as exc:
-            running.call.throw(exc)
-        else:
-            del call  # frees its tensors while the pipeline continues
-            running.call.resume(value)
-
-    def _compute(
-        self,
-        part: Sequence[RunningRequest],
-        calls: Sequence[PendingCall],
-        kwargs: dict[str, Any],
-        counts: Sequence[int] | None,
-    ) -> Any:
-        """Compute one forward. ``counts``: rows of each call; None: a single call, unchanged."""
-        call = replace(calls[0], kwargs=kwargs)
+    def _compute(self, part: Sequence[RunningRequest], call: PendingCall, counts: Sequence[int]) -> Any:
+        """Compute one forward for the requests of ``part``. ``counts``: rows of each; 0: not known."""
         if not call.is_denoiser:
             return call.run()
-        is_known = True
-        if counts is None:
-            rows = rows_of(call)
-            counts, is_known = [rows or 1], rows > 0
         start = time.perf_counter()
         try:
-            if self._cache is not None and is_known and self._cache.supports(call.module):
-                keys, steps = _cache_rows(part, calls, counts)
-                return self._cache.forward(call.module, kwargs, keys, steps)
+            if self._cache is not None and all(counts) and self._cache.supports(call.module):
+                return self._cache.forward(call.module, call.kwargs, *_cache_rows(part, counts))
             return call.run()
         finally:
             self._seconds += time.perf_counter() - start
             self._widths[len(part)] += 1
-            self._num_rows += sum(counts)
+            self._num_rows += sum(counts) or 1
 
 
 def rows_of(call: PendingCall) -> int:
@@ -193,17 +173,14 @@ def rows_of(call: PendingCall) -> int:
         return 0
 
 
-def _cache_rows(
-    part: Sequence[RunningRequest], calls: Sequence[PendingCall], counts: Sequence[int]
-) -> tuple[list[RowKey | None], list[RowStep]]:
+def _cache_rows(part: Sequence[RunningRequest], counts: Sequence[int]) -> tuple[list[RowKey | None], list[RowStep]]:
     """For each row of a forward, its key in the cache and the step of its request."""
     keys: list[RowKey | None] = []
     steps: list[RowStep] = []
-    for running, call, rows in zip(part, calls, counts, strict=True):
-        if call.branch.startswith("#") and int(call.branch[1:]) >= MAX_CACHED_CALLS:
-            keys += [None] * rows
-        else:
-            keys += [RowKey(running.request_id, call.component, call.branch, row) for row in range(rows)]
-        progress = running.call.progress
+    for running, rows in zip(part, counts, strict=True):
+        call, progress = running.pending, running.call.progress
+        is_cached = not call.branch.startswith("#") or int(call.branch[1:]) < MAX_CACHED_CALLS
+        row_keys = [RowKey(running.request_id, call.component, call.branch, row) for row in range(rows)]
+        keys += row_keys if is_cached else [None] * rows
         steps += [RowStep(progress.step_index, progress.num_steps)] * rows
     return keys, steps

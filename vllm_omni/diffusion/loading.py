@@ -1,9 +1,10 @@
-"""``load_diffusers_pipeline``: load a diffusers pipeline for inference."""
+"""Load a diffusers pipeline for inference, and offload or drop its weights while its stage sleeps."""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.pipeline_copy import find_denoisers
+from vllm_omni.diffusion.pipeline_copy import find_denoisers, networks_of
 from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
 
@@ -61,16 +62,15 @@ def load_diffusers_pipeline(
         dtypes: dict[str, torch.dtype] = {"default": resolved}
         if dtype == "auto":
             index = DiffusionPipeline.load_config(model, revision=revision)
-            dtypes |= {name: torch.float32 for name, value in index.items() if _class_name(value) in FLOAT32_DECODERS}
+            dtypes |= {name: torch.float32 for name, value in index.items() if _is_float32(value)}
         with no_progress_bars():
             pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
     except (OSError, ValueError, AttributeError) as exc:
         raise ConfigError(f"{model} cannot be loaded as a diffusers pipeline: {exc}") from exc
-    for module in pipeline.components.values():
-        if isinstance(module, nn.Module):
-            module.eval().requires_grad_(False)
+    for module in networks_of(pipeline).values():
+        module.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
     if attention_backend is not None:
@@ -94,9 +94,9 @@ def no_progress_bars() -> Iterator[None]:
             logging_of.enable_progress_bar()
 
 
-def _class_name(value: Any) -> str:
-    """Class of a component's entry in ``model_index.json``, ``[library, class]``; empty for other entries."""
-    return value[1] if isinstance(value, list) and len(value) == 2 else ""
+def _is_float32(value: Any) -> bool:
+    """Whether an entry of ``model_index.json`` is a component, ``[library, class]``, of such a class."""
+    return isinstance(value, list) and any(name in value for name in FLOAT32_DECODERS)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -138,3 +138,51 @@ def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: 
     except Exception as exc:
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise ConfigError(f"attention backend {name!r} cannot run on {device} in {dtype}: {reason}") from exc
+
+
+class PipelineWeights:
+    """Offloads the weights of a pipeline and restores them in place.
+
+    In place, because running requests refer to the networks and resume after ``restore``.
+
+    Args:
+        pipeline: of diffusers, on its device.
+        reload: loads the same pipeline again, onto the device.
+    """
+
+    def __init__(self, pipeline: Any, device: torch.device, reload: Callable[[], Any]) -> None:
+        self._networks = networks_of(pipeline)
+        self._device = device
+        self._reload = reload
+        self._are_discarded = False
+
+    def offload(self) -> None:
+        """Move the weights into the CPU's memory; does nothing on a CPU."""
+        if self._device.type == "cpu":
+            logger.warning("sleep, level 1, frees nothing on a CPU: the weights stay in memory; level 2 drops them")
+            return
+        self._move(torch.device("cpu"))
+
+    def discard(self) -> None:
+        """Drop the weights; ``restore`` reads the files again."""
+        self._move(torch.device("meta"))
+        self._are_discarded = True
+
+    def restore(self) -> None:
+        """Put the weights back on the device."""
+        if not self._are_discarded:
+            self._move(self._device)
+            return
+        for name, source in networks_of(self._reload()).items():
+            for path, module in self._networks[name].named_modules():
+                part = source.get_submodule(path)
+                module._parameters.update(part._parameters)
+                module._buffers.update(part._buffers)
+        self._are_discarded = False
+
+    def _move(self, device: torch.device) -> None:
+        for network in self._networks.values():
+            nn.Module.to(network, device)  # not the pipeline's `to`: diffusers and transformers reject some devices
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

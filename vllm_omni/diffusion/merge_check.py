@@ -7,20 +7,19 @@ not share the calls of that network.
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.diffusion.fingerprints import Fingerprints
 from vllm_omni.diffusion.merge_rules import RULES, MergeRule
-from vllm_omni.diffusion.merging import group_key, merge, split
-from vllm_omni.diffusion.pipeline_arguments import needs_image, pipeline_arguments
+from vllm_omni.diffusion.merging import Fingerprints, group_key, merge, split
+from vllm_omni.diffusion.pipeline_arguments import needs_image, parameters_of, pipeline_arguments
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall
@@ -54,18 +53,11 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     Call under ``torch.no_grad()``. Takes some forwards at the smallest size that the pipeline accepts.
     """
     copies = PipelineCopies(pipeline)
-    for component in sorted(copies.denoisers):
-        if type(copies.modules[component]).__name__ not in table:
-            logger.warning(
-                "%s (%s) is not in the table of networks that merge requests: it computes one request at a time",
-                type(copies.modules[component]).__name__,
-                component,
-            )
-    candidates = {
-        component: table[type(module).__name__]
-        for component, module in copies.modules.items()
-        if type(module).__name__ in table
-    }
+    names = {component: type(module).__name__ for component, module in copies.modules.items()}
+    candidates = {component: table[name] for component, name in names.items() if name in table}
+    for component in sorted(copies.denoisers - candidates.keys()):
+        said = "%s (%s) is not in the table of networks that merge requests: it computes one request at a time"
+        logger.warning(said, names[component], component)
     if not candidates:
         return {}
     results: dict[str, MergeRule | str] = {}
@@ -79,19 +71,18 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
             results = dict.fromkeys(candidates, f"the requests of the check fail: {describe(exc)}")
     rules = {}
     for component, result in results.items():
-        name = type(copies.modules[component]).__name__
         if isinstance(result, str):
-            logger.warning("%s (%s) does not merge requests: %s", name, component, result)
+            logger.warning("%s (%s) does not merge requests: %s", names[component], component, result)
             continue
         rules[component] = result
         if result is not candidates[component]:
-            logger.warning("%s (%s) merges only requests with texts of equal length", name, component)
+            logger.warning("%s (%s) merges only requests with texts of equal length", names[component], component)
     return rules
 
 
 def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionRequest:
     """Make request ``index`` of the check, with every argument that the pipeline accepts."""
-    accepted = inspect.signature(type(pipeline).__call__).parameters
+    accepted = parameters_of(pipeline)
     values: dict[str, Any] = {
         "height": side,
         "width": side,
@@ -127,6 +118,7 @@ def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeR
     try:
         for call in calls:
             call.resume()
+        _raise_error(calls)
         while not all(call.has_ended for call in calls):
             running = [call for call in calls if not call.has_ended]
             waiting = [call.pending for call in running if call.pending is not None]
@@ -140,7 +132,6 @@ def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeR
             for call, output in zip(running, outputs, strict=True):
                 call.resume(output)
             _raise_error(calls)
-        _raise_error(calls)
     finally:
         for call in calls:
             call.cancel()
@@ -183,9 +174,8 @@ def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRul
     if len(keys) != 1:
         raise MergeCheckFailed("calls of the same shape cannot be merged")
     merged, counts = merge(calls, rule)
-    call = calls[0]
-    function: Callable[..., Any] = call.module if call.method == "forward" else getattr(call.module, call.method)
-    for one, alone in zip(split(function(**merged), calls, counts, rule), outputs, strict=True):
+    together = split(dataclasses.replace(calls[0], kwargs=merged).run(), calls, counts, rule)
+    for one, alone in zip(together, outputs, strict=True):
         for ours, theirs in zip(tensors_of(one), tensors_of(alone), strict=True):
             difference = relative_difference(ours, theirs)
             allowed = TOLERANCES.get(theirs.dtype, 0.0)
@@ -197,13 +187,12 @@ def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRul
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference over the largest value; infinite where NaNs or shapes do not match."""
-    if ours.shape != theirs.shape:
+    if not torch.equal(ours.isnan(), theirs.isnan()):  # also False for other shapes
         return math.inf
-    ours, theirs = ours.double(), theirs.double()
-    if not torch.equal(ours.isnan(), theirs.isnan()):
-        return math.inf
-    scale = theirs.nan_to_num().abs().max().item() if theirs.numel() else 0.0
-    difference = (ours - theirs).nan_to_num().abs().max().item() if theirs.numel() else 0.0
+    if not theirs.numel():
+        return 0.0
+    ours, theirs = (one.double().nan_to_num() for one in (ours, theirs))
+    difference, scale = (one.abs().max().item() for one in (ours - theirs, theirs))
     return difference / scale if scale else (math.inf if difference else 0.0)
 
 

@@ -28,7 +28,6 @@ class MergeRule:
     unused: tuple[str, ...] = ()  # arguments that the network accepts and ignores
     makes_masks: bool = True  # a missing mask means all ones, and may be added
     is_encoder: bool = False  # outputs [rows, S, ...] are cut to the call's own S, and kept by the pipelines
-    pad_value: int = 0
 
     def without_padding(self) -> MergeRule:
         """The same rule, for sequences of equal length only."""

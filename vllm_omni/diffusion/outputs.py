@@ -72,7 +72,7 @@ def _to_pixels(value: Any, kind: str, output_type: OutputType) -> Tensor:
     rank = 5 if kind == "frames" else 4
     if pixels.ndim == rank - 1:
         pixels = pixels[None]
-    if isinstance(_first(value), Tensor):  # channels precede height and width, unlike numpy's and PIL's
+    if _has_tensors(value):  # channels precede height and width, unlike numpy's and PIL's
         pixels = pixels.movedim(-3, -1)
     pixels = pixels.float().clamp(0, 1)
     if not pixels.isfinite().all():  # else the picture would be black, which looks like a result
@@ -82,10 +82,8 @@ def _to_pixels(value: Any, kind: str, output_type: OutputType) -> Tensor:
     return pixels.cpu().contiguous()
 
 
-def _first(value: Any) -> Any:
-    while isinstance(value, list | tuple):
-        value = value[0]
-    return value
+def _has_tensors(value: Any) -> bool:
+    return _has_tensors(value[0]) if isinstance(value, list | tuple) else isinstance(value, Tensor)
 
 
 def _to_tensor(value: Any) -> Tensor:

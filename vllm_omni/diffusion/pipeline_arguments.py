@@ -39,9 +39,14 @@ TAKES_SEVERAL_IMAGES = re.compile(r"EditPlus|Flux2|Omni|Flux3|Kandinsky6|Hunyuan
 OUTPUT_TYPES = {"media": "pt", "float": "pt", "latents": "latent"}
 
 
+def parameters_of(pipeline: Any) -> Accepted:
+    """The parameters of a pipeline's ``__call__``, without ``self``."""
+    return dict(list(inspect.signature(type(pipeline).__call__).parameters.items())[1:])
+
+
 def needs_image(pipeline: Any) -> bool:
     """Whether a pipeline cannot run without an input image."""
-    accepted = inspect.signature(type(pipeline).__call__).parameters
+    accepted = parameters_of(pipeline)
     parameter = next((accepted[name] for name in IMAGES if name in accepted), None)
     if parameter is None:
         return False
@@ -55,15 +60,15 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
         InvalidRequest: the pipeline does not accept an argument, a value or this number of images.
     """
     params = request.params
-    accepted = inspect.signature(type(pipeline).__call__).parameters
+    accepted = parameters_of(pipeline)
     name = type(pipeline).__name__
     arguments = _value_arguments(name, accepted, request)
     _check_size(pipeline, arguments)
     arguments |= _image_arguments(pipeline, accepted, request.images)
     arguments |= _output_arguments(name, accepted, params)
     for parameter, value in params.extra_args.items():
-        if parameter not in accepted or parameter in ("self", *arguments):
-            known = [other for other in accepted if other not in ("self", *arguments)]
+        if parameter not in accepted or parameter in arguments:
+            known = [other for other in accepted if other not in arguments]
             raise InvalidRequest(f"{name} takes no extra argument {parameter!r}: {suggest(parameter, known)}")
         arguments[parameter] = value
     return arguments
@@ -73,7 +78,7 @@ def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
     """Frames per second of a request's video; None: set neither by the request nor by the pipeline."""
     if params.fps is not None:
         return params.fps
-    accepted = inspect.signature(type(pipeline).__call__).parameters
+    accepted = parameters_of(pipeline)
     defaults = [accepted[name].default for name in FRAME_RATES if name in accepted]
     return next((round(rate) for rate in defaults if isinstance(rate, int | float)), None)
 

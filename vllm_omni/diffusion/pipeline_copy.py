@@ -28,10 +28,9 @@ class PipelineCopies:
     def __init__(self, pipeline: Any):
         self._pipeline = pipeline
         self.denoisers = find_denoisers(pipeline)
-        self.modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
+        self.modules = networks_of(pipeline)
         # Excluded from deep copies: the networks and their parts.
         self._shared = {id(part): part for module in self.modules.values() for part in module.modules()}
-        self.parameters = inspect.signature(type(pipeline).__call__).parameters
         self._signatures: dict[tuple[str, str], inspect.Signature] = {}
 
     def signature(self, component: str, method: str) -> inspect.Signature:
@@ -64,23 +63,20 @@ class PipelineCopies:
         own["maybe_free_model_hooks"] = lambda: None
         return pipeline
 
-    @staticmethod
-    def break_cycles(pipeline: Any) -> None:
-        """Remove the reference cycle of a copy (its scheduler's ``step``), so that its tensors are freed at once."""
-        scheduler = getattr(pipeline, "scheduler", None)
-        if scheduler is not None:
-            vars(scheduler).pop("step", None)
+
+def networks_of(pipeline: Any) -> dict[str, nn.Module]:
+    """The components of a pipeline that have weights, by name."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
 
 
 def find_denoisers(pipeline: Any) -> set[str]:
     """Names of the components whose calls are denoise steps, found by component name or, in diffusers, by class."""
-    names = set()
-    for name, module in pipeline.components.items():
-        if isinstance(module, nn.Module):
-            is_diffusers = type(module).__module__.partition(".")[0] != "transformers"
-            if is_diffusers and (DENOISER_NAME.match(name) or DENOISER_CLASS.search(type(module).__name__)):
-                names.add(name)
-    return names
+    return {
+        name
+        for name, module in networks_of(pipeline).items()
+        if not type(module).__module__.startswith("transformers.")
+        and (DENOISER_NAME.match(name) or DENOISER_CLASS.search(type(module).__name__))
+    }
 
 
 def is_mutable(value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_omni.diffusion.call_batcher import RunningRequest
+from vllm_omni.diffusion.pipeline_arguments import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -18,15 +19,10 @@ class NoPreview(Exception):
 
 
 class Previewer:
-    """Adds previews to the requests that ask for them; after the first failure, to none.
+    """Adds previews to the requests that ask for them; after the first failure, to none."""
 
-    Args:
-        has_callback: whether the pipeline's call accepts ``callback_on_step_end``.
-    """
-
-    def __init__(self, pipeline: Any, *, has_callback: bool) -> None:
+    def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
-        self._has_callback = has_callback
         self._is_enabled = True
 
     def add_to(self, running: RunningRequest) -> None:
@@ -35,7 +31,7 @@ class Previewer:
         every = running.request.params.preview_every
         if not every or not self._is_enabled:
             return
-        if not self._has_callback:
+        if "callback_on_step_end" not in parameters_of(self._pipeline):
             self._disable("it has no callback_on_step_end")
             return
         height, width = arguments.get("height"), arguments.get("width")

@@ -64,7 +64,7 @@ class PipelineStepper:
         self._copies = PipelineCopies(pipeline)
         self._cache = cache
         self.running: dict[str, RunningRequest] = {}  # by id
-        self._previewer = Previewer(pipeline, has_callback="callback_on_step_end" in self._copies.parameters)
+        self._previewer = Previewer(pipeline)
         if merge and rules is None:
             with torch.no_grad():
                 rules = find_merging_rules(pipeline)

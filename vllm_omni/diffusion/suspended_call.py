@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from torch import nn
 
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
-from vllm_omni.diffusion.step_counter import StepCounter
 
 NEEDED_BY = "a diffusion stage"
 # Decoders, which pipelines call by this method.
@@ -95,6 +94,58 @@ class ModuleProxy:
             yield
         finally:
             vars(self)["_branch"] = before
+
+
+class StepCounter:
+    """Counts the steps of one request, and the network calls within each step."""
+
+    def __init__(self) -> None:
+        self.step_index = 0  # steps done
+        self.num_steps = 0  # of the whole run; 0: not known yet
+        self._calls: dict[str, int] = {}  # component -> calls since the last step
+
+    def count_call(self, component: str) -> int:
+        """Number of earlier calls of ``component`` in this step."""
+        number = self._calls.get(component, 0)
+        self._calls[component] = number + 1
+        return number
+
+    def progress_bar(self, iterable: Iterable[Any] | None = None, total: int | None = None) -> CountingBar:
+        """Replace ``DiffusionPipeline.progress_bar``. A pipeline with several passes has a bar for each."""
+        values = [] if iterable is None else list(iterable)
+        self.num_steps += len(values) or total or 0
+        return CountingBar(self, values)
+
+    def advance(self, count: int) -> None:
+        self.step_index += count
+        self._calls.clear()
+
+
+class CountingBar:
+    """The part of tqdm's interface that pipelines use."""
+
+    def __init__(self, counter: StepCounter, values: list[Any]):
+        self._counter = counter
+        self._values = values
+
+    def __enter__(self) -> CountingBar:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            yield value
+            self._counter.advance(1)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def update(self, n: int = 1) -> None:
+        self._counter.advance(int(n))
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __exit__ = close = set_description = set_postfix = _ignore
 
 
 class SuspendedCall:
@@ -177,7 +228,8 @@ class SuspendedCall:
         except Exception as exc:
             self.error = forget_frames(exc)
         finally:
-            self._copies.break_cycles(pipeline)
+            if (scheduler := getattr(pipeline, "scheduler", None)) is not None:
+                vars(scheduler).pop("step", None)  # a reference cycle, which would keep the tensors for some time
 
     def _make_proxy(self, component: str) -> ModuleProxy:
         is_denoiser = component in self._copies.denoisers

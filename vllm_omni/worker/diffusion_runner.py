@@ -19,9 +19,8 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
-from vllm_omni.diffusion.loading import load_diffusers_pipeline, resolve_dtype
+from vllm_omni.diffusion.loading import PipelineWeights, load_diffusers_pipeline, resolve_dtype
 from vllm_omni.diffusion.pipeline_arguments import frame_rate
-from vllm_omni.diffusion.pipeline_weights import PipelineWeights
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.errors import InvalidRequest
