@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-
-from vllm_omni.engine.node import StageNode
-from vllm_omni.flow import Activation, Emission
 
 
 class AdmissionGate:
@@ -45,17 +40,3 @@ class AdmissionGate:
 
     async def wait_until_empty(self) -> None:
         await self._emptied.wait()
-
-
-class GatedNode:
-    """A stage whose requests pass an admission gate first."""
-
-    def __init__(self, node: StageNode, gate: AdmissionGate) -> None:
-        self._node = node
-        self._gate = gate
-
-    async def forward(self, activation: Activation) -> AsyncIterator[Emission]:
-        await self._gate.enter(activation.context.request_id)
-        async with aclosing(self._node.forward(activation)) as emissions:
-            async for emission in emissions:
-                yield emission

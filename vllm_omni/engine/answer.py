@@ -39,11 +39,13 @@ class Answer:
             self._unfinished.discard(modality)
         payload: OmniRequestOutput | None = frame.payload
         if modality == "text" and payload is not None:
-            output = self._text(payload)
+            # Copied: the next stage reads the same object, and the user's copy is merged into.
+            output = OmniRequestOutput.of(payload)
+            output.request_id = self._context.request_id
+            output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
         else:
-            output = OmniRequestOutput.of(
-                RequestOutput(self._context.request_id, None, [], None, outputs=[], finished=False)
-            )
+            empty = RequestOutput(self._context.request_id, None, [], None, outputs=[], finished=False)
+            output = OmniRequestOutput.of(empty)
             if modality != "text":
                 output.multimodal_output = self._values(modality, payload)
         output.finished = not self._unfinished
@@ -51,13 +53,6 @@ class Answer:
         if output.finished:
             output.stage_durations["total"] = time.monotonic() - self._started
             output.latency_parts, output.slo_reports = self._latency.end()
-        return output
-
-    def _text(self, payload: OmniRequestOutput) -> OmniRequestOutput:
-        """vLLM's output as it is, copied: the next stage reads the same object, and the user's copy is merged into."""
-        output = OmniRequestOutput.of(payload)
-        output.request_id = self._context.request_id
-        output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
         return output
 
     def _values(self, modality: str, payload: OmniRequestOutput | None) -> dict[str, object]:

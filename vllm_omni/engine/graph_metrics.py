@@ -31,16 +31,12 @@ def collect(
 
 def _runtime_metrics(runtime: GraphRuntime) -> Iterator[Metric]:
     statistics = runtime.statistics()
-    for name, meaning, value in (
-        ("num_open_calls", "Requests that the graph is running.", statistics.num_open_calls),
-        (
-            "num_running_activations",
-            "Stages at work on a request, over all requests.",
-            statistics.num_running_activations,
-        ),
-        ("num_buffered_frames", "Chunks not yet read by their stage or user.", statistics.num_buffered_frames),
+    for name, meaning in (
+        ("num_open_calls", "Requests that the graph is running."),
+        ("num_running_activations", "Stages at work on a request, over all requests."),
+        ("num_buffered_frames", "Chunks not yet read by their stage or user."),
     ):
-        yield GaugeMetricFamily(f"vllm_omni:{name}", meaning, value)
+        yield GaugeMetricFamily(f"vllm_omni:{name}", meaning, getattr(statistics, name))
 
 
 def _health_metrics(engines: Iterable[StageEngine]) -> Iterator[Metric]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -30,28 +31,25 @@ def make_instances(config: StageConfig) -> list[Instance]:
         ConfigError: an engine argument that the mix sets itself, or one for an instance that does not exist.
     """
     mix = config.deployment.mix
-    _check_args(config)
+    numbered = [(kind, number) for kind, count in mix.items() for number in range(count)]
+    _check_args(config, [*config.deployment.instances, *(f"{kind}{number}" for kind, number in numbered)])
     front = next(kind for kind in mix if kind != Tasks.E)
     return [
-        Instance(config.name, kind, number, instance_args(config, kind, number), (kind, number) == (front, 0))
-        for kind, count in mix.items()
-        for number in range(count)
+        Instance(config.name, kind, number, _instance_args(config, kind, number), (kind, number) == (front, 0))
+        for kind, number in numbered
     ]
 
 
-def _check_args(config: StageConfig) -> None:
-    deployment = config.deployment
+def _check_args(config: StageConfig, known: list[str]) -> None:
     where = f"stage {config.name!r}: epd.engine_args"
-    known = [*deployment.instances, *(f"{kind}{n}" for kind, count in deployment.mix.items() for n in range(count))]
-    for name in deployment.engine_args:
+    for name in config.deployment.engine_args:
         if name not in known:
             raise ConfigError(f"{where}.{name}: there is no such instance: {suggest(name, known)}")
     places = {f"stage {config.name!r}: engine_args": config.engine_args}
-    places |= {f"{where}.{name}": args for name, args in deployment.engine_args.items()}
-    for key in _SET_BY_THE_MIX:
-        for place, args in places.items():
-            if args.get(key):
-                raise ConfigError(f"{place}.{key}: set by the mix of instances (epd.instances), and cannot be changed")
+    places |= {f"{where}.{name}": args for name, args in config.deployment.engine_args.items()}
+    for key, (place, args) in product(_SET_BY_THE_MIX, places.items()):
+        if args.get(key):
+            raise ConfigError(f"{place}.{key}: set by the mix of instances (epd.instances), and cannot be changed")
 
 
 def check_mix(config: StageConfig, model: ModelConfig) -> None:
@@ -70,7 +68,7 @@ def check_mix(config: StageConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{where}: {needless_encoder(mix)}")
 
 
-def instance_args(config: StageConfig, kind: Tasks, number: int) -> dict[str, Any]:
+def _instance_args(config: StageConfig, kind: Tasks, number: int) -> dict[str, Any]:
     """Engine arguments of one instance, which win over the stage's own."""
     deployment = config.deployment
     args: dict[str, Any] = {}

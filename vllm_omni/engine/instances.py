@@ -72,8 +72,9 @@ class InstanceGroup(StageNode):
         self.name = config.name
         self.deployment = config.deployment
         self.engines = {engine.name: engine for engine in engines}
-        kinds = {engine.name: engine.instance.kind for engine in engines if engine.instance is not None}
-        self.front = next(engine for engine in engines if engine.instance is not None and engine.instance.is_front)
+        instances = {engine.name: engine.instance for engine in engines if engine.instance is not None}
+        self.front = next(self.engines[name] for name, one in instances.items() if one.is_front)
+        kinds = {name: one.kind for name, one in instances.items()}
         cost = CostModel.of(EPDConfig.parse(config.budgets).cost)
         self.router = Router(kinds, self.deployment, self.is_available, cost)
         self._hub = hub
@@ -168,7 +169,8 @@ class InstanceGroup(StageNode):
 
     def _find_images(self, request: InstanceRequest) -> None:
         """Take the embeddings that are kept from earlier requests; if some are missing, the next task is an encode."""
-        identifiers = self._identifiers(request)
+        hashes: Mapping[str, Sequence[str]] = request.prompt.get("mm_hashes") or {}
+        identifiers = [self._identifier(request, one) for names in hashes.values() for one in names]
         if self.deployment.separates_encode:
             for identifier in identifiers:
                 if identifier not in request.images and (image := self.images.take(identifier)) is not None:
@@ -176,12 +178,8 @@ class InstanceGroup(StageNode):
         if any(identifier not in request.images for identifier in identifiers):
             request.state.todo |= Tasks.E
 
-    def _identifiers(self, request: InstanceRequest) -> list[str]:
-        """Names of the request's images in the engines: with the adapter, if that concerns the encoder."""
-        hashes: Mapping[str, Sequence[str]] = request.prompt.get("mm_hashes") or {}
-        return [self._identifier(request, one) for names in hashes.values() for one in names]
-
     def _identifier(self, request: InstanceRequest, mm_hash: str) -> str:
+        """Name of an image in the engines: with the adapter, if that concerns the encoder."""
         return self.front.llm.input_processor._get_mm_identifier(mm_hash, request.context.lora_request)
 
     # -- assignments --------------------------------------------------------------------------------------------------
@@ -217,11 +215,8 @@ class InstanceGroup(StageNode):
                     async for output in outputs:
                         yield output
         except _NotStarted:
-            logger.warning(
-                "stage %s: did not start %s in time, which moves to another instance",
-                assignment.instance,
-                request.request_id,
-            )
+            said = "stage %s: did not start %s in time, which moves to another instance"
+            logger.warning(said, assignment.instance, request.request_id)
             self.router.withdraw(state, assignment)
         except StageFailed:
             if self.is_available(assignment.instance):
@@ -244,11 +239,8 @@ class InstanceGroup(StageNode):
             also = f"so did {MAX_TERMINATIONS} others that had the request"
             raise StageFailed(engine.name, f"{cause}; {also}: the request is not tried again")
         if recovery is Recovery.NOT_RESUMABLE:
-            raise StageFailed(
-                engine.name,
-                f"{cause}, after {len(request.given)} tokens of the reply, which with these sampling parameters "
-                "cannot be resumed on another instance",
-            )
+            after = f"after {len(request.given)} tokens of the reply, which with these sampling parameters"
+            raise StageFailed(engine.name, f"{cause}, {after} cannot be resumed on another instance")
         logger.warning("stage %s: %s; %s moves to another instance", engine.name, cause, request.request_id)
         self.images.forget_source(engine.name)
         if recovery is Recovery.RESUME:  # with another prompt, so the KV cache has no further use
@@ -305,8 +297,7 @@ class InstanceGroup(StageNode):
             extra_args[KV] = dict(request.pages)
         prompt, params = request.with_reply(extra_args)
         earlier_logprob = request.cumulative_logprob
-        outputs = self._run(request, assignment, prompt, params, request.context.payloads)
-        async with aclosing(outputs):
+        async with aclosing(self._run(request, assignment, prompt, params, request.context.payloads)) as outputs:
             async for output in outputs:
                 if params.n == 1:
                     self._end_leases(request, and_images=True)  # the prompt is computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -35,47 +36,38 @@ class LatencyMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.parts = Histogram(
-            "vllm_omni:latency_part_seconds",
-            "Seconds of a request by part; the parts of a request sum to its latency in the stage.",
-            [STAGE_LABEL, PART_LABEL],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
 
-        self.read = Histogram(
-            "vllm_omni:read_seconds",
-            "Seconds in which a prompt was tokenized and its media processed, including its wait.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
+        def histogram(name: str, what: str, *labels: str) -> Histogram:
+            return Histogram(f"vllm_omni:{name}_seconds", what, labels, buckets=_SECONDS, registry=self._registry)
 
         def counter(name: str, what: str) -> Counter:
             return Counter(f"vllm_omni:slo_{name}", what, [STAGE_LABEL], registry=self._registry)
 
-        self.requests = counter(
-            "requests", "Requests with an SLO that have ended; those aborted by their owner are not counted."
-        )
+        parts = "Seconds of a request by part; the parts of a request sum to its latency in the stage."
+        self.parts = histogram("latency_part", parts, STAGE_LABEL, PART_LABEL)
+        self.read = histogram("read", "Seconds in which a prompt was tokenized and its media processed, with its wait.")
+        ended = "Requests with an SLO that have ended; those aborted by their owner are not counted."
+        self.requests = counter("requests", ended)
         self.met = counter("met", "Requests that met it: the TTFT, and at least 90% of the gaps between tokens.")
-        self.met_strictly = counter(
-            "met_strictly", "Requests that met the TTFT, and the TPOT at the gaps' 99th percentile."
-        )
+        strictly = "Requests that met the TTFT, and the TPOT at the gaps' 99th percentile."
+        self.met_strictly = counter("met_strictly", strictly)
         self.missed_ttft = counter("missed_ttft", "Requests whose first token was late or missing.")
         self.missed_tpot = counter("missed_tpot", "Requests with more than 10% of their gaps late.")
         self.failed = counter("failed", "Requests that ended with an error.")
 
-        self._sums: dict[str, dict[str, float]] = {}  # since the last log lines: by stage, seconds by part
-        self._counts: dict[str, Counts] = {}
+        # Since the last log lines: by stage, seconds by part.
+        self._sums: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._counts: defaultdict[str, Counts] = defaultdict(Counts)
 
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
     def log(self) -> None:
         """Log a line for each stage that has answered since the last call."""
-        sums, self._sums = self._sums, {}
-        counts, self._counts = self._counts, {}
+        sums, self._sums = self._sums, defaultdict(dict)
+        counts, self._counts = self._counts, defaultdict(Counts)
         for stage, parts in sums.items():
-            number = max(1, counts[stage].answers)
+            number = counts[stage].answers
             means = ", ".join(f"{part.replace('_', ' ')} {1000 * parts[part] / number:.1f}" for part in parts)
             logger.info("stage %s: mean ms of %d requests: %s", stage, number, means)
         for stage, count in counts.items():
@@ -86,19 +78,19 @@ class LatencyMetrics:
                 )
 
     def observe(self, stage: str, parts: Mapping[str, float]) -> None:
-        sums = self._sums.setdefault(stage, {})
+        sums = self._sums[stage]
         for part, seconds in parts.items():
             self.parts.labels(stage, part).observe(seconds)
             sums[part] = sums.get(part, 0.0) + seconds
-        self._counts.setdefault(stage, Counts()).answers += 1
+        self._counts[stage].answers += 1
 
     def count(self, stage: str, report: SloReport, *, has_failed: bool = False) -> None:
-        self.requests.labels(stage).inc()
-        counted = self._counts.setdefault(stage, Counts())
-        counted.with_slo += 1
-        counted.met += report.is_met and not has_failed
+        is_met = report.is_met and not has_failed
+        self._counts[stage].with_slo += 1
+        self._counts[stage].met += is_met
         for counter, counts in (
-            (self.met, report.is_met and not has_failed),
+            (self.requests, True),
+            (self.met, is_met),
             (self.met_strictly, report.is_met_strictly and not has_failed),
             (self.missed_ttft, not report.is_ttft_met),
             (self.missed_tpot, not report.is_tpot_met),
@@ -125,10 +117,12 @@ class RequestLatency:
 
     def end(self) -> tuple[dict[str, dict[str, float]], dict[str, SloReport]]:
         """The request was answered: its latency by part, and its SLO attainment, both by stage."""
-        parts = {}
-        for stage, times in self._context.stage_times.items():
-            parts[stage] = break_down(self._arrived_at(stage), times.ended_at, times.timelines)
-            self._metrics.observe(stage, parts[stage])
+        parts = {
+            stage: break_down(self._arrived_at(stage), times.ended_at, times.timelines)
+            for stage, times in self._context.stage_times.items()
+        }
+        for stage, of_stage in parts.items():
+            self._metrics.observe(stage, of_stage)
         reports = {stage: self._report(stage) for stage in self._slos if stage in self._context.stage_times}
         for stage, report in reports.items():
             self._metrics.count(stage, report)

@@ -24,7 +24,9 @@ def name_media(prompt: Any) -> Any:
     """
     named = {
         modality: [
-            MultiModalHasher.hash_kwargs("blake3", modality=modality, item=_content(item)) if is_counter(one) else one
+            MultiModalHasher.hash_kwargs("blake3", modality=modality, item=dict(item.get_data()))
+            if is_counter(one)
+            else one
             for one, item in zip(names, prompt["mm_kwargs"][modality], strict=True)
         ]
         for modality, names in prompt["mm_hashes"].items()
@@ -36,10 +38,9 @@ def without_media(prompt: Mapping[str, Any], is_known: Callable[[str], bool]) ->
     """Return the rendered prompt without the media of these names; their placeholder tokens stay."""
     hashes: Mapping[str, Sequence[str]] = prompt["mm_hashes"]
     kept = {modality: [n for n, one in enumerate(names) if not is_known(one)] for modality, names in hashes.items()}
-    kept = {modality: numbers for modality, numbers in kept.items() if numbers}
 
     def pick(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
-        return {modality: [lists[modality][number] for number in numbers] for modality, numbers in kept.items()}
+        return {modality: [lists[modality][n] for n in numbers] for modality, numbers in kept.items() if numbers}
 
     return {
         **prompt,
@@ -47,7 +48,3 @@ def without_media(prompt: Mapping[str, Any], is_known: Callable[[str], bool]) ->
         "mm_kwargs": MultiModalKwargsItems(pick(prompt["mm_kwargs"])),
         "mm_placeholders": pick(prompt["mm_placeholders"]),
     }
-
-
-def _content(item: Any) -> dict[str, Any]:
-    return dict(item.get_data())

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from vllm_omni.config import StageConfig
+from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.errors import StageUnavailable
 from vllm_omni.flow import Activation, Emission
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -20,6 +21,7 @@ class StageNode(ABC):
 
     config: StageConfig
     name: str  # the stage's name, or that of one instance: "thinker/PD0"
+    gate: AdmissionGate | None = None  # of the first stage
 
     async def forward(self, activation: Activation) -> AsyncGenerator[Emission, None]:
         """Run one activation: each chunk of its input is a request, in order; outputs go to every wanted field.
@@ -32,6 +34,8 @@ class StageNode(ABC):
         """
         context: RequestContext = activation.context
         (chunks,) = activation.inputs.values()
+        if self.gate is not None:
+            await self.gate.enter(context.request_id)
         duration_s = 0.0  # without the time spent waiting for the next chunk
         async for chunk in chunks:
             if chunk.payload is None:

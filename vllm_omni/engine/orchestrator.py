@@ -15,7 +15,7 @@ from vllm.transformers_utils.config import get_config
 from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.engine.admission import AdmissionGate, GatedNode
+from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import Answer
 from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.instance_args import check_mix, make_instances
@@ -88,13 +88,11 @@ class Orchestrator:
         # Runs also when this object is collected, and at the interpreter's exit. There, finalizers run in the reverse
         # order of their creation: this one before those of vLLM's clients, which take their engines' end for a failure.
         self._finalizer = weakref.finalize(self, running.shutdown)
-        first = self.config.stages[0].name
-        self.runtime = GraphRuntime(self.plan, {**self.nodes, first: GatedNode(self.nodes[first], self.gate)})
+        self.nodes[self.config.stages[0].name].gate = self.gate
+        self.runtime = GraphRuntime(self.plan, self.nodes)
         if self._log_stats:
-            METRICS.add_graph(
-                running.server_id,
-                partial(collect, self.runtime, self.engines.values(), self.nodes.values(), self.latency_metrics),
-            )
+            sources = self.runtime, self.engines.values(), self.nodes.values(), self.latency_metrics
+            METRICS.add_graph(running.server_id, partial(collect, *sources))
 
     def make_node(self, stage: StageConfig) -> tuple[list[StageEngine], StageNode]:
         """Make the engines of a stage, not started, and the node that represents them in the graph.
@@ -103,7 +101,10 @@ class Orchestrator:
             ConfigError: an engine argument is wrong, or a mix of instances that does not suit this model.
         """
         make_engine = partial(StageEngine, stage, self._specs[stage.name], log_stats=self._log_stats)
-        reader = self._make_reader() if stage.stage_id == 0 else None
+        reader = None
+        if stage.stage_id == 0:
+            limits = envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA
+            reader = RequestProcessor(*limits, self.latency_metrics.read.observe)
         if not stage.deployment.is_split:
             engine = make_engine(reader=reader)
             return [engine], engine
@@ -113,11 +114,6 @@ class Orchestrator:
         check_mix(stage, front_engine.vllm_config.model_config)  # before vLLM complains of the others in its own words
         engines = [front_engine if instance is front else make_engine(instance=instance) for instance in instances]
         return engines, InstanceGroup(stage, engines, self.hub)
-
-    def _make_reader(self) -> RequestProcessor:
-        return RequestProcessor(
-            envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe
-        )
 
     def _num_ranks(self, stage: str) -> int:
         return self.front(stage).vllm_config.parallel_config.tensor_parallel_size
@@ -182,8 +178,7 @@ class Orchestrator:
                 raise InvalidRequest(f"unknown modality {modality!r}: {suggest(str(modality), known)}")
         if not modalities:
             raise InvalidRequest(f"no modality asked for; valid: {', '.join(known)}")
-        always = {name for name in ("text",) if name in known}
-        return {modality: known[modality] for modality in always.union(modalities)}
+        return {modality: known[modality] for modality in {"text", *modalities} if modality in known}
 
     async def generate(
         self,
@@ -210,14 +205,9 @@ class Orchestrator:
         outputs = self.outputs_of(modalities)
         slos = self._slos_of(params)
         self.check_health(self.stages_of(outputs.values()))
+        checked = self.pipeline.validate(options or {})
         context = RequestContext(
-            request_id,
-            params,
-            self.pipeline.validate(options or {}),
-            lora_request,
-            priority,
-            trace_headers,
-            engine_kwargs or {},
+            request_id, params, checked, lora_request, priority, trace_headers, engine_kwargs or {}
         )
         if isinstance(prompt, dict) and "arrival_time" in prompt:
             context.arrived_at = prompt["arrival_time"]  # vLLM's chat handler has rendered it before
@@ -273,8 +263,7 @@ class Orchestrator:
             raise InvalidRequest(f"pause mode {mode!r}: {suggest(mode, PAUSE_MODES)}")
         self.gate.close()
         if mode == "abort":
-            running = list(self.gate.admitted)
-            await asyncio.gather(*(self.runtime.abort(one, "generation was paused") for one in running))
+            await asyncio.gather(*(self.runtime.abort(one, "generation was paused") for one in self.gate.admitted))
         if mode == "wait":
             await self.gate.wait_until_empty()
 
@@ -284,9 +273,8 @@ class Orchestrator:
 
 
 def _load_pipeline(config: OmniConfig) -> Pipeline:
-    entry = config.stages[0]
-    revision = entry.engine_args.get("revision")
-    trust = bool(entry.engine_args.get("trust_remote_code", False))
+    args = config.stages[0].engine_args
+    revision, trust = args.get("revision"), bool(args.get("trust_remote_code", False))
     try:
         load_general_plugins()  # ours registers diffusers' layout with vLLM
         config_format = DIFFUSERS if config.model_type == DIFFUSERS else "auto"

@@ -157,19 +157,16 @@ class MultimodalOutputProcessor(OutputProcessor):
         if output.kv_transfer_params is not None:
             packed = output.kv_transfer_params.pop(TIMELINE, None)
             output.kv_transfer_params = output.kv_transfer_params or None
-        if state is None:
+        is_timed = state is not None and state.is_watched and bool(output.new_token_ids)
+        if state is None or not (packed or is_timed):
             return
+        notes = self.notes.setdefault(state.external_req_id, TaskNotes())
         if packed is not None:
             timeline = Timeline.unpack(packed)
-            timelines = self._notes_of(state).timelines
-            known = timelines.setdefault(state.request_id, timeline)
-            if known is not timeline:
-                known.marks += timeline.marks
-        if state.is_watched and output.new_token_ids:
-            self._notes_of(state).token_times.append((state.request_index, len(output.new_token_ids), now))
-
-    def _notes_of(self, state: OmniRequestState) -> TaskNotes:
-        return self.notes.setdefault(state.external_req_id, TaskNotes())
+            known = notes.timelines.setdefault(state.request_id, Timeline(timeline.task))
+            known.marks += timeline.marks
+        if is_timed:
+            notes.token_times.append((state.request_index, len(output.new_token_ids), now))
 
 
 def _announced(output: EngineCoreOutput) -> Iterator[Payload]:

@@ -101,17 +101,13 @@ def has_media(prompt: Any) -> bool:
 
 def is_chat_with_media(messages: Sequence[Any]) -> bool:
     """Whether a conversation in OpenAI's form has a part that is not text."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, str) or not isinstance(content, Sequence):
-            continue
-        if any(not isinstance(part, str) and not _is_text(part) for part in content):
-            return True
-    return False
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and "text" in str(part.get("type", "text"))
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    return any(
+        not (isinstance(part, str) or (isinstance(part, Mapping) and "text" in str(part.get("type", "text"))))
+        for content in contents
+        if isinstance(content, Sequence) and not isinstance(content, str)
+        for part in content
+    )
 
 
 def _set_arrival(prompt: Any, at: float) -> Any:

@@ -12,12 +12,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -30,7 +31,6 @@ from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.rejection import raise_reported, rejection
-from vllm_omni.engine.rendering import render
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
@@ -136,13 +136,10 @@ class StageEngine(StageNode):
         processes.note()
         logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
 
-    @contextmanager
-    def _media_cache(self) -> Iterator[None]:
+    def _media_cache(self) -> AbstractContextManager[None]:
         if self.instance is None:
-            yield
-        else:
-            with keep_media_in_front_end(self.vllm_config.model_config, lambda: self.llm.renderer):
-                yield
+            return nullcontext()
+        return keep_media_in_front_end(self.vllm_config.model_config, lambda: self.llm.renderer)
 
     def restart(self) -> None:
         """Clear away what is left of an engine that died and start another in its place. Blocks as ``start`` does.
@@ -295,9 +292,25 @@ class StageEngine(StageNode):
             InvalidRequest: the prompt cannot be read, or a parameter cannot be honoured.
         """
         if self._is_first and self.kind.renders_prompt:
-            request = StageRequest(await render(self.llm, request.prompt, self.spec, self.name), request.args)
+            request = StageRequest(await self._render(request.prompt), request.args)
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
+
+    async def _render(self, prompt: Any) -> Any:
+        """Tokenize a prompt and process its media; one that vLLM's handlers have rendered is only checked."""
+        if not (isinstance(prompt, dict) and "type" in prompt):  # else it is rendered already
+            try:
+                parsed = parse_model_prompt(self.llm.model_config, prompt)
+                (prompt,) = await self.llm.renderer.render_cmpl_async([parsed])
+            except Exception as exc:
+                raise rejection(exc, self.name) from exc
+        # A value of another type would end the engine core's thread that receives requests.
+        wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
+        if wrong:
+            raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
+        if self.spec.check_prompt is not None:
+            self.spec.check_prompt(prompt)
+        return prompt
 
     async def run(
         self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, published: list[Payload]
@@ -324,18 +337,24 @@ class StageEngine(StageNode):
             **(context.engine_kwargs if self._is_first else {}),
         )
         sent_at, is_noted = time.time(), False
+
+        def note() -> None:
+            notes = self.llm.notes.pop(request_id, TaskNotes())
+            if self.kind.generates_tokens:
+                context.note_task(self.config.name, task_of(params.extra_args), sent_at, time.time(), notes)
+
         try:
             async with self._translate_errors(), aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
                     raise_reported(output, self.name)
                     if output.finished:
-                        self._note_task(request_id, params, context, sent_at)
+                        note()
                         is_noted = True
                     yield output
         finally:
             if not is_noted:
-                self._note_task(request_id, params, context, sent_at)
+                note()
             published += self.llm.published.pop(request_id, ())
 
     @asynccontextmanager
@@ -353,24 +372,18 @@ class StageEngine(StageNode):
             await self._await_abort()
             raise
 
-    def _note_task(self, request_id: str, params: SamplingParams, context: RequestContext, sent_at: float) -> None:
-        notes = self.llm.notes.pop(request_id, TaskNotes())
-        if self.kind.generates_tokens:
-            context.note_task(self.config.name, task_of(params.extra_args), sent_at, time.time(), notes)
-
     async def _load_adapter(self, context: RequestContext) -> LoRARequest | None:
         """Load the request's adapter before the engine does it within a step, where a bad adapter would end it."""
         lora_request: LoRARequest | None = context.lora_request
         has_adapters = self.vllm_config.lora_config is not None
-        if self.instance is not None and self.instance.kind == Tasks.E and not has_adapters:
-            return None  # adapters concern the language model alone
-        if lora_request is None:
+        encodes_only = self.instance is not None and self.instance.kind == Tasks.E
+        if lora_request is None or (encodes_only and not has_adapters):  # adapters concern the language model alone
             return None
         if not has_adapters:
-            flag = f"--stage {self.name}.enable_lora=true"
-            raise InvalidRequest(
-                f"lora_request: stage {self.name!r} was started without adapters; start it with {flag}"
+            said = (
+                f"stage {self.name!r} was started without adapters; start it with --stage {self.name}.enable_lora=true"
             )
+            raise InvalidRequest(f"lora_request: {said}")
         try:
             await self.ask(self.llm.add_lora(lora_request))
         except StageFailed as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from vllm.config import VllmConfig
 from vllm.usage.usage_lib import UsageContext
@@ -50,17 +51,17 @@ class StageLLM(AsyncLLM):
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
         if not profiles_front_end:
             self.profiler = None
-        self.output_type = output_type
-        self.hub = hub
         self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
         self.notes: dict[str, TaskNotes] = {}  # likewise
-        self.has_slo = bool(default_slo(vllm_config))
-        self.output_processor: OutputProcessor = self._extend(self.output_processor)
-
-    def _extend(self, upstream: OutputProcessor) -> MultimodalOutputProcessor:
-        return MultimodalOutputProcessor(
-            upstream, self.output_type, self.hub, self.published, self.notes, has_slo=self.has_slo
+        self._extend = partial(
+            MultimodalOutputProcessor,
+            output_type=output_type,
+            hub=hub,
+            published=self.published,
+            notes=self.notes,
+            has_slo=bool(default_slo(vllm_config)),
         )
+        self.output_processor: OutputProcessor = self._extend(self.output_processor)
 
     @property
     def has_failed(self) -> bool:

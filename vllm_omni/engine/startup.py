@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from msgspec import to_builtins
@@ -26,17 +26,33 @@ START_ABORTED_TIMEOUT_S = 10.0
 
 
 class RunningEngines:
-    """Supervised engines and their run directory."""
+    """A server's engines, with their supervisors once all have started, and their run directory."""
 
     def __init__(self, engines: Iterable[StageEngine], run_directory: RunDirectory) -> None:
         self._engines = list(engines)
         self._run_directory = run_directory
-        self._supervisors = [Supervisor(engine, run_directory) for engine in self._engines]
+        self._supervisors: list[Supervisor] = []
         self.server_id = str(run_directory.path)  # tells the servers of a process apart
+
+    def supervise(self) -> None:
+        self._supervisors = [Supervisor(engine, self._run_directory) for engine in self._engines]
 
     def shutdown(self) -> None:
         """End the engines and remove the run directory; does nothing in a child that the user's program forked."""
-        _shutdown(self._engines, self._supervisors, self._run_directory)
+        if os.getpid() != self._run_directory.server_pid:
+            return
+        for supervisor in self._supervisors:  # before the engines, whose end would look like a failure
+            supervisor.stop()
+        for supervisor in self._supervisors:
+            supervisor.join()
+        try:
+            with ThreadPoolExecutor(thread_name_prefix="stage-shutdown") as pool:
+                pool.map(_shutdown_engine, self._engines)
+        except RuntimeError:  # at the interpreter's exit, no thread can be started
+            for engine in self._engines:
+                _shutdown_engine(engine)
+        self._run_directory.remove()
+        METRICS.remove_server(self.server_id)
 
 
 def start_engines(
@@ -54,6 +70,7 @@ def start_engines(
     # Stages share the cores (model_executor/step_threads.py): a waiting thread must not keep one busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     run_directory = RunDirectory()
+    running = RunningEngines(engines.values(), run_directory)
     starts: dict[str, Future[None]] = {}
     try:
         with run_directory.inherited():
@@ -64,11 +81,12 @@ def start_engines(
                 starts[name] = in_thread(engine.start, tether, hub)
             _await_starts(starts)
     except BaseException:
-        _shutdown(engines.values(), [], run_directory)
+        running.shutdown()
         # Processes that are still starting end with the directory; wait, so that they do not outlive this call.
         wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
         raise
-    return RunningEngines(engines.values(), run_directory)
+    running.supervise()
+    return running
 
 
 def _await_starts(starts: Mapping[str, Future[None]]) -> None:
@@ -80,23 +98,6 @@ def _await_starts(starts: Mapping[str, Future[None]]) -> None:
     for name, future in starts.items():
         if future in pending:
             raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
-
-
-def _shutdown(engines: Iterable[StageEngine], supervisors: Sequence[Supervisor], run_directory: RunDirectory) -> None:
-    if os.getpid() != run_directory.server_pid:  # a fork of the user's program, at its end
-        return
-    for supervisor in supervisors:  # before the engines, whose end would look like a failure
-        supervisor.stop()
-    for supervisor in supervisors:
-        supervisor.join()
-    try:
-        with ThreadPoolExecutor(thread_name_prefix="stage-shutdown") as pool:
-            pool.map(_shutdown_engine, engines)
-    except RuntimeError:  # at the interpreter's exit, no thread can be started
-        for engine in engines:
-            _shutdown_engine(engine)
-    run_directory.remove()
-    METRICS.remove_server(str(run_directory.path))
 
 
 def _shutdown_engine(engine: StageEngine) -> None:

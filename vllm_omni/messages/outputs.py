@@ -43,9 +43,7 @@ class OmniRequestOutput(RequestOutput):
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
         latency_parts: in the last output, by autoregressive stage that has ended: its seconds by part (``Part`` of
-            ``engine/latency.py``: ``encode_queueing``, ``encode_execution``, ``ep_migration``, ``prefill_queueing``,
-            ``prefill_execution``, ``pd_migration``, ``decode_queueing``, ``decode_execution``). They sum to the time
-            from the request's arrival there to its last token; a part that it did not have is 0.
+            ``engine/latency.py``), which sum to the time from the request's arrival there to its last token.
         slo_reports: in the last output, whether the SLO was met, by stage whose parameters or deployment have one.
     """
 
@@ -129,13 +127,13 @@ class OmniRequestOutput(RequestOutput):
         """
         path = Path(path)
         suffix = path.suffix.lower()
-        for name, kind in _KINDS.items():
-            if suffix in kind.suffixes:
-                self._require(name, path)
-                return self._write(path, name, kind)
-        known = self._suffixes() or [suffix for kind in _KINDS.values() for suffix in kind.suffixes]
-        said = f"unknown suffix {path.suffix!r}" if suffix else "it has no suffix"
-        raise ValueError(f"cannot write to {path.name!r}: {said}: {suggest(suffix, known)}")
+        name = next((name for name, kind in _KINDS.items() if suffix in kind.suffixes), None)
+        if name is None:
+            known = self._suffixes() or [suffix for kind in _KINDS.values() for suffix in kind.suffixes]
+            said = f"unknown suffix {path.suffix!r}" if suffix else "it has no suffix"
+            raise ValueError(f"cannot write to {path.name!r}: {said}: {suggest(suffix, known)}")
+        self._require(name, path)
+        return self._write(path, name, _KINDS[name])
 
     def save_audio(self, path: str | Path) -> Path:
         """Write the speech to a file; the suffix chooses the format (``AUDIO_SUFFIXES``).
@@ -165,8 +163,7 @@ class OmniRequestOutput(RequestOutput):
     def _require(self, name: str, path: Path) -> None:
         if name in self.multimodal_output:
             return
-        suffixes = self._suffixes()
-        if suffixes:
+        if suffixes := self._suffixes():
             has = " and ".join(
                 f"{kind.article} {kind.noun}" for key, kind in _KINDS.items() if key in self.multimodal_output
             )

@@ -6,8 +6,9 @@ From: HydraInfer, section 2.3.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from vllm_omni.errors import InvalidRequest
@@ -22,8 +23,12 @@ SHARE_OF_GAPS = 0.9
 STRICT_SHARE_OF_GAPS = 0.99
 """The same for the strict rule: the 99th percentile of the gaps must keep it."""
 
-_TIMES = ("ttft_ms", "tpot_ms")
-_KEYS = (*_TIMES, "tpot_share")
+_TIME = (sys.float_info.max, "milliseconds, a number greater than 0")
+_TARGETS = {  # their upper bounds, and what they must be
+    "ttft_ms": _TIME,
+    "tpot_ms": _TIME,
+    "tpot_share": (1, "a share of the gaps, greater than 0 and at most 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,35 +56,25 @@ class Slo:
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
-            raise InvalidRequest(
-                f'{SLO_ARGS} = {value!r}: must be times by name, e.g. {{"ttft_ms": 1000, "tpot_ms": 50}}',
-                param=SLO_ARGS,
-            )
-        for name, one in value.items():
-            if name not in _KEYS:
-                raise InvalidRequest(f"{SLO_ARGS}: unknown {name!r}: {suggest(str(name), _KEYS)}", param=SLO_ARGS)
-            if one is None:
-                continue
-            # A bool is an int, a NaN is not greater than 0, and an infinite time is no target.
-            is_number = isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
-            if name in _TIMES and not is_number:
-                raise InvalidRequest(
-                    f"{SLO_ARGS}.{name} = {one!r}: must be milliseconds, a number greater than 0", param=SLO_ARGS
-                )
-            if name not in _TIMES and not (is_number and one <= 1):
-                raise InvalidRequest(
-                    f"{SLO_ARGS}.{name} = {one!r}: must be a share of the gaps, greater than 0 and at most 1",
-                    param=SLO_ARGS,
-                )
-        return cls(**{str(name): None if one is None else float(one) for name, one in value.items()})
+            said = f'{SLO_ARGS} = {value!r}: must be times by name, e.g. {{"ttft_ms": 1000, "tpot_ms": 50}}'
+            raise InvalidRequest(said, param=SLO_ARGS)
+        return cls(**{str(name): _parse_target(name, one) for name, one in value.items()})
 
     def over(self, default: Slo) -> Slo:
         """Fill in the default's values where this one has none."""
-        return Slo(
-            default.ttft_ms if self.ttft_ms is None else self.ttft_ms,
-            default.tpot_ms if self.tpot_ms is None else self.tpot_ms,
-            default.tpot_share if self.tpot_share is None else self.tpot_share,
-        )
+        return replace(default, **{name: one for name, one in vars(self).items() if one is not None})
+
+
+def _parse_target(name: object, value: object) -> float | None:
+    if name not in _TARGETS:
+        raise InvalidRequest(f"{SLO_ARGS}: unknown {name!r}: {suggest(str(name), _TARGETS)}", param=SLO_ARGS)
+    if value is None:
+        return None
+    largest, valid = _TARGETS[name]
+    # A bool is an int, a NaN is not greater than 0, and an infinite time is no target.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+        raise InvalidRequest(f"{SLO_ARGS}.{name} = {value!r}: must be {valid}", param=SLO_ARGS)
+    return float(value)
 
 
 def slo_of(extra_args: Mapping[str, Any] | None, default: Slo = Slo()) -> Slo:
