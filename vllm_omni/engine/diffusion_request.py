@@ -58,13 +58,11 @@ def read_request(prompt: Any, params: DiffusionParams) -> DiffusionRequest:
     if isinstance(prompt, str):
         return DiffusionRequest(prompt, [], params)
     if not isinstance(prompt, Mapping):
-        raise InvalidRequest(
-            f"prompt = {prompt!r}: must be a text, or a dictionary with the key 'prompt'", param="prompt"
-        )
+        said = f"prompt = {prompt!r}: must be a text, or a dictionary with the key 'prompt'"
+        raise InvalidRequest(said, param="prompt")
     if "prompt_token_ids" in prompt or "prompt_embeds" in prompt:
-        raise InvalidRequest(
-            "prompt: the pipeline encodes the text itself: give a text, not ids or embeddings", param="prompt"
-        )
+        said = "prompt: the pipeline encodes the text itself: give a text, not ids or embeddings"
+        raise InvalidRequest(said, param="prompt")
     for key, value in prompt.items():
         if key not in _PROMPT_KEYS and value is not None:
             raise InvalidRequest(f"prompt: unknown key {key!r}: {suggest(str(key), _PROMPT_KEYS)}", param="prompt")

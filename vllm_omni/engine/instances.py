@@ -85,7 +85,7 @@ class InstanceGroup(StageNode):
         self._changed = asyncio.Event()  # an instance has recovered, or has failed for good
         self._loop: asyncio.AbstractEventLoop | None = None
         for engine in engines:
-            engine.add_status_listener(self._on_status)
+            engine.on_status = self._on_status
 
     # -- health -------------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class StageEngine(StageNode):
         self._log_stats = log_stats
         self._reader = reader
         self._status = StageStatus()
-        self._status_listeners: list[Callable[[], None]] = []
+        self.on_status: Callable[[], None] = lambda: None  # called after each change of status, by the supervisor
         self._llm: StageLLM | None = None
         self._processes: StageProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
@@ -147,7 +147,7 @@ class StageEngine(StageNode):
         Raises:
             StageFailed: the engine did not start; the processes that did are gone again.
         """
-        processes = self._started_processes()
+        processes = self._started
         started = time.monotonic()
         self.llm.engine_core.shutdown(timeout=0)
         try:
@@ -185,7 +185,7 @@ class StageEngine(StageNode):
 
     def kill(self) -> None:
         """Kill the engine's processes, whatever they are doing."""
-        self._started_processes().kill()
+        self._started.kill()
 
     async def aclose(self) -> None:
         """Stop reading the engine's outputs. Call it before ``shutdown``, which would look like a failure."""
@@ -196,7 +196,8 @@ class StageEngine(StageNode):
         if self._llm is not None:
             self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
-    def _started_processes(self) -> StageProcesses:
+    @property
+    def _started(self) -> StageProcesses:
         assert self._processes is not None, "the stage has not been started"
         return self._processes
 
@@ -209,11 +210,11 @@ class StageEngine(StageNode):
 
     def pids(self) -> list[int]:
         """Process ids of the engine core and its workers that live."""
-        return self._started_processes().pids()
+        return self._started.pids()
 
     def has_lost_process(self) -> bool:
         """Whether the engine core or a worker has ended."""
-        return self._started_processes().has_lost_one()
+        return self._started.has_lost_one()
 
     def current_status(self) -> StageStatus:
         if self._status.state is StageState.RUNNING and self.has_died:  # the supervisor has not noticed yet
@@ -223,16 +224,11 @@ class StageEngine(StageNode):
     def set_status(self, status: StageStatus) -> None:
         """For the supervisor, from its thread."""
         self._status = status
-        for listener in self._status_listeners:
-            listener()
-
-    def add_status_listener(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each change of status, from the supervisor's thread."""
-        self._status_listeners.append(listener)
+        self.on_status()
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
-        cause = self._started_processes().failure()
+        cause = self._started.failure()
         if cause is None and (killed := [-code for code in self.llm.exit_codes() if code < 0]):
             cause = f"killed by {signal.Signals(killed[0]).name}"
         return f"its engine has died: {cause}" if cause else "its engine has died"
