@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from tests.cases import case
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio, find_audio_format
+from vllm_omni.media import find_format
+from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio
 
 RATE = 24000
 LOSSLESS = ("wav", "flac", "pcm", "pcm16")
@@ -184,4 +185,4 @@ def test_speed_one_changes_nothing() -> None:
 
 def test_an_unknown_format_is_rejected_with_the_valid_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"'wave'.*wav"):
-        find_audio_format("wave")
+        find_format("audio", AUDIO_FORMATS, "wave")

@@ -6,7 +6,8 @@ from PIL import Image
 
 from tests.cases import case
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.image import IMAGE_FORMATS, IMAGE_SUFFIXES, encode_image, find_image_format, to_image, to_pixels
+from vllm_omni.media import find_format
+from vllm_omni.media.image import IMAGE_FORMATS, IMAGE_SUFFIXES, encode_image, to_image, to_pixels
 
 
 def make_pixels(height: int = 24, width: int = 40) -> torch.Tensor:
@@ -68,5 +69,5 @@ def test_every_suffix_has_a_format() -> None:
 
 def test_an_unknown_format_is_rejected_with_the_nearest() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown image format 'jpg': did you mean 'jpeg'\?") as rejected:
-        find_image_format("jpg", "output_format")
+        find_format("image", IMAGE_FORMATS, "jpg", "output_format")
     assert rejected.value.param == "output_format"

@@ -10,7 +10,8 @@ import torch
 
 from tests.cases import case
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.video import VIDEO_FORMATS, VIDEO_SUFFIXES, encode_video, find_video_format
+from vllm_omni.media import find_format
+from vllm_omni.media.video import VIDEO_FORMATS, VIDEO_SUFFIXES, encode_video
 
 RATE = 16000
 WITH_SOUND = [name for name, video_format in VIDEO_FORMATS.items() if video_format.audio_codec]
@@ -121,4 +122,4 @@ def test_every_suffix_has_a_format() -> None:
 
 def test_an_unknown_format_is_rejected_with_the_nearest() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown video format 'mpeg4': did you mean 'mp4'\?"):
-        find_video_format("mpeg4")
+        find_format("video", VIDEO_FORMATS, "mpeg4")

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import PauseMode
 
-from vllm_omni.config import StageConfig
+from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
@@ -18,71 +19,102 @@ Reply = TypeVar("Reply")
 Call = Callable[[StageLLM], Coroutine[Any, Any, Reply]]
 
 
-class StageAdmin:
-    """vLLM's administrative calls, sent to the engines of a deployment.
+class StageAdmin(EngineClient):
+    """The administrative calls of vLLM's ``EngineClient``, sent to the engines of a deployment.
 
     Every method raises ``StageFailed`` when a stage rejects the call, is dead or does not answer in time. Adapters and
     ``collective_rpc`` go to the first stage alone: the other models have no adapters, and other methods.
     """
 
-    def __init__(self, orchestrator: Orchestrator, first: StageConfig) -> None:
-        self._orchestrator = orchestrator
-        self._first = first.name
+    config: OmniConfig
+    orchestrator: Orchestrator
 
     # -- every stage --------------------------------------------------------------------------------------------------
 
-    async def pause_generation(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self._orchestrator.pause(mode)
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stop every stage between two steps; requests that arrive now wait until ``resume_generation``.
+
+        A request passes through several stages, so vLLM's modes apply to the whole graph: "abort" ends running requests
+        with ``CallAborted``; "wait" returns when they have left their last stage; "keep" leaves them where they are,
+        and a request between two stages waits in the next.
+
+        Args:
+            clear_cache: clear the prefix and media caches, also for kept requests, which are then computed again.
+
+        Raises:
+            InvalidRequest: the mode is not supported.
+        """
+        await self.orchestrator.pause(mode)
         if clear_cache:
-            self._orchestrator.forget_images()
+            self.orchestrator.forget_images()
         await self._call(lambda llm: llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
         try:
             await self._call(lambda llm: llm.resume_generation())
         finally:
-            self._orchestrator.resume()
+            self.orchestrator.resume()
 
-    async def sleep(self, level: int, mode: PauseMode) -> None:
-        await self._orchestrator.pause(mode)
-        self._orchestrator.forget_images()
-        can_sleep = self._engines(lambda stage: stage.is_autoregressive or stage.is_diffusion)
-        others = [engine for engine in self._orchestrator.engines.values() if engine not in can_sleep]
+    async def is_paused(self) -> bool:
+        return not self.orchestrator.gate.is_open
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, see ``pause_generation``, and free memory of the stages, by vLLM's levels.
+
+        In a diffusion stage, level 1 moves the weights into the CPU's memory, and level 2 drops them: waking up reads
+        the files again. Generation stages have no cache, and keep their weights.
+        """
+        await self.orchestrator.pause(mode)
+        self.orchestrator.forget_images()
+        can_sleep = self._can_sleep()
+        others = [engine for engine in self.orchestrator.engines.values() if engine not in can_sleep]
         await self._call(lambda llm: llm.pause_generation(mode=mode), others)
         await self._call(lambda llm: llm.sleep(level, mode), can_sleep)
 
-    async def wake_up(self, tags: list[str] | None) -> bool:
-        can_sleep = self._engines(lambda stage: stage.is_autoregressive or stage.is_diffusion)
-        is_awake = all(await self._call(lambda llm: llm.wake_up(tags), can_sleep))
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Undo ``sleep``, or a part of it; returns whether all memory is back, and requests are admitted again."""
+        is_awake = all(await self._call(lambda llm: llm.wake_up(tags), self._can_sleep()))
         if is_awake:
             await self.resume_generation()
         return is_awake
 
     async def is_sleeping(self) -> bool:
-        return all(await self._call(lambda llm: llm.is_sleeping(), self._first_engines))
+        return all(await self._call(lambda llm: llm.is_sleeping(), self._first_engines()))
 
     async def release_kv_cache_memory(self) -> None:
-        await self._call(lambda llm: llm.release_kv_cache_memory(), self._autoregressive)
+        await self._call(lambda llm: llm.release_kv_cache_memory(), self._autoregressive())
 
     async def reset_mm_cache(self) -> None:
-        self._orchestrator.forget_images()
+        self.orchestrator.forget_images()
         await self._call(lambda llm: llm.reset_mm_cache())
 
     async def reset_encoder_cache(self) -> None:
-        self._orchestrator.forget_images()
-        await self._call(lambda llm: llm.reset_encoder_cache(), self._autoregressive)
+        self.orchestrator.forget_images()
+        await self._call(lambda llm: llm.reset_encoder_cache(), self._autoregressive())
 
-    async def reset_prefix_cache(self, running_requests: bool, connector: bool) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        stages = self._autoregressive()
         return all(
-            await self._call(lambda llm: llm.reset_prefix_cache(running_requests, connector), self._autoregressive)
+            await self._call(lambda llm: llm.reset_prefix_cache(reset_running_requests, reset_connector), stages)
         )
 
-    async def start_profile(self, prefix: str | None, **bounds: int | None) -> None:
+    async def start_profile(self, profile_prefix: str | None = None, **bounds: int | None) -> None:
+        """Trace every stage that was started with ``profiler_config``; file names have the prefix and the stage's name.
+
+        The front end, which the stages share, is traced with the first stage.
+
+        Args:
+            bounds: ``delay_iterations`` and ``max_iterations``, as for vLLM's engines.
+
+        Raises:
+            InvalidRequest: no stage was started with it.
+        """
         started: list[StageEngine] = []
         for engine in self._profiled_engines():
             name = engine.name.replace("/", "-")  # of an instance: "thinker/PD0"
+            prefix = name if profile_prefix is None else f"{profile_prefix}_{name}"
             try:
-                await engine.ask(engine.llm.start_profile(name if prefix is None else f"{prefix}_{name}", **bounds))
+                await engine.ask(engine.llm.start_profile(prefix, **bounds))
             except StageFailed:
                 await self._call(lambda llm: llm.stop_profile(), started)
                 raise
@@ -94,6 +126,11 @@ class StageAdmin:
     # -- the first stage ----------------------------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter of the first stage. A request for it (``lora_request``) does so, too.
+
+        Raises:
+            StageFailed: the stage runs without adapters, or cannot load this one.
+        """
         return all(await self._call_adapters(lambda llm: llm.add_lora(lora_request)))
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -104,19 +141,25 @@ class StageAdmin:
         return set[int]().union(*await self._call_adapters(lambda llm: llm.list_loras()))
 
     async def pin_lora(self, lora_id: int) -> bool:
+        """Keep a loaded adapter: it is not evicted for others."""
         return all(await self._call_adapters(lambda llm: llm.pin_lora(lora_id)))
 
     async def collective_rpc(
-        self, method: str, timeout_s: float | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  # upstream's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        replies = await self._call(lambda llm: llm.collective_rpc(method, timeout_s, args, kwargs), self._first_engines)
+        """Call a method on each rank of the first stage; the results instance by instance."""
+        replies = await self._call(lambda llm: llm.collective_rpc(method, timeout, args, kwargs), self._first_engines())
         return [rank for ranks in replies for rank in ranks]
 
     # -- the engines --------------------------------------------------------------------------------------------------
 
     async def _call(self, call: Call[Reply], engines: Iterable[StageEngine] | None = None) -> list[Reply]:
         """Call these engines, or all, at once; when all have answered or failed, raise the first failure."""
-        engines = self._orchestrator.engines.values() if engines is None else engines
+        engines = self.orchestrator.engines.values() if engines is None else engines
         replies = await asyncio.gather(*(engine.ask(call(engine.llm)) for engine in engines), return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
@@ -124,27 +167,28 @@ class StageAdmin:
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
     async def _call_adapters(self, call: Call[Reply]) -> list[Reply]:
-        engines = [engine for engine in self._first_engines if engine.vllm_config.lora_config is not None]
+        engines = [engine for engine in self._first_engines() if engine.vllm_config.lora_config is not None]
         if not engines:
-            name = self._first
+            name = self.config.stages[0].name
             raise StageFailed(
                 name, f"it was started without adapters (LoRA): start it with --stage {name}.enable_lora=true"
             )
         return await self._call(call, engines)
 
     def _engines(self, matches: Callable[[StageConfig], bool]) -> list[StageEngine]:
-        return [engine for engine in self._orchestrator.engines.values() if matches(engine.config)]
+        return [engine for engine in self.orchestrator.engines.values() if matches(engine.config)]
 
-    @property
     def _autoregressive(self) -> list[StageEngine]:
         return self._engines(lambda stage: stage.is_autoregressive)
 
-    @property
+    def _can_sleep(self) -> list[StageEngine]:
+        return self._engines(lambda stage: stage.is_autoregressive or stage.is_diffusion)
+
     def _first_engines(self) -> list[StageEngine]:
-        return self._orchestrator.engines_of(self._first)
+        return self.orchestrator.engines_of(self.config.stages[0].name)
 
     def _profiled_engines(self) -> list[StageEngine]:
-        engines = self._orchestrator.engines.values()
+        engines = self.orchestrator.engines.values()
         profiled = [engine for engine in engines if engine.vllm_config.profiler_config.profiler is not None]
         if not profiled:
             raise InvalidRequest("no stage can be profiled: start them with profiler_config")

@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from inspect import signature
 from os import PathLike
 from typing import Any
 from uuid import uuid4
 
 from vllm.engine.protocol import EngineClient
-from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
-from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.config.layers import find_config
@@ -31,10 +30,11 @@ from vllm_omni.process.status import StageState, StageStatus
 
 logger = logging.getLogger(__name__)
 
+ENGINE_ARGUMENTS = signature(EngineClient.generate).parameters
 ABORT_TIMEOUT_S = 10.0  # how long a shutdown waits for the stages to release their requests
 
 
-class AsyncOmni(EngineClient):
+class AsyncOmni(StageAdmin):
     """Starts every stage of a model and serves requests through its graph.
 
     Args:
@@ -84,7 +84,6 @@ class AsyncOmni(EngineClient):
         self.renderer = entry.renderer
         self.input_processor = entry.input_processor
         self.params = StageParamsResolver(self.config, self.model_config)
-        self._admin = StageAdmin(self.orchestrator, first)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -100,14 +99,8 @@ class AsyncOmni(EngineClient):
         lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        prompt_text: str | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        kv_hints: Any = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
         defaults: RequestDefaults | None = None,
+        **engine_kwargs: Any,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
 
@@ -123,7 +116,7 @@ class AsyncOmni(EngineClient):
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
             defaults: for arguments that are not given; its stage parameters win over ``sampling_params``.
-            others: those of ``EngineClient.generate``, for the first stage.
+            engine_kwargs: other arguments of ``EngineClient.generate``, for the first stage.
 
         Raises:
             InvalidRequest: the request is malformed.
@@ -132,7 +125,7 @@ class AsyncOmni(EngineClient):
         """
         self._loop = asyncio.get_running_loop()
         defaults = defaults or RequestDefaults()
-        _check_arguments(priority, modalities)
+        _check_arguments(priority, modalities, engine_kwargs)
         params = self.params.resolve(sampling_params, defaults.stage_params)
         modalities = defaults.modalities if modalities is None else modalities
         outputs = self.orchestrator.generate(
@@ -144,15 +137,7 @@ class AsyncOmni(EngineClient):
             lora_request=lora_request,
             priority=priority,
             trace_headers=trace_headers,
-            engine_kwargs={
-                "prompt_text": prompt_text,
-                "tokenization_kwargs": tokenization_kwargs,
-                "data_parallel_rank": data_parallel_rank,
-                "session_id": session_id,
-                "kv_hints": kv_hints,
-                "reasoning_ended": reasoning_ended,
-                "reasoning_parser_kwargs": reasoning_parser_kwargs,
-            },
+            engine_kwargs=engine_kwargs,
             deadline_s=deadline_s,
         )
         first = params[self.config.stages[0].name]
@@ -360,107 +345,11 @@ class AsyncOmni(EngineClient):
             await engine.llm.do_log_stats()
         self.orchestrator.latency_metrics.log()
 
-    # -- administration: see StageAdmin for what each call does, and to which stages --------------------------------
 
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop every stage between two steps; requests that arrive now wait until ``resume_generation``.
-
-        A request passes through several stages, so vLLM's modes apply to the whole graph: "abort" ends running requests
-        with ``CallAborted``; "wait" returns when they have left their last stage; "keep" leaves them where they are,
-        and a request between two stages waits in the next.
-
-        Args:
-            clear_cache: clear the prefix and media caches, also for kept requests, which are then computed again.
-
-        Raises:
-            InvalidRequest: the mode is not supported.
-        """
-        await self._admin.pause_generation(mode, clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._admin.resume_generation()
-
-    async def is_paused(self) -> bool:
-        return not self.orchestrator.gate.is_open
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause, see ``pause_generation``, and free memory of the stages, by vLLM's levels.
-
-        In a diffusion stage, level 1 moves the weights into the CPU's memory, and level 2 drops them: waking up reads
-        the files again. Generation stages have no cache, and keep their weights.
-        """
-        await self._admin.sleep(level, mode)
-
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Undo ``sleep``, or a part of it; returns whether all memory is back, and requests are admitted again."""
-        return await self._admin.wake_up(tags)
-
-    async def is_sleeping(self) -> bool:
-        return await self._admin.is_sleeping()
-
-    async def release_kv_cache_memory(self) -> None:
-        await self._admin.release_kv_cache_memory()
-
-    async def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        """Trace every stage that was started with ``profiler_config``; file names have the prefix and the stage's name.
-
-        The front end, which the stages share, is traced with the first stage.
-
-        Raises:
-            InvalidRequest: no stage was started with it.
-        """
-        await self._admin.start_profile(
-            profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations
-        )
-
-    async def stop_profile(self) -> None:
-        await self._admin.stop_profile()
-
-    async def reset_mm_cache(self) -> None:
-        await self._admin.reset_mm_cache()
-
-    async def reset_encoder_cache(self) -> None:
-        await self._admin.reset_encoder_cache()
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return await self._admin.reset_prefix_cache(reset_running_requests, reset_connector)
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter of the first stage. A request for it (``lora_request``) does so, too.
-
-        Raises:
-            StageFailed: the stage runs without adapters, or cannot load this one.
-        """
-        return await self._admin.add_lora(lora_request)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        return await self._admin.remove_lora(lora_id)
-
-    async def list_loras(self) -> set[int]:
-        return await self._admin.list_loras()
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep a loaded adapter: it is not evicted for others."""
-        return await self._admin.pin_lora(lora_id)
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,  # noqa: ASYNC109  # upstream's signature
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method on each rank of the first stage; the results instance by instance."""
-        return await self._admin.collective_rpc(method, timeout, args, kwargs)
-
-
-def _check_arguments(priority: object, modalities: object) -> None:
+def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterable[str]) -> None:
+    for name in engine_kwargs:
+        if name not in ENGINE_ARGUMENTS:
+            raise TypeError(f"unknown argument {name!r}: {suggest(name, ENGINE_ARGUMENTS)}")
     if type(priority) is not int:
         raise InvalidRequest(f"priority = {priority!r}: must be an int")
     if modalities is not None and not (

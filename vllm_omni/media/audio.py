@@ -12,8 +12,6 @@ import av
 import numpy as np
 from torch import Tensor
 
-from vllm_omni.media import find_format
-
 NUM_SILENT_SAMPLES = 480  # 20 ms at 24 kHz
 SPEEDS = (0.25, 4.0)  # OpenAI's limits
 LAYOUTS = {1: "mono", 2: "stereo"}  # number of channels -> FFmpeg's name
@@ -45,11 +43,6 @@ AUDIO_FORMATS = {
 }
 AUDIO_SUFFIXES = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aac": "aac"}
 """A file's suffix -> the name of its format."""
-
-
-def find_audio_format(name: str, param: str | None = None) -> AudioFormat:
-    """Look up a format; see ``find_format``."""
-    return find_format("audio", AUDIO_FORMATS, name, param)
 
 
 class AudioEncoder:

@@ -10,8 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_omni.media import find_format
-
 
 class ImageFormat(NamedTuple):
     name: str  # Pillow's
@@ -28,11 +26,6 @@ IMAGE_FORMATS = {
 }
 IMAGE_SUFFIXES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """A file's suffix -> the name of its format."""
-
-
-def find_image_format(name: str, param: str | None = None) -> ImageFormat:
-    """Look up a format; see ``find_format``."""
-    return find_format("image", IMAGE_FORMATS, name, param)
 
 
 def to_pixels(values: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_omni.media import find_format
 from vllm_omni.media.audio import CONTAINER_OPTIONS, make_audio_frame
 from vllm_omni.media.image import to_pixels
 
@@ -38,11 +37,6 @@ VIDEO_SUFFIXES = {".mp4": "mp4", ".webm": "webm", ".gif": "gif"}
 """A file's suffix -> the name of its format."""
 
 _OPUS_RATE = 48_000  # Hz; Opus supports few others
-
-
-def find_video_format(name: str, param: str | None = None) -> VideoFormat:
-    """Look up a format; see ``find_format``."""
-    return find_format("video", VIDEO_FORMATS, name, param)
 
 
 def encode_video(

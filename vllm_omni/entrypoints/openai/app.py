@@ -27,9 +27,8 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.chat import EngineWithDefaults, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
-from vllm_omni.entrypoints.openai.engine_client import EngineWithDefaults
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
     OmniChatCompletionRequest,

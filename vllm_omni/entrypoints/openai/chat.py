@@ -25,18 +25,34 @@ from vllm.renderers.chat_utils import ConversationMessage
 
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.chat_stream import DONE, ChatStreamWriter, SpokenStream
-from vllm_omni.entrypoints.openai.engine_client import EngineWithDefaults
+from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, SpokenStream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
+from vllm_omni.entrypoints.openai.sse import DONE
+from vllm_omni.entrypoints.stage_params import RequestDefaults
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.audio import AudioEncoder, find_audio_format
+from vllm_omni.media import find_format
+from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 from vllm_omni.vllm_patches import adopt
 
 logger = logging.getLogger(__name__)
+
+
+class EngineWithDefaults:
+    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds defaults to every request."""
+
+    def __init__(self, engine: AsyncOmni, defaults: RequestDefaults) -> None:
+        self.engine = engine
+        self.defaults = defaults
+
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+        return self.engine.generate(*args, **kwargs, defaults=self.defaults)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 class OmniServingChat(OpenAIServingChat):
@@ -88,7 +104,7 @@ class OmniServingChat(OpenAIServingChat):
         for modality in request.modalities or ():
             if modality not in known:
                 raise InvalidRequest(f"modalities: unknown modality {modality!r}: {suggest(modality, known)}")
-        find_audio_format(request.audio_format)
+        find_format("audio", AUDIO_FORMATS, request.audio_format)
         if request.wants_audio and (request.n or 1) > 1:
             raise InvalidRequest(f"n = {request.n}: must be 1 with audio output")
         if request.wants_audio and request.use_beam_search:
@@ -179,5 +195,5 @@ class OmniServingChat(OpenAIServingChat):
     def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.omni.orchestrator.pipeline.sample_rate
         assert sample_rate is not None, "a model with audio output has one"
-        encoder = AudioEncoder(find_audio_format(request.audio_format), sample_rate, is_stream=is_stream)
-        return Speech(encoder, sample_rate, self.timer)
+        audio_format = AUDIO_FORMATS[request.audio_format]
+        return Speech(AudioEncoder(audio_format, sample_rate, is_stream=is_stream), sample_rate, self.timer)

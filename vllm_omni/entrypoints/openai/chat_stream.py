@@ -11,9 +11,8 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_omni.entrypoints.openai.speech import Speech
+from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.messages.outputs import OmniRequestOutput
-
-DONE = "data: [DONE]\n\n"
 
 
 class SpokenStream:
@@ -54,14 +53,14 @@ class SpokenStream:
         async with aclosing(self._outputs), aclosing(lines):
             reader = asyncio.create_task(self._read(lines))
             try:
-                while (event := await self._events.get()) is not None:
-                    if isinstance(event, Exception):
-                        raise event
-                    if isinstance(event, OmniRequestOutput):
-                        if data := await self._speech.encode(event):
+                while (item := await self._events.get()) is not None:
+                    if isinstance(item, Exception):
+                        raise item
+                    if isinstance(item, OmniRequestOutput):
+                        if data := await self._speech.encode(item):
                             yield self._writer.audio(data)
                         continue
-                    for line in self._writer.rewrite(event):
+                    for line in self._writer.rewrite(item):
                         if self._text_has_ended and self._writer.is_ending(line):
                             ending.append(line)
                         else:
@@ -107,12 +106,12 @@ class ChatStreamWriter:
         (choice,) = chunk["choices"]
         self._move_text(choice["delta"])
         if choice.get("finish_reason") is None:
-            yield line if self._wants_text else _line(chunk)
+            yield line if self._wants_text else event(chunk)
             return
         if any(choice["delta"].values()):
-            yield _line({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
+            yield event({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
         ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
-        yield _line({**chunk, "choices": [{**ending, "delta": {}, "logprobs": None}]})
+        yield event({**chunk, "choices": [{**ending, "delta": {}, "logprobs": None}]})
 
     def _move_text(self, delta: dict[str, Any]) -> None:
         """Add the text of a delta to the transcript; without text output, take it out of ``content``, in place."""
@@ -145,8 +144,4 @@ class ChatStreamWriter:
     def _audio(self, audio: dict[str, Any]) -> str:
         delta = {"audio": {"id": self._audio_id, **audio}}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        return _line({**self._head, "choices": [choice]})
-
-
-def _line(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return event({**self._head, "choices": [choice]})

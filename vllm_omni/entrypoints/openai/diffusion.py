@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from PIL import Image
 from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
@@ -169,6 +169,10 @@ async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], No
         raise InvalidRequest(f"content-type {kind!r}: must be application/json or multipart/form-data")
 
 
+Values = Annotated[dict[str, Any], Depends(read_values)]
+"""The body of a request, as the parameter of a route's handler."""
+
+
 def _fields(form: FormData) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in form:
@@ -191,12 +195,7 @@ def read_mapping(values: dict[str, Any], name: str) -> None:
             raise InvalidRequest(f"{name}: must be an object in JSON: {exc}", param=name) from exc
 
 
-def event(name: str, values: Mapping[str, Any]) -> str:
-    """Format one server-sent event."""
-    return f"event: {name}\ndata: {json.dumps(values, separators=(',', ':'))}\n\n"
-
-
-def describe(body: type[BaseModel], kinds: Sequence[str] = ("application/json",)) -> dict[str, Any]:
+def describe(body: type[BaseModel], kinds: Sequence[str]) -> dict[str, Any]:
     """OpenAPI entry of a route that reads its body itself."""
     schema = body.model_json_schema()
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -19,9 +18,10 @@ from PIL import Image
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.utils import random_uuid
 
-from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing
+from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
 from vllm_omni.entrypoints.openai.images import data_url
+from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
 from vllm_omni.media.image import IMAGE_FORMATS
@@ -35,7 +35,7 @@ class OmniServingImageChat:
     def __init__(self, serving: DiffusionServing) -> None:
         self._serving = serving
 
-    async def complete(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+    async def complete(self, values: Values, raw_request: Request) -> Response:
         """Raises:
         InvalidRequest: names the field.
         StageFailed: the stage failed on the request.
@@ -108,6 +108,5 @@ async def _stream(head: Mapping[str, Any], message: Mapping[str, Any], modality:
     """Stream the message as one chunk, then the end."""
     for delta, reason in ((message, None), ({}, "stop")):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], "modality": modality}
-        yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
-    yield "data: [DONE]\n\n"
+        yield event({**head, "object": "chat.completion.chunk", "choices": [choice], "modality": modality})
+    yield DONE

@@ -16,10 +16,12 @@ from PIL import Image
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, event, read_mapping
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
+from vllm_omni.entrypoints.openai.sse import chain, event
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.image import ImageFormat, encode_image, find_image_format
+from vllm_omni.media import find_format
+from vllm_omni.media.image import IMAGE_FORMATS, ImageFormat, encode_image
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class OmniServingImages:
         self._serving = serving
         self._sse_keep_alive_s = sse_keep_alive_s
 
-    async def generate(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+    async def generate(self, values: Values, raw_request: Request) -> Response:
         """Generate images from a text. Invalid requests are rejected before the answer starts, streamed or not.
 
         Raises:
@@ -51,9 +53,8 @@ class OmniServingImages:
                 raise InvalidRequest(f"{name}: images are read by POST /v1/images/edits", param=name)
         return await self._respond(read_body(ImageRequest, values), [], raw_request, "image_generation")
 
-    async def edit(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+    async def edit(self, values: Values, raw_request: Request) -> Response:
         """Generate images from a text and images; otherwise as ``generate``."""
-        values = dict(values)
         self._serving.check("image")
         if values.pop("mask", None) is not None:
             raise InvalidRequest("mask: not supported; say in the prompt what to change", param="mask")
@@ -69,16 +70,14 @@ class OmniServingImages:
         self, fields: ImageRequest, images: Sequence[Image.Image], raw_request: Request, kind: str
     ) -> Response:
         self._serving.check("image")
-        image_format = find_image_format(fields.output_format, "output_format")
+        image_format = find_format("image", IMAGE_FORMATS, fields.output_format, "output_format")
         if not fields.stream and (fields.partial_images or fields.progress):
             name = "partial_images" if fields.partial_images else "progress"
             raise InvalidRequest(f"{name}: only in a stream; set stream, too", param=name)
         if fields.stream:
             outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
-            # The answer starts with the first output, so that an earlier error has an HTTP status.
-            first = await anext(outputs)
-            events = self._events(first, outputs, fields, image_format, kind)
-            events = with_sse_keep_alive(events, self._sse_keep_alive_s)
+            outputs = chain(await anext(outputs), outputs)
+            events = with_sse_keep_alive(self._events(outputs, fields, image_format, kind), self._sse_keep_alive_s)
             return StreamingResponse(events, media_type="text/event-stream")
         output = await self._serving.answer(fields.prompt, fields, images, raw_request)
         pictures = output.images
@@ -95,8 +94,7 @@ class OmniServingImages:
 
     @staticmethod
     async def _events(
-        first: OmniRequestOutput,
-        rest: AsyncGenerator[OmniRequestOutput, None],
+        outputs: AsyncGenerator[OmniRequestOutput, None],
         fields: ImageRequest,
         image_format: ImageFormat,
         kind: str,
@@ -108,9 +106,9 @@ class OmniServingImages:
             about = {"size": _size(image), "quality": "auto", "background": "opaque"}
             return _event(f"{kind}.{name}", b64_json=file, output_format=fields.output_format, **about, **more)
 
-        async with aclosing(rest):
+        async with aclosing(outputs):
             try:
-                async for output in _chain(first, rest):
+                async for output in outputs:
                     if fields.progress and output.progress is not None:
                         yield _event(f"{kind}.progress", **output.progress._asdict())
                     preview = output.preview
@@ -121,7 +119,7 @@ class OmniServingImages:
                         yield await write("completed", image, usage=NO_TOKENS)
             except Exception as exc:  # the answer has started, so it ends with the error
                 logger.exception("an image failed while its progress was streamed")
-                yield event("error", {"type": "error", **create_error_response(exc).model_dump()})
+                yield event({"type": "error", **create_error_response(exc).model_dump()}, "error")
 
 
 NO_TOKENS = {
@@ -159,12 +157,4 @@ def _size(image: Image.Image) -> str:
 
 
 def _event(name: str, **values: Any) -> str:
-    return event(name, {"type": name, "created_at": int(time.time()), **values})
-
-
-async def _chain(
-    first: OmniRequestOutput, rest: AsyncGenerator[OmniRequestOutput, None]
-) -> AsyncGenerator[OmniRequestOutput, None]:
-    yield first
-    async for output in rest:
-        yield output
+    return event({"type": name, "created_at": int(time.time()), **values}, name)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, as_list, read_mapping
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import SoundRequest, VideoRequest, read_body
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.audio import encode_audio, find_audio_format
-from vllm_omni.media.video import DEFAULT_FPS, encode_video, find_video_format
+from vllm_omni.media import find_format
+from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
+from vllm_omni.media.video import DEFAULT_FPS, VIDEO_FORMATS, encode_video
 
 
 class OmniServingFiles:
@@ -22,7 +22,7 @@ class OmniServingFiles:
     def __init__(self, serving: DiffusionServing) -> None:
         self._serving = serving
 
-    async def video(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+    async def video(self, values: Values, raw_request: Request) -> Response:
         """Generate a video from a text and, where the pipeline accepts one, an image.
 
         Raises:
@@ -30,7 +30,6 @@ class OmniServingFiles:
             StageFailed: the stage failed on the request.
         """
         self._serving.check("video")
-        values = dict(values)
         for name in ("extra_params", "image_reference"):
             read_mapping(values, name)
         # OpenAI's form has a file, vLLM-Omni's JSON a URL.
@@ -46,7 +45,7 @@ class OmniServingFiles:
             fields = fields.model_copy(
                 update={"num_frames": max(round(fields.seconds * (fields.fps or DEFAULT_FPS)), 1)}
             )
-        video_format = find_video_format(fields.output_format, "output_format")
+        video_format = find_format("video", VIDEO_FORMATS, fields.output_format, "output_format")
         images = [await self._serving.read_image(one, name) for name, one in given]
         output = await self._serving.answer(fields.prompt, fields, images, raw_request)
         media = output.multimodal_output
@@ -56,11 +55,11 @@ class OmniServingFiles:
         )
         return Response(data, media_type=video_format.media_type)
 
-    async def sound(self, values: Mapping[str, Any], raw_request: Request) -> Response:
+    async def sound(self, values: Values, raw_request: Request) -> Response:
         """Generate a sound from a text; raises as ``video``."""
         self._serving.check("audio")
         fields = read_body(SoundRequest, values)
-        audio_format = find_audio_format(fields.response_format, "response_format")
+        audio_format = find_format("audio", AUDIO_FORMATS, fields.response_format, "response_format")
         output = await self._serving.answer(fields.input, fields, [], raw_request)
         media = output.multimodal_output
         data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -19,8 +18,10 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
+from vllm_omni.entrypoints.openai.sse import chain, event
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.audio import SPEEDS, AudioEncoder, find_audio_format
+from vllm_omni.media import find_format
+from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 
@@ -93,7 +94,7 @@ class OmniServingSpeech:
         self._engine.check_admission()
         _check(request)
         self._engine.check_available(["audio"])
-        audio_format = find_audio_format(request.response_format)
+        audio_format = find_format("audio", AUDIO_FORMATS, request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
         assert sample_rate is not None, "a model with audio output has one"
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
@@ -107,8 +108,8 @@ class OmniServingSpeech:
         # Files have at least a header or a frame of silence; raw samples may be empty.
         first = await anext(pieces, b"")
         if request.stream_format == "audio":
-            return StreamingResponse(_chain(first, pieces), media_type=audio_format.media_type)
-        events = with_sse_keep_alive(self._events(_chain(first, pieces), usage), self._sse_keep_alive_s)
+            return StreamingResponse(chain(first, pieces), media_type=audio_format.media_type)
+        events = with_sse_keep_alive(self._events(chain(first, pieces), usage), self._sse_keep_alive_s)
         return StreamingResponse(events, media_type="text/event-stream")
 
     def _speak(
@@ -153,12 +154,12 @@ class OmniServingSpeech:
             try:
                 async for piece in pieces:
                     if piece:
-                        yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
-                yield _event({"type": "speech.audio.done", "usage": usage.as_dict()})
+                        yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+                yield event({"type": "speech.audio.done", "usage": usage.as_dict()})
             except Exception as exc:  # the response has started: it ends with the error
                 logger.exception("speech failed while it was streamed")
                 error = BaseServing.create_error_response(exc).error.model_dump()
-                yield _event({"type": "speech.audio.error", "error": error})
+                yield event({"type": "speech.audio.error", "error": error})
 
 
 class _Usage:
@@ -191,14 +192,3 @@ def _check(request: SpeechRequest) -> None:
         raise InvalidRequest(f"speed = {request.speed:g}: valid: {slowest:g} to {fastest:g}")
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         raise InvalidRequest(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
-
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(rest):
-        yield first
-        async for piece in rest:
-            yield piece
-
-
-def _event(event: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
