@@ -1,25 +1,25 @@
-"""What it costs and gains to step the pipelines of several requests together, beside diffusers in one run.
+"""Stepping the pipelines of several requests together: cost and gain against diffusers, in one run.
 
     python -m benchmarks.diffusion [--rounds 3] [--threads 2] [--size 256] [--steps 4] [--layers 6] [--quick]
 
 Baseline: diffusers' own ``QwenImagePipeline``, the same object, weights, threads and seeds: *one by one*, a call for
-each request, and *as a list*, one call with all prompts, which all must have come before it begins.
+each request, and *as a list*, one call with all prompts, which must all be there before it starts.
 
 The denoiser is a random ``QwenImageTransformer2DModel`` of middle size behind the tiny text encoder of ``vllm-omni
 tiny``; no guidance, and latents as output, so that nearly all of the time is the denoiser's. Ways of one width follow
-each other in each round, rounds repeat; times are medians, ratios the median of each round's ratio. Forwards are timed
-by hooks on the denoiser, for all ways alike. On a GPU the clock waits for it.
+each other in each round, and rounds repeat; times are medians, ratios the median of each round's ratio. Hooks on the
+denoiser time its forwards, for all ways alike; on a GPU they synchronize first.
 
-* throughput: 1, 2, 4, 8 requests at once, each with another prompt and seed; requests per second.
-* a short request that comes when a long one has done its first step: seconds until it has its result. First come first
-  served, it waits for the long one.
-* time outside of forwards, one request and eight: what is not the denoiser, the text encoder's time included on both
-  sides. The limit is diffusers' own for the same requests one by one, 0.6 ms for each of our steps and 0.3 ms for each
-  row of them.
-* the row-wise first-block cache: time, and how far the latents are from those without it, relative to these (the norms
-  of the difference and of the latents). diffusers' own first-block cache beside it for one request. The weights are
-  random, but for what the step's number does to them, which is made a tenth of that: at which threshold real ones lose
-  how much was not measured.
+* throughput: 1, 2, 4, 8 requests at once, each with its own prompt and seed; requests per second.
+* a short request that arrives when a long one has done its first step: seconds until its result. Without steps
+  together, it waits for the long one.
+* time outside of forwards, for one request and for eight: everything but the denoiser, the text encoder included on
+  both sides. The limit is diffusers' own for the same requests one by one, plus 0.6 ms for each of our steps and 0.3 ms
+  for each row of them.
+* the row-wise first-block cache: time, and the relative error of the latents (norm of the difference to those without
+  it, by their norm). diffusers' own first-block cache beside it, for one request. The weights are random, except that
+  the influence of the step's number is made a tenth of theirs; how much real weights lose at which threshold was not
+  measured.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ PAPER_SPEEDUP = 1.26  # over all of Qwen-Image and Wan 2.2, by vLLM's operators 
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs, and on what."""
+    """The workload and its device."""
 
     device: torch.device
     dtype: torch.dtype
     size: int  # pixels, of a square
     num_steps: int
     rounds: int
-    cache_steps: int  # of the requests by which the cache is measured
-    long_steps: int  # of the long request that a short one (num_steps) comes behind
+    cache_steps: int  # of the requests that measure the cache
+    long_steps: int  # of the long request before a short one (num_steps)
 
     def request(self, index: int, num_steps: int | None = None) -> DiffusionRequest:
         params = DiffusionParams(
@@ -104,7 +104,7 @@ class Workload:
 
 
 class ForwardClock:
-    """Seconds in a module's forward and how often, by hooks."""
+    """Seconds in a module's forward and the number of calls, by hooks."""
 
     def __init__(self, module: torch.nn.Module, workload: Workload):
         self.seconds = 0.0
@@ -131,7 +131,7 @@ def make_pipeline(workload: Workload, *, num_layers: int, num_heads: int, head_d
     """Qwen-Image with a random denoiser of the given size; the rest is tiny."""
     with tempfile.TemporaryDirectory() as directory:
         pipeline = DiffusionPipeline.from_pretrained(tiny.build(Path(directory), "qwen-image"))
-        pipeline.text_encoder.to(workload.dtype)  # read before the directory goes
+        pipeline.text_encoder.to(workload.dtype)  # read before the directory is removed
     config = dict(pipeline.transformer.config)
     rope = (head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16)
     denoiser = QwenImageTransformer2DModel.from_config(
@@ -145,7 +145,7 @@ def make_pipeline(workload: Workload, *, num_layers: int, num_heads: int, head_d
     )
     with torch.no_grad():
         tiny.randomize(denoiser, torch.Generator().manual_seed(0))
-        # Random, two neighbouring steps differ by as much as any two; trained weights change slowly with time.
+        # With random weights, neighbouring steps differ as much as any two; trained ones change slowly with time.
         denoiser.time_text_embed.timestep_embedder.linear_2.weight.mul_(TIME_GAIN)
     pipeline.transformer = denoiser
     pipeline.to(workload.device, workload.dtype)
@@ -157,7 +157,7 @@ def make_pipeline(workload: Workload, *, num_layers: int, num_heads: int, head_d
 
 
 def call(pipeline: Any, requests: Sequence[DiffusionRequest]) -> Tensor:
-    """diffusers' own call; of several requests: with lists, all with the first's number of steps. [N, ...]"""
+    """diffusers' own call, with lists for several requests, all with the first one's number of steps. [N, ...]"""
     params = requests[0].params
     return pipeline(
         prompt=[request.prompt for request in requests],
@@ -329,7 +329,7 @@ def measure_cache(pipeline: Any, workload: Workload) -> list[dict[str, Any]]:
 
 
 def difference(latents: Tensor, expected: Tensor) -> float:
-    """Relative to the expected, by the norms."""
+    """Norm of the difference, relative to that of the expected."""
     latents, expected = latents.float().cpu(), expected.float().cpu()
     return ((latents - expected).norm() / expected.norm()).item()
 
@@ -387,7 +387,7 @@ def report(machine: dict[str, Any], results: dict[str, Any]) -> str:
 
 
 def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
-    """(what, limit, measured, whether the limit is a lower one)."""
+    """(subject, limit, measured, whether the limit is a lower bound)."""
     by_width = {row["width"]: row for row in results["throughput"]}
     yield "1 request, times diffusers", 0.97, by_width[1]["times_one_by_one"], True
     for width in (4, 8):

@@ -1,48 +1,45 @@
-"""What stage-level batching and an encode instance do for tokens under image load, beside stock vLLM in one run.
+"""Token latency and goodput under image load: stage-level batching and an encode instance, against stock vLLM.
 
     python -m benchmarks.epd [--quick | --short] [--workloads TextCaps,MME] [--modes stock,ours] [--requests 200]
         [--repeats 5]
 
 Baseline: stock vLLM (``AsyncLLM`` with its own scheduler and worker) on the same checkpoint, cores and arrivals, in the
-same run; every engine is there from the start, and while one mode works the engines of the others are stopped: an idle
-engine has fourteen threads of gloo that wake up a hundred times a second each, and three of them more made the gaps of
-the others an eighth longer. Two engines are given requests by least outstanding.
+same run. All engines are started first; while one mode is measured, the engines of the others are suspended, because
+an idle engine wakes up often enough to lengthen another engine's token gaps. Two engines are balanced by the least
+number of outstanding requests.
 
-* ``stock``, ``ours``: one engine. ``ours`` has one difference: worker and scheduler are this project's, and each
-  request tells its SLO.
-* ``2 stock``, ``2 EPD``, ``E+PD``: two engines. They are the paper's ablation (section 5.6) from the back: without
-  stage-level batching, without hybrid disaggregation, full. ``E+PD`` is ``AsyncOmni`` with ``epd="E:1,PD:1"``.
+* ``stock``, ``ours``: one engine. The only difference of ``ours`` is this project's worker and scheduler, and an SLO
+  on each request.
+* ``2 stock``, ``2 EPD``, ``E+PD``: two engines; the paper's ablation (section 5.6) in reverse: without stage-level
+  batching, without hybrid disaggregation, complete. ``E+PD`` is ``AsyncOmni`` with ``epd="E:1,PD:1"``.
 
-The model is a random LLaVA-1.5 whose tower has 24 layers, as the real one, and whose encode takes as long as 10 to 15
-decode steps. Its language model is larger than a processor's cache: in one that fits, a step by itself takes half of
-what it takes among others, and three times of that are no SLO. All engines compute with one thread each
-(``OMP_NUM_THREADS=1``), and have ``max_num_batched_tokens=256``: stock then encodes at most one image a step, which is
-kinder to it than its default. No cache answers: each request has an image and words of its own, and no cell of a mode
-is asked what another was.
+The model is a random LLaVA-1.5 whose vision tower has 24 layers, like the real one, and whose encode takes as long as
+10 to 15 decode steps. Its language model does not fit into a processor's cache: one that does decodes twice as fast
+alone as beside others, so that three times its unloaded gap would be no SLO. Every engine computes with one thread
+(``OMP_NUM_THREADS=1``) and has ``max_num_batched_tokens=256``, so that stock encodes at most one image a step, which
+is better for it than its default. Images and words differ between requests and cells, so that no cache helps.
 
-Workloads are named after the paper's datasets. **Their parameters are assumptions**: Fig. 9's numbers are not in its
-text. All requests have an image of 196 tokens, and text and answer of the lengths in ``WORKLOADS``. Arrivals are
-Poisson, open loop; the clock of a request starts when it should come.
+Workloads are named after the paper's datasets. **Their parameters are assumptions**: the text does not give Fig. 9's
+numbers. Every request has an image of 196 tokens, and a prompt and an answer as long as ``WORKLOADS`` says. Arrivals
+are Poisson, open loop; the clock of a request starts at its scheduled arrival.
 
-Nothing happens in an engine without requests; time in which a mode has none is therefore cut to ``REST_S``, and the
-arrivals behind it come so much earlier. That changes nothing that a request meets, and makes cells of low rates several
-times shorter.
+Idle time of a mode is cut to ``REST_S`` and later arrivals are moved forward by as much. This changes nothing for a
+request and shortens cells of low rates several times.
 
-Modes take turns of ``TURN`` requests each, so that what a machine does to one of them it does to the others: on a
-shared one the same work may take half as long again a minute later.
+Modes alternate every ``TURN`` requests, so that a slow phase of a shared machine affects all of them.
 
-SLOs are those of the unloaded stock engine: TTFT 5 times and gap 3 times its medians, over all that was measured of a
-workload so far, a few requests before each turn. A request meets its SLO by the *paper's* rule with its TTFT and 90% of
-its gaps, by the *strict* rule with its TTFT and the 99th percentile of its gaps; it tells which (``tpot_share``).
-Goodput is the rate at which 90% of the requests do, searched for on a grid of rates (shares of what stock does all at
-once), linear between two points of the grid. The search is on one seed (``TUNING_SEED``), the result on others.
+SLOs are those of the unloaded stock engine: TTFT 5 times and gap 3 times its medians, over all unloaded requests of a
+workload so far; a few are measured before each turn. By the *paper's* rule a request meets its SLO with its TTFT and
+90% of its gaps, by the *strict* rule with its TTFT and the 99th percentile of its gaps (``tpot_share``). Goodput is
+the rate at which 90% of the requests meet it: searched for on a grid of rates (shares of stock's capacity), and
+interpolated between two points of the grid. The search uses one seed (``TUNING_SEED``), the result other seeds.
 
-* gap p99, TTFT, stalls: at one rate for all modes, half of what stock does at most, with strict requests. A stall
-  is a gap of a token longer than half of an unloaded encode.
-* all at once: requests per second when all are there from the start and ask for no SLO.
+* gap p99, TTFT, stalls: at one rate for all modes, half of stock's capacity, with strict requests. A stall is a gap
+  longer than half of an unloaded encode.
+* all at once: requests per second when all arrive at the start and none has an SLO.
 
-A run says how much of the machine others took in each cell (``others``, cores): ratios of cells in which they differ
-say nothing. ``--quick`` is for seeing that it runs; its figures mean nothing.
+Each cell reports how many cores other programs used meanwhile (``others``); ratios of cells in which this differs mean
+nothing. ``--quick`` only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -104,10 +101,10 @@ TTFT_FACTOR, GAP_FACTOR = 5, 3
 ATTAINMENT = 0.9
 PAPER, STRICT = "paper", "strict"
 RULES = {PAPER: SHARE_OF_GAPS, STRICT: STRICT_SHARE_OF_GAPS}
-REST_S = 0.1  # what an engine has left to do behind an answer is done by then
+REST_S = 0.1  # enough for an engine to finish its work after an answer
 NOTHING_TO_PROTECT = Slo(ttft_ms=1e9, tpot_ms=1e9)
 TUNING_SEED, FIRST_SEED = 1000, 1
-TURN = 50  # requests of a mode, until it is the next one's turn
+TURN = 50  # requests of a mode before the next mode's
 WARM_RATE, WARM_SLO = 4.0, Slo(ttft_ms=500.0, tpot_ms=15.0)
 SHARES = tuple(0.05 * 1.25**k for k in range(16))  # of stock's capacity: 0.05 to 1.42
 EQUAL_SHARE = 0.5
@@ -140,7 +137,7 @@ WORKLOADS = {
 class Asked:
     """One request."""
 
-    at_s: float  # after the cell's begin
+    at_s: float  # after the start of the cell
     prompt: str
     image: Image.Image | None
     num_tokens: int
@@ -148,7 +145,7 @@ class Asked:
 
 @dataclass
 class Answered:
-    """When its tokens came, in seconds after it should have come itself."""
+    """Arrival of its tokens, in seconds after its own scheduled arrival."""
 
     token_s: list[float] = field(default_factory=list)
 
@@ -158,12 +155,12 @@ class Answered:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many of them do not exceed; 0 of none."""
+    """The smallest value that this share of them does not exceed; 0 if there are none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
 def goodput(shares: Mapping[float, float]) -> float:
-    """The rate at which the attainment falls below 90%, between the last rate that has it and the next one.
+    """The rate at which the attainment falls below 90%, interpolated between the last rate above and the next one.
 
     Args:
         shares: rate -> share of requests that met their SLO.
@@ -179,7 +176,7 @@ def goodput(shares: Mapping[float, float]) -> float:
 def make_requests(
     workload: Workload, shape: llava.Shape, seed: Sequence[int], number: int, rate: float | None
 ) -> list[Asked]:
-    """Poisson arrivals at ``rate`` per second; None: all at once. Another seed has other images and other words."""
+    """Poisson arrivals at ``rate`` per second; None: all at once. Images and words depend on the seed."""
     rng = np.random.default_rng([*seed, sum(workload.name.encode())])
     gaps = rng.exponential(1.0, number)
     at = np.cumsum(gaps) / rate if rate else np.zeros(number)
@@ -207,8 +204,8 @@ class Started(NamedTuple):
     processes: list[psutil.Process]
 
 
-UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # no worker process, and its two hops a step, for anyone
-EPD: dict[str, Any] = {"tpot_ms": 50.0}  # a default: each request tells its own
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # no mode has a worker process, with its two hops a step
+EPD: dict[str, Any] = {"tpot_ms": 50.0}  # a default: each request has its own
 
 
 def engine_args(path: Path, shape: llava.Shape) -> dict[str, Any]:
@@ -257,7 +254,7 @@ BASELINES = {"stock": "stock", "ours": "stock", "2 stock": "2 stock", "2 EPD": "
 
 
 def start(names: Sequence[str], path: Path, shape: llava.Shape) -> dict[str, Mode]:
-    """Modes share engines that are alike."""
+    """Modes share equal engines."""
     engines: dict[Any, list[Started]] = {}
     modes = {}
     for name in names:
@@ -278,7 +275,7 @@ def _engine_processes() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def only(mode: Mode, modes: Iterable[Mode]) -> Iterator[None]:
-    """Every engine that is not of this mode stands still."""
+    """Suspend the engines of all other modes."""
     others = {process for one in modes for process in one.processes} - set(mode.processes)
     try:
         for process in others:
@@ -290,7 +287,7 @@ def only(mode: Mode, modes: Iterable[Mode]) -> Iterator[None]:
 
 
 class Mode:
-    """Engines that take requests in turn: the one with the fewest outstanding."""
+    """Engines; a request goes to the one with the fewest outstanding."""
 
     def __init__(self, name: str, started: Sequence[Started], tells_slo: bool) -> None:
         self.name = name
@@ -301,7 +298,7 @@ class Mode:
         self._ids = itertools.count()
 
     async def answer(self, asked: Asked, due: float, slo: Slo | None) -> Answered:
-        """``due``: when it should come, by ``time.perf_counter``. Without an SLO, nothing is to be protected."""
+        """``due``: its scheduled arrival, by ``time.perf_counter``. ``slo`` None: no SLO."""
         index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
         target = asdict(slo or NOTHING_TO_PROTECT)
         params = SamplingParams(
@@ -329,12 +326,12 @@ class Mode:
 
 @dataclass
 class Cell:
-    """What a mode did with the same requests."""
+    """The measurements of a mode."""
 
     answers: list[Answered]
     slo: Slo
     seconds: float  # without the idle time that was cut
-    others: float  # cores that other programs took meanwhile
+    others: float  # cores that other programs used meanwhile
 
     @property
     def gaps(self) -> list[float]:
@@ -350,7 +347,7 @@ class Cell:
 
 
 def meets(token_s: Sequence[float], slo: Slo) -> bool:
-    """Whether a request with tokens after these seconds met its SLO."""
+    """Whether a request with these token times met its SLO."""
     state = SloState(slo, arrived_at=0.0)
     for at in token_s:
         state.add_tokens(1, at)
@@ -358,7 +355,7 @@ def meets(token_s: Sequence[float], slo: Slo) -> bool:
 
 
 async def run_cell(mode: Mode, asked: Sequence[Asked], slo: Slo | None) -> Cell:
-    """Requests in the order of their arrival; ``slo`` None: all that is measured is how long they take."""
+    """Requests in the order of their arrival; ``slo`` None: only the total time is measured."""
     load = Load()
     began = origin = time.perf_counter()
     answers: list[asyncio.Task[Answered]] = []
@@ -376,7 +373,7 @@ async def run_cell(mode: Mode, asked: Sequence[Asked], slo: Slo | None) -> Cell:
 
 
 class Load:
-    """Cores that are busy with something else than this process and its children, since it was made."""
+    """Cores used by other programs than this process and its children, since construction."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -407,7 +404,7 @@ def _own_s() -> float:
 
 class Where(NamedTuple):
     rule: str
-    share: float  # of what the baseline does at most
+    share: float  # of the baseline's capacity
 
     @property
     def seed(self) -> tuple[int, int]:
@@ -426,7 +423,7 @@ class Bench:
     """One workload on all modes.
 
     Args:
-        say: takes a line about how it goes.
+        say: receives lines about the progress.
     """
 
     def __init__(
@@ -475,12 +472,12 @@ class Bench:
         }
 
     async def _unloaded(self) -> None:
-        """Requests to stock, or what stands in its place, one by one."""
+        """Requests to stock, or to the mode that replaces it as the baseline, one by one."""
         name = next(iter(self.modes))
         seed = [TUNING_SEED, next(self._num_unloaded)]
         requests = self._requests(seed, self.options.num_unloaded, None)
         texts = []
-        for one in requests:  # its own words, as often as makes a prompt as long, of which nothing is encoded
+        for one in requests:  # its own words, repeated to the length of the prompt; no image
             words = itertools.cycle(one.prompt.split()[2:])
             text = " ".join(itertools.islice(words, self.options.shape.num_image_tokens))
             texts.append(replace(one, prompt=one.prompt.replace("<image>", text), image=None))
@@ -509,7 +506,7 @@ class Bench:
     async def _cell(self, name: str, seed: int, where: Where | None, number: int) -> Cell:
         """``where`` None: all at once.
 
-        Requests are those of the modes that it is compared with, and of no other cell: engines may be shared.
+        Modes that are compared have equal requests; no other cell has them, as engines may be shared.
         """
         rate = self._rate(name, where.share) if where is not None else None
         of_cell = [seed, list(MODES).index(BASELINES[name]), *(where.seed if where is not None else ())]
@@ -531,12 +528,12 @@ class Bench:
             await asyncio.sleep(REST_S)
 
     def _rate(self, name: str, share: float) -> float:
-        """Of what the mode's baseline does at most, or the mode itself if there is none."""
+        """Of the capacity of the mode's baseline, or of the mode itself if there is none."""
         baseline = BASELINES[name]
         return share * self.capacity[baseline if baseline in self.capacity else name]
 
     async def _search(self, name: str) -> set[Where]:
-        """Around the goodput by each rule, on the tuning seed: the last share that is good and the next one."""
+        """The shares around the goodput by each rule, on the tuning seed: the last good one and the next."""
         wanted: set[Where] = set()
         for rule in self.options.rules:
             low, high = -1, len(self.options.shares)  # the last good one, the first bad one
@@ -659,7 +656,7 @@ async def measure(names: Sequence[str], workloads: Sequence[Workload], options: 
         say("all engines are there")
         first = make_requests(workloads[0], options.shape, [TUNING_SEED + 3], 2, None)
         for mode in modes.values():
-            await run_cell(mode, first, None)  # behind the profile
+            await run_cell(mode, first, None)  # after the profile
         return {one.name: await Bench(one, modes, options, say).run() for one in workloads}
     finally:
         for engine in {id(engine): engine for mode in modes.values() for engine in mode.engines}.values():
@@ -675,7 +672,7 @@ class Options:
     num_warm: int = 40
     num_unloaded: int = 4  # before each turn
     rules: tuple[str, ...] = (STRICT, PAPER)
-    shares: tuple[float, ...] = SHARES  # rates at which goodput is looked for, of what the baseline does all at once
+    shares: tuple[float, ...] = SHARES  # rates of the goodput search, as shares of the baseline's capacity
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -711,7 +708,7 @@ def main() -> None:
             llava.TINY, 6, 1, num_at_once=4, num_warm=4, num_unloaded=3, rules=(STRICT,), shares=SHARES[8:]
         )
         workloads = workloads[:1]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or vLLM's engines would outlive this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise vLLM's engines would outlive this process
     with tempfile.TemporaryDirectory() as directory:
         path = llava.build(Path(directory), options.shape)
         results = asyncio.run(measure(names, workloads, options, path))

@@ -1,18 +1,18 @@
-"""First audio of Qwen2.5-Omni with the talker started early, and with it started late, on the same workload.
+"""First audio of Qwen2.5-Omni with the talker started early against late, on the same workload.
 
     python -m benchmarks.first_audio [--runs 5] [--concurrency 4]
 
-Baseline: the same server with ``stream: false`` on the edge from the thinker to the talker: the rows of a reply go to
-the talker when the reply is complete, as everywhere before there were streams. Early, each row goes as soon as it is
-computed, through a ring in shared memory that the talker's scheduler reads.
+Baseline: the same server with ``stream: false`` on the edge from the thinker to the talker: the rows of a reply reach
+the talker when the reply is complete. Early, each row is sent as soon as it is computed, through a ring in shared
+memory that the talker's scheduler reads.
 
 Workload: that of ``benchmarks/qwen_omni.py``: 842 prompt tokens with a video, 150 tokens of text, 545 codes, float32,
-greedy; each request has a video of its own. Both servers are up for the whole run and take turns, first one request
-alone, then several at once; the other idles meanwhile, without a core. Regime: alone, a step is bound by reading the
-weights, and thinker and talker share the cores while both work. Codes of both sides are compared.
+greedy; every request has a video of its own. Both servers run all the time and alternate, first with one request
+alone, then with several at once; the other idles. Regime: alone, a step is bound by reading the weights, and thinker
+and talker share the cores while both work. Codes of both sides are compared.
 
-``gated`` is what it costs that an engine core with nothing but waiting requests steps each millisecond (vLLM's doing):
-CPU time of a talker whose only request waits for a thinker that sends nothing, as a share of one core.
+``gated`` is the cost of vLLM's engine core stepping each millisecond while it has only waiting requests: CPU time of a
+talker whose only request waits for a thinker that sends nothing, as a share of one core.
 """
 
 from __future__ import annotations

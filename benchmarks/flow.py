@@ -1,33 +1,33 @@
-"""What a node costs in control flow: this project's flow beside LangGraph and beside asyncio queues, in one run.
+"""Cost of a node in control flow: this project's flow against LangGraph and against asyncio queues, in one run.
 
     python -m benchmarks.flow [--rounds 5] [--without-langgraph] [--quick]
 
 Baseline: LangGraph (the `bench` extra), a ``StateGraph`` compiled once, without a checkpointer, its nodes async
-functions, called by ``ainvoke``. Floor: asyncio alone, a task for each node of a call and an ``asyncio.Queue(64)`` for
-each edge: no checks, no errors, no cancellation, no order but the queue's. *Standing* is lower still: the tasks are
-there before, and all calls go through the same ones. Alone, a hop is then one put, one wake-up and one get; of many
-calls at once a wake-up serves up to 64 of them, but a node that waits holds up every call. *flow* is
-``GraphRuntime.open`` and reading the call to its end. Every side does the same work (a node adds one) and its answers
+functions, called by ``ainvoke``. Lower bound: plain asyncio, a task for each node of a call and an
+``asyncio.Queue(64)`` for each edge: no checks, no errors, no cancellation, no order but the queue's. *Standing* is
+lower still: the tasks exist beforehand and all calls share them. Alone, a hop is then one put, one wake-up and one
+get; with many calls at once a wake-up serves up to 64 of them, but a waiting node blocks every call. *flow* is
+``GraphRuntime.open`` and reading the call to its end. All sides do the same work (a node adds one), and their answers
 are checked.
 
 Regimes, each with one call after the other and with many at once (``asyncio.gather``):
 
-* chain: 10 nodes, one behind the other.
-* fan-out: a node, 8 behind it, and one that joins them: 10 nodes.
-* stream: 4 nodes, the first of which makes 1,000 frames; a hop is a frame that leaves a node. LangGraph has no streamed
+* chain: 10 nodes in a row.
+* fan-out: one node, 8 nodes after it, and one that joins them: 10 nodes.
+* stream: 4 nodes, the first of which emits 1,000 frames; a hop is a frame that leaves a node. LangGraph has no streamed
   edge: a node's output is one update of the state, after which the next node runs. The nearest is a loop through the
-  four nodes in one run, once for each frame, the last of them handing it out (``get_stream_writer``, ``astream`` with
-  ``stream_mode="custom"``). *Whole list* is the other way to write it: each node takes all frames at once; cheap, and
-  no stream: no node begins before the one ahead of it has finished with the last frame. Of many calls at once
-  LangGraph's have fewer frames (all would take more than half an hour a round): its cost per hop hardly depends on it.
-* growth: 3 nodes, calls opened until so many wait in the first node; then all go on. Each in a process of its own.
-  Memory is what Python allocated for a waiting call and its reader (tracemalloc, in a run that is not timed) and the
-  growth of the resident set. *No collector* is the same with Python's garbage collector off.
+  four nodes in one run, once for each frame, whose last node hands the frame out (``get_stream_writer``, ``astream``
+  with ``stream_mode="custom"``). *Whole list* is the alternative: each node takes all frames at once; cheap, but not
+  a stream: no node starts before the previous one has finished the last frame. With many calls at once LangGraph's
+  have fewer frames (all of them would take more than half an hour a round): its cost per hop hardly depends on it.
+* growth: 3 nodes; calls are opened until so many wait in the first node, and then released. Each in a process of its
+  own. Memory is what Python allocated for a waiting call and its reader (tracemalloc, in a run that is not timed) and
+  the growth of the resident set. *No collector* is the same with Python's garbage collector off.
 
-Times are of a whole call, opening and reading included, divided by its nodes or hops: medians of interleaved rounds
-after one that warms up, with the 10th and 90th percentile. All of it is bound by the interpreter, on one core. The
-event loop is asyncio's own on every side; the garbage collector is on, with its defaults, and starts each sample
-without a backlog.
+Times are those of a whole call, including opening and reading it, divided by its nodes or hops: medians of interleaved
+rounds after one warm-up round, with the 10th and 90th percentile. Everything is bound by the interpreter, on one core.
+All sides use asyncio's own event loop; the garbage collector is on with its defaults, and each sample starts with a
+collected heap.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from vllm_omni.flow import Activation, Emission, Field, Graph, GraphParser, Grap
 CHAIN, FAN_OUT, STREAM, GATED = 10, 8, 4, 3  # nodes; of the fan-out without the two at its ends
 QUEUE_SIZE = 64
 COUNTS = (1, 10, 100, 1_000, 10_000, 100_000)
-MAX_TRACED, MIN_RESIDENT = 10_000, 1_000  # graph calls: tracing more takes minutes; of fewer, pages hide the calls
+MAX_TRACED, MIN_RESIDENT = 10_000, 1_000  # graph calls: tracing more takes minutes; with fewer, pages hide the calls
 FLOOR = "queues"  # and its variant
 STANDING = "standing"
 OURS = "flow"
 LANGGRAPH = "langgraph"
 WHOLE_LIST = "whole list"
-FLAT_FROM = 100  # graph calls; of fewer, opening the gate and the like is a share of the time
+FLAT_FROM = 100  # graph calls; with fewer, opening the gate is a share of the time
 
 
 class Gate:
-    """Holds calls back until it is opened; ``full`` is set when so many wait."""
+    """Blocks calls until it is opened; ``full`` is set when enough of them wait."""
 
     def __init__(self, num_calls: int) -> None:
         self.full = asyncio.Event()
@@ -274,7 +274,7 @@ class _Message(NamedTuple):
 
 
 class StandingQueues:
-    """The tasks of all nodes are there before, and serve all calls; a stream costs as with ``Queues``."""
+    """The tasks of all nodes exist beforehand and serve all calls; a stream costs as with ``Queues``."""
 
     def __init__(self) -> None:
         chain = [make_queue() for _ in range(CHAIN)]
@@ -447,7 +447,7 @@ class Regime:
     num_calls: int  # at once; 1: one after the other
     num_units: int  # nodes or hops of a call
     unit: str
-    sides: dict[str, Callable[[], Awaitable[float | None]]]  # one call; answers the seconds to its first frame, if any
+    sides: dict[str, Callable[[], Awaitable[float | None]]]  # one call; returns the seconds to its first frame, if any
     units_of: dict[str, int]  # where a side's call has other than ``num_units``
 
     @property
@@ -522,7 +522,7 @@ def make_regimes(sides: dict[str, Any], options: argparse.Namespace) -> list[Reg
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Regime -> side -> what its samples tell."""
+    """Regime -> side -> summary of its samples."""
     standing = StandingQueues()
     sides: dict[str, Any] = {FLOOR: Queues(), STANDING: standing, OURS: Flow()}
     if not options.without_langgraph:
@@ -532,12 +532,12 @@ async def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for call in regime.sides.values():
             await call()
     gc.collect()
-    gc.freeze()  # what was imported is not looked through in anybody's time
+    gc.freeze()  # the collector does not scan imported modules while a side is timed
     samples: dict[tuple[str, str], list[Sample]] = {}
     for round_ in range(options.rounds):
         for regime in regimes:
             names = list(regime.sides)
-            for turn in range(len(names)):  # each round begins with another side
+            for turn in range(len(names)):  # each round starts with another side
                 name = names[(turn + round_) % len(names)]
                 samples.setdefault((regime.name, name), []).append(await sample(regime, name, options.sample_s))
         print(f"round {round_ + 1} of {options.rounds}", file=sys.stderr)
@@ -596,7 +596,7 @@ async def grow_in_child(name: str, num_calls: int, trace: bool) -> dict[str, Any
     if trace:
         tracemalloc.start()
         return {"traced_bytes": (await grow(side, num_calls, lambda: tracemalloc.get_traced_memory()[0]))[1]}
-    # The first wave tells the memory: later ones find some that was given back.
+    # Memory is that of the first wave: later ones reuse freed memory.
     first_us, num_bytes = await grow(side, num_calls, resident_bytes)
     more = [(await grow(side, num_calls, resident_bytes))[0] for _ in range(min(100, 1000 // num_calls))]
     return {"us": statistics.median([first_us, *more]), "resident_bytes": num_bytes}
@@ -608,7 +608,7 @@ def start_child(name: str, num_calls: int, *flags: str) -> dict[str, Any]:
 
 
 def measure_growth(options: argparse.Namespace) -> dict[str, dict[int, dict[str, Any]]]:
-    """Side -> graph calls -> what they cost."""
+    """Side -> number of graph calls -> their cost."""
     limits = {FLOOR: options.max_calls, OURS: options.max_calls, UNCOLLECTED: options.max_calls}
     if not options.without_langgraph:
         limits[LANGGRAPH] = min(options.max_calls, options.langgraph_calls)
@@ -755,7 +755,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def require_langgraph() -> None:
-    os.environ["LANGSMITH_TRACING"] = "false"  # it would send every call to a server, if the user's environment says so
+    os.environ["LANGSMITH_TRACING"] = "false"  # or LangSmith sends every call to a server
     try:
         import langgraph.graph  # noqa: F401
     except ImportError as exc:

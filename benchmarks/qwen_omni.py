@@ -1,20 +1,20 @@
-"""Qwen2.5-Omni in text and speech: this project beside transformers, on one checkpoint and the same cores.
+"""Qwen2.5-Omni in text and speech: this project against transformers, on one checkpoint and the same cores.
 
     python -m benchmarks.qwen_omni [--runs 5] [--concurrency 16] [--prompt-tokens 842]
 
-Baseline: transformers' ``Qwen2_5OmniForConditionalGeneration.generate``, one request after the other, which is all that
-it can do with audio, in a process of its own, with the number of threads that suits it best (tried at the start). Ours
-is ``AsyncOmni`` with the bundled deployment and ``ENGINE_ARGS``. Both sides keep their process; while one works, the
-other waits. Runs alternate: transformers, ours alone, ours at the given concurrency, and this once more for codes
-without sound: transformers' rates are of a stage that has the machine to itself.
+Baseline: transformers' ``Qwen2_5OmniForConditionalGeneration.generate`` in a process of its own, one request after the
+other (it supports no more with audio), with the number of threads that is fastest, found at the start. Ours is
+``AsyncOmni`` with the bundled deployment and ``ENGINE_ARGS``. Both processes stay alive; one waits while the other
+works. Runs alternate: transformers, ours alone, ours at the given concurrency, and the latter once more for codes
+without sound, because transformers' rates are those of a stage that has the machine to itself.
 
 Workload: the video case of the vLLM-Omni paper (section 4): 842 prompt tokens with a video (777 here, as frames come in
 pairs), 150 tokens of text, 545 codes. Thinker and talker have 34 and 33 million random parameters, float32, greedy; the
 vocoder is sized to take 10 to 20 % of transformers' time. Regime: on a CPU a step of one request is bound by reading
-the weights, one of sixteen by reading the keys and values of its rows; ``floor`` is the time of a step's linear
-layers alone, as matmuls of their shapes, and of reading those.
+the weights, a step of sixteen by reading the keys and values of their rows; ``floor`` is the time of a step's linear
+layers alone, as matmuls of their shapes, and of reading those keys and values.
 
-Each request has a video of its own, so that no cache answers. Text and sound of both sides are compared.
+Every request has a video of its own, so that no cache helps. Text and sound of both sides are compared.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def serve_reference(path: Path) -> None:
 
 
 def _timed(times: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Only the first call of a name counts: of a model's forward, that is the prompt's."""
+    """Only the first call of a name counts: that of a model's forward is the prompt's."""
 
     @functools.wraps(function)  # transformers looks at the signature
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -243,13 +243,13 @@ def summarize(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def decode_rate(times: Sequence[Sequence[float]]) -> float:
-    """Tokens per second while every job decodes: from the last one's first token to the first one's last."""
+    """Tokens per second while all jobs decode: from the last job's first token to the first job's last."""
     start, end = max(one[0] for one in times), min(one[-1] for one in times)
     return sum(start < time <= end for one in times for time in one) / (end - start)
 
 
 def pss_mib(pid: int) -> float:
-    """Memory of a process and its children; pages that several share count once."""
+    """Memory of a process and its children; shared pages count once."""
     process = psutil.Process(pid)
     return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 2**20
 
@@ -280,7 +280,7 @@ def start_stage(path: Path, stage: str) -> None:
 
 
 def measure_start(path: Path, stage: str) -> float:
-    """In a process of its own, from the configuration on: the parent's import of vLLM is the same for all."""
+    """Measured in a new process, from reading the configuration: importing vLLM costs all the same."""
     command = [sys.executable, "-m", "benchmarks.qwen_omni", "--checkpoint", str(path), "--start", stage]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (line,) = (line for line in output.splitlines() if line.startswith("started "))
@@ -288,7 +288,7 @@ def measure_start(path: Path, stage: str) -> float:
 
 
 class Floor(NamedTuple):
-    """A decode step's least work, on all cores: what no implementation of it can be faster than."""
+    """The least work of a decode step, on all cores: a bound for every implementation."""
 
     linear_ms: float  # the linear layers, as oneDNN's matmuls of their shapes with packed weights
     gigabytes_s: float  # of their weights
@@ -359,7 +359,7 @@ def compare(job: Job, reference: ReferenceJob) -> float:
 
 
 async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """``options.runs`` rounds of: transformers, ours alone, ours at the concurrency; after one that warms up."""
+    """``options.runs`` rounds of transformers, ours alone, ours at the concurrency; after one warm-up round."""
     times: dict[int, ReferenceJob] = {}
     for num_threads in sorted({1, os.cpu_count() or 1}):
         reference.answer(0, options.prompt_tokens, num_threads)
@@ -412,7 +412,7 @@ async def measure(omni: AsyncOmni, reference: ReferenceProcess, options: argpars
 
 
 def goals(result: dict[str, Any], starts: dict[str, float]) -> list[tuple[str, float, float, bool]]:
-    """(what, goal, measured, whether it is reached); a goal on a share is an upper bound."""
+    """(subject, goal, measured, whether it is reached); a goal on a share is an upper bound."""
     theirs, alone, together = result["transformers"], result["alone"], result["together"]
     share = result["vocoder_share"]
     rows = []

@@ -1,42 +1,42 @@
-"""What it costs to pass a tensor to another process: this project's relay beside memcpy and other ways, in one run.
+"""Cost of passing a tensor to another process: this project's relay against memcpy and others, in one run.
 
     python -m benchmarks.relay [--rounds 20] [--seconds 10] [--sizes 4096 1048576] [--same-core] [--quick]
 
 Baseline: *memcpy*, *shared_memory* and *torch* below, on the same tensors in the same run.
 
-Two processes, spawned: this one produces, the other consumes. A transfer is one message (a msgspec struct with the
+Two spawned processes: this one produces, the other consumes. A transfer is one message (a msgspec struct with the
 reference to the tensor) and its answer. The ways:
 
 * memcpy: one copy between two warm tensors of the producer, no message: the upper bound of all ways that copy once.
-* empty: the message and its answer, nothing else: the lower bound of all ways.
-* zero copy: a buffer of the relay (``empty``, ``put``), read where it lies (``get``, ``release``); the producer, which
-  would compute into the buffer, leaves it as it is.
+* empty: the message and its answer alone: the lower bound of all ways.
+* zero copy: a buffer of the relay (``empty``, ``put``), read in place (``get``, ``release``); the producer, which would
+  compute into the buffer, leaves it as it is.
 * one copy: ``put`` copies into the relay's slab, ``get`` is a view.
 * two copies: the consumer also copies the view into a warm tensor of its own.
 * shared_memory: ``multiprocessing.shared_memory`` for each message: create, copy, close; attach, view, close, unlink.
   The pages are faulted in by the producer's copy, and once more when the consumer reads them, which is not counted.
-* torch: ``torch.multiprocessing`` with its strategy file_descriptor, the tensor pickled as its queues do. Each
-  message is another tensor, as each is in a server; making it is not counted.
-* tcp, nixl, mooncake: ``put`` and ``get`` of those relays; the consumer gets a copy. One that cannot be loaded here is
-  left out, with the reason on stderr and in the JSON (``left_out``).
+* torch: ``torch.multiprocessing`` with its strategy file_descriptor; the tensor is pickled as its queues do. Each
+  message has a new tensor, as in a server; creating it is not counted.
+* tcp, nixl, mooncake: ``put`` and ``get`` of those relays; the consumer gets a copy. A relay that cannot be loaded here
+  is skipped, with the reason on stderr and in the JSON (``left_out``).
 
 Regimes:
 
-* socket: over a Unix socket, SEQPACKET, both ends blocked in ``recv``: the cheapest wake-up that a thread can have.
-  Every way, interleaved; ratios between the ways are from here.
+* socket: over a Unix socket, SEQPACKET, both ends blocked in ``recv``: the cheapest wake-up of a thread. All ways,
+  interleaved; ratios between ways are from this regime.
 * link: over ``ZmqLink``, both ends on asyncio's event loop: the control plane of a graph. Only *empty*, *zero copy* and
-  *one copy*: what the relay adds to the round trip that a frame makes anyhow.
+  *one copy*: what the relay adds to the round trip that a frame makes in any case.
 * messages: frames through ``ZmqLink`` from a live sender, no faster than its reader grants credit, decoded and
-  dispatched to a bound receiver; with a payload of one new reference, or without; one in each iteration of
-  the sender's loop, or 64, as a step of a batch produces. A message counts if it was dispatched before the
-  sender stopped; the backlog is what was in flight at that moment.
+  dispatched to a bound receiver; with a payload of one new reference, or without; one in each iteration of the
+  sender's loop, or 64, as a step of a batch produces. A message counts if it was dispatched before the sender stopped;
+  the backlog is what was in flight at that moment.
 * the paper's Table 1: its two edges, as [992, 3584] bfloat16 and 545 codes, beside its figures (one node, H800).
 
 A transfer is timed three times: *round trip* from before ``put`` until the answer has arrived; *to the view* until the
-consumer has its tensor (the clock is the same in both processes), one wake-up included; *calls* is ``put`` and ``get``
-alone. Rounds are interleaved: all ways of one size follow each other in batches, each after a few transfers that warm
-up. Medians are of all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are
-those of both processes, all threads. The slab was touched when it was made. Contents are checked, outside the time.
+consumer has its tensor (both processes share the clock), one wake-up included; *calls* is ``put`` and ``get`` alone.
+Rounds are interleaved: all ways of one size follow each other in batches, each after a few warm-up transfers. Medians
+are over all transfers of all rounds, ratios the median of each round's ratio of medians. CPU seconds are those of both
+processes, all threads. The slab's pages are touched beforehand. Contents are checked outside the timed part.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH = (
 )
 OTHERS = BETWEEN_HOSTS
 SOCKET, LINK = "socket", "link"
-TIMEOUT_S = 60.0  # without an answer the other process is given up
+TIMEOUT_S = 60.0  # without an answer the other process counts as lost
 REQUEST = "request"
 SHM_PREFIX = "vllm-omni-benchmark-"  # of a name in /dev/shm; the producer's process id follows
 NUM_WARM_UP = 3  # transfers of a batch that are not timed, at least
@@ -134,8 +134,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    taken_at_ns: int  # when the consumer had its tensor
-    took_ns: int  # of that, its own part
+    taken_at_ns: int  # when the consumer has its tensor
+    took_ns: int  # of it, the consumer's own part
     error: str = ""
     cpu_s: float = 0.0  # of the consumer so far; only as an answer to USAGE
 
@@ -150,7 +150,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Way(Protocol):
-    """One way to hand a tensor over. Each process has its own, and uses its half: above the line or below."""
+    """One way to pass a tensor. Each process has an instance and uses one half: above or below the line."""
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make the argument of ``send``; not timed."""
@@ -271,7 +271,7 @@ class TorchSharing(Empty):
 
 @cache
 def left_out() -> dict[str, str]:
-    """Relays of ``OTHERS`` that cannot be measured on this machine -> why not. Each is reported on stderr, once."""
+    """Relays of ``OTHERS`` that cannot be measured on this machine -> reason. Each is reported on stderr, once."""
     reasons = {name: reason for name in OTHERS if (reason := why_not(name, Placement())) is not None}
     for name, reason in reasons.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)
@@ -279,7 +279,7 @@ def left_out() -> dict[str, str]:
 
 
 def make_ways(names: Sequence[str], num_bytes: int) -> dict[str, Way]:
-    """Those of one process; ``num_bytes``: of a relay's slab, 0 in the consumer."""
+    """The ways of one process; ``num_bytes``: size of a relay's slab, 0 in the consumer."""
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
     shm = ShmRelay(num_bytes)
     ways: dict[str, Way] = {
@@ -321,7 +321,7 @@ class Consumer:
 
 
 def consume(end: socket.socket, regime: str, addresses: dict[str, str], names: list[str], sizes: list[int]) -> None:
-    """The other process: until the producer's end is closed, however that comes."""
+    """The other process; it ends when the producer's end of the socket is closed."""
     torch.set_num_threads(1)
     ways = make_ways(names, 0)
     consumer = Consumer(ways, make_cases(sizes))
@@ -492,12 +492,12 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
     cases = make_cases(options.sizes)
     addresses = {end: f"ipc://@vllm-omni-benchmark-{secrets.token_hex(8)}" for end in ("producer", "consumer")}
     table: Table = {case: {name: [] for name in names} for case in cases}
-    # Room for the largest case: two buffers, and two copies that were not collected yet.
+    # Enough for the largest case: two buffers, and two copies that are not collected yet.
     ways = make_ways(names, 4 * max(case.num_bytes for case in cases.values()))
     link = ZmqLink(addresses["producer"], addresses) if regime == LINK else None
     try:
         with child(consume, regime, addresses, names, list(options.sizes)) as end:
-            end.recv(1 << 16)  # it is there
+            end.recv(1 << 16)  # the consumer is ready
             exchange = LinkExchange(link) if link is not None else SocketExchange(end)
             producer = Producer(ways, exchange)
             gc.collect()
@@ -505,10 +505,10 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
             for round_ in range(options.rounds):
                 for case in cases.values():
                     count = count_transfers(case, options)
-                    # Each round starts with another way, so that none always follows the same one.
+                    # Each round starts with another way, so that no way always follows the same one.
                     for name in rotate(names, round_):
                         warm_up = max(NUM_WARM_UP, count // 10)
-                        await asyncio.sleep(0)  # lets Ctrl-C through: an exchange over a socket blocks the loop
+                        await asyncio.sleep(0)  # lets Ctrl-C in: an exchange over a socket blocks the loop
                         async with asyncio.timeout(TIMEOUT_S):
                             table[case.name][name].append(await producer.measure(name, case, count, warm_up))
                 print(f"{regime}, round {round_ + 1} of {options.rounds}", file=sys.stderr)
@@ -534,9 +534,9 @@ def count_transfers(case: Case, options: argparse.Namespace) -> int:
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The sender's last word: how many it had sent, when, and what that took."""
+    """The sender's last message: how many it sent, when, and its CPU time."""
 
-    began_at_ns: int  # behind its warm-up
+    began_at_ns: int  # after its warm-up
     num_sent_before: int
     stopped_at_ns: int
     num_sent: int
@@ -643,7 +643,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(batches: list[Batch], num_bytes: int, moves: bool) -> dict[str, float]:
-    """``moves``: whether it hands a tensor over."""
+    """``moves``: whether it passes a tensor."""
     trips = [one for batch in batches for one in batch.round_trips]
     row = {
         "p50_us": statistics.median(trips),
@@ -666,7 +666,7 @@ def summarize_table(table: Table, cases: dict[str, Case]) -> dict[str, dict[str,
 
 
 def ratio(above: list[Batch], below: list[Batch], of: str = "round_trips", below_of: str = "") -> float:
-    """The median of the rounds' ratios: what slows a round down slows both."""
+    """The median of the rounds' ratios: a slow round affects both sides."""
     pairs = zip(above, below, strict=True)
     return statistics.median(
         statistics.median(getattr(one, of)) / statistics.median(getattr(other, below_of or of)) for one, other in pairs
@@ -678,7 +678,7 @@ class Goal(NamedTuple):
     limit: float
     got: float
     is_least: bool = False
-    is_judged: bool = True  # otherwise it is there to be compared
+    is_judged: bool = True  # otherwise only for comparison
 
     @property
     def verdict(self) -> str:
