@@ -813,3 +813,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # NIXL and Mooncake load two copies of libnl; with RDMA providers installed, their destructors crash each other.
+    sys.stdout.flush()
+    os._exit(0)
