@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni.flow.graph.plan import NodePlan
@@ -20,58 +21,44 @@ from vllm_omni.flow.run.scope import CallScope
 NO_PARAMETERS: Mapping[str, Any] = {}
 
 
+@dataclass(slots=True, eq=False)
 class ActivationRun:
-    """An activation from its first frame to the end of its clean-up.
+    """An activation from its first frame to the end of its clean-up."""
 
-    Args:
-        fork_id: the activation that feeds its per-frame edges.
-    """
+    node: str
+    activation_id: int
+    trace: Trace
+    bucket: Bucket
+    fork_id: int  # the activation that feeds its per-frame edges
+    out: Outbound | None = None  # set when it fires
+    task: asyncio.Task[None] | None = None
+    has_started: bool = False
+    cancelled: bool = False  # by its call
+    credited: asyncio.Future[None] | None = None  # while it waits for credit
 
-    __slots__ = (
-        "_credited",
-        "activation_id",
-        "activity",
-        "bucket",
-        "cancelled",
-        "fork_id",
-        "has_started",
-        "out",
-        "task",
-        "trace",
-    )
-
-    def __init__(self, node: str, activation_id: int, trace: Trace, bucket: Bucket, fork_id: int):
-        self.activation_id = activation_id
-        self.activity = Activity(node, activation_id)
-        self.trace = trace
-        self.bucket = bucket
-        self.fork_id = fork_id
-        self.out: Outbound | None = None  # set when it fires
-        self.task: asyncio.Task[None] | None = None
-        self.has_started = False
-        self.cancelled = False  # by its call
-        self._credited: asyncio.Future[None] | None = None  # while it waits for credit
+    @property
+    def activity(self) -> Activity:
+        return Activity(self.node, self.activation_id)
 
     def on_credit(self, credit: EdgeCredit) -> None:
         if self.out is None:
             return
         limits = self.out.limits
         limits.on_credit((credit.reader, credit.slot, credit.field), credit.limit)
-        if self._credited is not None and not limits.full and not self._credited.done():
-            self._credited.set_result(None)
+        if self.credited is not None and not limits.full and not self.credited.done():
+            self.credited.set_result(None)
 
     def num_iterations(self, plan: NodePlan) -> int:
         """The iterations of the node's loops before this activation."""
         return sum(key - ITERATION in plan.loops_around for key in self.trace.path)
 
-    async def serve(self, node: Node, plan: NodePlan, scope: CallScope) -> None:
+    def serve(self, node: Node, plan: NodePlan, scope: CallScope) -> Coroutine[Any, Any, None]:
         """Run the node on the inputs, and send its yields."""
         group, slots = self.bucket.group, self.bucket.slots
         if group.is_plain:
             inputs = {name: slots[index].stream for name, (index,) in group.slots.items()}
-            await self._forward(node, plan, scope, inputs)
-        else:
-            await self._transfer_and_forward(node, plan, scope)
+            return self._forward(node, plan, scope, inputs)
+        return self._transfer_and_forward(node, plan, scope)
 
     async def _transfer_and_forward(self, node: Node, plan: NodePlan, scope: CallScope) -> None:
         """Run transfer functions and concatenate the edges of a field, both in the activation's task."""
@@ -102,7 +89,7 @@ class ActivationRun:
                 plan.interface,
                 self.activation_id,
                 inputs,
-                out.wanted,
+                scope.route.outlets[plan.name].fields,
                 scope.context,
                 scope.session,
                 self.trace.path,
@@ -117,8 +104,8 @@ class ActivationRun:
                     return
                 out.emit(emission)
                 while out.limits.full:
-                    self._credited = asyncio.get_running_loop().create_future()
-                    await self._credited
+                    self.credited = asyncio.get_running_loop().create_future()
+                    await self.credited
             is_over = True
         finally:
             if not is_over and isinstance(emissions, AsyncGenerator):

@@ -1,10 +1,12 @@
 """Detect the end of a call: nothing of it is in flight."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 
-class Activity(NamedTuple):
+class Activity(msgspec.Struct, frozen=True):
     """One thing in flight: an activation of a node, or (with ``node`` ENTRY) a graph output that has not ended."""
 
     node: str

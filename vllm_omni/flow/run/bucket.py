@@ -6,6 +6,7 @@ From: Omni-Flow section 3.2 (definition of a bucket), 3.2.3 (activate_by_count),
 import enum
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
@@ -22,42 +23,24 @@ class BucketState(enum.Enum):
     UNREACHABLE = enum.auto()  # a field that it needs can get no frame
 
 
-NOTHING: deque[ReceiveWindow | None] = deque(maxlen=0)
 SEVERITY = (EndReason.NONE, EndReason.EMPTY, EndReason.UNREACHABLE, EndReason.CANCEL, EndReason.ERROR)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One edge into an activation: its frames in the order of paths."""
 
-    __slots__ = (
-        "_credited",
-        "edge",
-        "error",
-        "is_abandoned",
-        "num_frames",
-        "order",
-        "reason",
-        "stream",
-        "termination",
-        "windows",
-    )
-
-    def __init__(self, edge: Edge):
-        self.edge = edge
-        self.order: PathOrder[Frame] = PathOrder()
-        self.stream: Stream[Chunk] = Stream()
-        self.num_frames = 0  # with a payload, in order so far
-        self.reason = EndReason.NONE  # the most severe reason for which a part of it ended
-        self.error: Exception | None = None
-        self.termination: Termination | None = None  # the least of the parts that ended without a frame
-        self.windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
-        self.is_abandoned = False  # the activation runs, but has stopped reading it
-        self._credited: deque[ReceiveWindow | None] = NOTHING  # windows of the chunks that wait to be read
-
-    @property
-    def is_missing(self) -> bool:
-        """No frame has arrived, but one may."""
-        return not self.num_frames and not self.order.done
+    edge: Edge
+    order: PathOrder[Frame] = field(default_factory=PathOrder)
+    stream: Stream[Chunk] = field(default_factory=Stream)
+    is_missing: bool = True  # no frame has arrived, but one may
+    num_frames: int = 0  # with a payload, in order so far
+    reason: EndReason = EndReason.NONE  # the most severe reason for which a part of it ended
+    error: Exception | None = None
+    termination: Termination | None = None  # the least of the parts that ended without a frame
+    windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
+    credited: deque[ReceiveWindow | None] | None = None  # with windows: those of the chunks that wait to be read
+    is_abandoned: bool = False  # the activation runs, but has stopped reading it
 
     @property
     def is_empty(self) -> bool:
@@ -67,7 +50,7 @@ class Slot:
     def add_window(self, origin: int, window: ReceiveWindow) -> None:
         if self.windows is None:
             self.windows = {}
-            self._credited = deque([None] * len(self.stream))
+            self.credited = deque([None] * len(self.stream))
             self.stream.on_read = self._on_read
         self.windows[origin] = window
         if self.is_abandoned:
@@ -77,9 +60,10 @@ class Slot:
         """Stop reading: drop the frames that are here or will arrive, and hold no producer back."""
         self.is_abandoned = True
         self.stream.clear()
-        self._credited.clear()
-        for window in self.windows.values() if self.windows is not None else ():
-            window.lift()
+        if self.windows is not None and self.credited is not None:
+            self.credited.clear()
+            for window in self.windows.values():
+                window.lift()
 
     def take(self, due: Sequence[Frame], *, is_final: bool) -> None:
         """Append frames that are due.
@@ -91,8 +75,8 @@ class Slot:
         for frame in due:
             if frame.reason is EndReason.NONE:
                 if not self.is_abandoned:
-                    if self.windows is not None:
-                        self._credited.append(self.windows.get(frame.origin))
+                    if self.windows is not None and self.credited is not None:
+                        self.credited.append(self.windows.get(frame.origin))
                     is_last = done and is_final and frame is due[-1]
                     self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last))
                 self.num_frames += 1
@@ -101,6 +85,7 @@ class Slot:
                 self.termination = termination if self.termination is None else min(self.termination, termination)
                 if SEVERITY.index(frame.reason) > SEVERITY.index(self.reason):
                     self.reason, self.error = frame.reason, frame.payload
+        self.is_missing = not self.num_frames and not done
         if done:  # the reader gets the error of an edge that broke off; an edge without frames is skipped
             self.stream.finish(self.error if self.num_frames else None)
 
@@ -109,7 +94,8 @@ class Slot:
             open_all(self.windows.values())
 
     def _on_read(self, _: Chunk) -> None:
-        window = self._credited.popleft()
+        assert self.credited is not None
+        window = self.credited.popleft()
         if window is not None:
             window.on_read()
 
@@ -145,16 +131,14 @@ class Bucket:
         loops = trace.loops
         if loops and not path:
             loops = self._inside(loops)
-        was_missing = slot.is_missing
-        return self._take(slot, slot.order.push(path, frame, loops), was_missing)
+        return self._take(slot, slot.order.push(path, frame, loops))
 
     def set_count(self, eos: SlotEos) -> BucketState:
         """Set the number of yields below a path; returns the new state."""
         slot, trace = self.slots[eos.slot], eos.trace
         path = trace.path[self._depth :]
         loops = trace.loops if path else self._inside(trace.loops)
-        was_missing = slot.is_missing
-        return self._take(slot, slot.order.set_count(path, eos.count, loops), was_missing)
+        return self._take(slot, slot.order.set_count(path, eos.count, loops))
 
     def inputs(self) -> Iterator[tuple[str, list[Slot]]]:
         for field, indices in self.group.slots.items():
@@ -198,8 +182,8 @@ class Bucket:
     def _inside(self, loops: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(loop for loop in loops if loop not in self._outer_loops)
 
-    def _take(self, slot: Slot, due: Sequence[Frame], was_missing: bool) -> BucketState:
-        group = self.group
+    def _take(self, slot: Slot, due: Sequence[Frame]) -> BucketState:
+        group, was_missing = self.group, slot.is_missing
         slot.take(due, is_final=slot.edge.is_last_of_field and group.counts is None)
         if self.state is BucketState.WAITING:
             if group.counts is not None:

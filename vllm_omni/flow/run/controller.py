@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from dataclasses import dataclass, field
 
 from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.plan import GroupPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.activation import ActivationRun
-from vllm_omni.flow.run.bucket import Bucket, BucketState
+from vllm_omni.flow.run.bucket import BucketState
 from vllm_omni.flow.run.frame import NO_BUCKET, EdgeCredit, EndReason, Frame, Path, SlotEos, Termination, Trace
 from vllm_omni.flow.run.inbound import InboundCredit
 from vllm_omni.flow.run.link import Link
@@ -24,15 +25,13 @@ from vllm_omni.flow.run.session_order import SessionOrder
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class _Choice:
     """Groups of which the first one wins, for one frame of the node above them."""
 
-    __slots__ = ("is_decided", "num_unreachable", "runs")
-
-    def __init__(self) -> None:
-        self.runs: list[ActivationRun] = []
-        self.num_unreachable = 0
-        self.is_decided = False
+    runs: list[ActivationRun] = field(default_factory=list)
+    num_unreachable: int = 0
+    is_decided: bool = False
 
 
 NO_CHOICES: dict[Path, _Choice] = {}
@@ -147,7 +146,8 @@ class NodeController:
             return
         try:
             if isinstance(message, Frame):
-                call.credit.on_frame(run, edge, message)
+                if message.seq or not message.last or edge.per_frame:  # otherwise it is the only one of its edge
+                    call.credit.on_frame(run, edge, message)
                 state = run.bucket.push(message)
             else:
                 state = run.bucket.set_count(message)
@@ -160,21 +160,17 @@ class NodeController:
     def _create(self, call: _CallState, group: GroupPlan, message: Frame | SlotEos) -> ActivationRun | None:
         """Create the activation of its first message; None if another group has already won."""
         plan = call.plan
-        trace, depth, outer_loops, fork_id = place_activation(
-            group, message.trace, message.origin if isinstance(message, Frame) else 0
-        )
-        if plan.choice_root is not None and group.loop is None and not plan.first_wins:
-            trace = self._insert_choice(call, group, trace)
-        if plan.loops:  # iterations of the own loop come first
-            trace = Trace(trace.path, trace.roots, plan.loops + trace.loops)
-        bucket = Bucket(plan, group, depth, outer_loops)
-        run = call.runs[message.activation_id] = ActivationRun(self.name, message.activation_id, trace, bucket, fork_id)
-        if plan.first_wins and group.loop is None:
-            choice = call.choices.setdefault(trace.path, _Choice())
-            if choice.is_decided:
-                self._forget(call, run)
-                return None
-            choice.runs.append(run)
+        run = call.runs[message.activation_id] = place_activation(plan, group, message)
+        if plan.choice_root is None or group.loop is not None:
+            return run
+        if not plan.first_wins:
+            run.trace = self._insert_choice(call, group, run.trace)
+            return run
+        choice = call.choices.setdefault(run.trace.path, _Choice())
+        if choice.is_decided:
+            self._forget(call, run)
+            return None
+        choice.runs.append(run)
         return run
 
     def _on_bucket(self, call: _CallState, run: ActivationRun, state: BucketState, slot: int) -> None:
@@ -233,7 +229,7 @@ class NodeController:
             return
         if plan.first_wins and group.loop is None:
             self._decide(call, run)
-        run.out = self._outbound(call, run.activation_id, run.trace)
+        run.out = Outbound(plan, call.scope, self._link, run.activation_id, run.trace)
         if call.order is None:
             self._start(call, run)
         else:
@@ -265,10 +261,6 @@ class NodeController:
             raise
         self._on_done(call, run, error)
 
-    def _outbound(self, call: _CallState, activation_id: int, trace: Trace) -> Outbound:
-        scope = call.scope
-        return Outbound(call.plan, scope.route.outlets[self.name], self._link, scope.call_id, activation_id, trace)
-
     # ---- termination ----
 
     def _on_unreachable(self, call: _CallState, run: ActivationRun) -> None:
@@ -285,7 +277,8 @@ class NodeController:
             termination = Termination.NO_ITERATION
         loops = () if termination is Termination.NO_ITERATION else trace.loops
         self._forget(call, run)
-        self._outbound(call, run.activation_id, Trace(trace.path, trace.roots, loops, termination)).end(reason, error)
+        ended = Trace(trace.path, trace.roots, loops, termination)
+        Outbound(plan, call.scope, self._link, run.activation_id, ended).end(reason, error)
         if call.order is not None:
             call.order.skip(trace.path, loops)
 

@@ -25,9 +25,7 @@ class InboundCredit:
         self._forks: dict[tuple[int, int], ReceiveWindow] | None = None  # (slot, producing activation) -> its window
 
     def on_frame(self, run: ActivationRun, edge: Edge, frame: Frame) -> None:
-        """Count a frame, unless it is the only one of its edge."""
-        if frame.source == ENTRY or (frame.last and not frame.seq and not edge.per_frame):
-            return
+        """Count a frame of an edge that may carry several."""
         slot = run.bucket.slots[frame.slot]
         if edge.per_frame:
             if not slot.order.done:  # otherwise a duplicate

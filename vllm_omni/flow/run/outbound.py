@@ -7,51 +7,37 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan, Outlets
+from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan
 from vllm_omni.flow.run.credit import SendLimits
 from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Termination, Trace
 from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
 from vllm_omni.flow.run.link import Link
+from vllm_omni.flow.run.scope import CallScope
 from vllm_omni.names import suggest
+
+NO_LIMITS = SendLimits({})
 
 
 class Outbound:
     """The sending side of one activation, or of one that cannot run.
 
     Args:
+        own_id: the activation's id.
         trace: trace of the activation.
     """
 
-    __slots__ = (
-        "_call_id",
-        "_id",
-        "_link",
-        "_num_yields",
-        "_outlets",
-        "_plan",
-        "_trace",
-        "_whole",
-        "limits",
-        "next_seq",
-    )
-
-    def __init__(self, plan: NodePlan, outlets: Outlets, link: Link, call_id: str, own_id: int, trace: Trace):
+    def __init__(self, plan: NodePlan, scope: CallScope, link: Link, own_id: int, trace: Trace):
         self._plan = plan
-        self._outlets = outlets
+        self._outlets = outlets = scope.route.outlets[plan.name]
         self._link = link
-        self._call_id = call_id
+        self._call_id = scope.call_id
         self._id = own_id
         self._trace = trace = self._mark(trace) if plan.is_root else trace
         self._whole = targets(outlets, trace, own_id)
         self._num_yields = 0  # on per-frame edges
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
-        self.limits = SendLimits(outlets.readers)
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """Fields with a reader in this call."""
-        return self._outlets.fields
+        self.limits = SendLimits(outlets.readers) if outlets.readers else NO_LIMITS
 
     def emit(self, emissions: Emission | Sequence[Emission]) -> None:
         """Send one yield.

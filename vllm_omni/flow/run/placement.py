@@ -1,39 +1,34 @@
 """Place a new activation in the order of its call: the trace of its own frames, and the extent of its bucket."""
 
-from typing import NamedTuple
-
 from vllm_omni.flow.graph.plan import GroupPlan, NodePlan
-from vllm_omni.flow.run.frame import ITERATION, Termination, Trace
+from vllm_omni.flow.run.activation import ActivationRun
+from vllm_omni.flow.run.bucket import Bucket
+from vllm_omni.flow.run.frame import ITERATION, Frame, SlotEos, Termination, Trace
 from vllm_omni.flow.run.identity import above, find_root
 
 
-class Place(NamedTuple):
-    trace: Trace
-    depth: int  # see Bucket
-    outer_loops: tuple[int, ...]  # see Bucket
-    fork_id: int  # the activation that feeds its per-frame edges
-
-
-def place_activation(group: GroupPlan, trace: Trace, origin: int) -> Place:
-    """The place of the activation that a frame or a count belongs to.
-
-    Args:
-        trace: trace of the message.
-        origin: the activation that sent it.
-    """
+def place_activation(plan: NodePlan, group: GroupPlan, message: Frame | SlotEos) -> ActivationRun:
+    """The activation that a frame or a count is the first message of."""
+    trace = message.trace
     if group.root is None:
-        own = trace if trace.termination is Termination.NONE else Trace(trace.path, trace.roots, trace.loops)
-        return Place(own, len(trace.path), trace.loops, origin)
-    root = find_root(trace, group.root)
-    assert root is not None, "the root of a group is above every source of it"
-    depth = root.depth + group.root_per_frame
-    outer_loops = () if group.root_per_frame else root.loops
-    path = trace.path[:depth]
-    if group.loop is None:
-        own = Trace(path, above(trace, root), outer_loops)
+        bucket = Bucket(plan, group, len(trace.path), trace.loops)
+        if trace.termination is not Termination.NONE:
+            trace = Trace(trace.path, trace.roots, trace.loops)
+        fork_id = message.origin if isinstance(message, Frame) else 0
     else:
-        own = Trace((*path, ITERATION + group.loop), above(trace, root, inclusive=False))
-    return Place(own, depth, outer_loops, root.activation_id)
+        root = find_root(trace, group.root)
+        assert root is not None, "the root of a group is above every source of it"
+        depth = root.depth + group.root_per_frame
+        outer_loops = () if group.root_per_frame else root.loops
+        path = trace.path[:depth]
+        if group.loop is None:
+            trace = Trace(path, above(trace, root), outer_loops)
+        else:
+            trace = Trace((*path, ITERATION + group.loop), above(trace, root, inclusive=False))
+        bucket, fork_id = Bucket(plan, group, depth, outer_loops), root.activation_id
+    if plan.loops:  # iterations of the own loop come first
+        trace = Trace(trace.path, trace.roots, plan.loops + trace.loops)
+    return ActivationRun(plan.name, message.activation_id, trace, bucket, fork_id)
 
 
 def insert_choice(plan: NodePlan, group: GroupPlan, trace: Trace) -> tuple[Trace, Trace | None]:
