@@ -19,16 +19,7 @@ from typing import Any, TypeAlias
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import Route, StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY
-from vllm_omni.flow.remote.messages import (
-    ActivationEnded,
-    ActivationStarted,
-    CancelCall,
-    CancelDone,
-    CloseCall,
-    OpenCall,
-    ShutdownHost,
-    cancellation,
-)
+from vllm_omni.flow.remote.messages import CANCELLATION, ActivityReport, CancelCall, CloseCall, OpenCall, ShutdownHost
 from vllm_omni.flow.run.activity import Activity, Tracker
 from vllm_omni.flow.run.controller import NodeController
 from vllm_omni.flow.run.frame import EdgeCredit, Frame, SlotEos
@@ -45,7 +36,6 @@ MAX_EARLY_MESSAGES = 4096
 """Messages of calls that the entry has not opened here yet: those of other hosts may arrive earlier."""
 
 
-@dataclass(frozen=True, slots=True)
 class Remote(RemoteNode):
     """Stands for the node of a role that a ``RoleHost`` serves."""
 
@@ -72,7 +62,7 @@ class RemoteController:
     def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
         if not unfinished_only:
             # Reports of started activations may be in flight, so the call waits for the answer.
-            self._trackers[call_id].start(cancellation(self.name))
+            self._trackers[call_id].start(Activity(self.name, CANCELLATION))
         self._link.send(CancelCall(call_id, self.name, unfinished_only))
 
     def close(self, call_id: str) -> None:
@@ -86,25 +76,31 @@ class RemoteController:
 class _RemoteTracker:
     """Reports activations of one call at one node to the entry."""
 
-    def __init__(self, host: RoleHost, call_id: str, node: str) -> None:
-        self._host = host
+    def __init__(self, link: Link, call_id: str, node: str) -> None:
+        self._link = link
         self._call_id = call_id
         self._node = node
-        self.num_inflight = 0
-        self.is_cancelled = False
+        self._num_inflight = 0
+        self._is_cancelled = False
 
     def start(self, activity: Activity) -> None:
-        self.num_inflight += 1
-        self._host.link.send(ActivationStarted(self._call_id, ENTRY, self._node, activity.activation_id))
+        self._num_inflight += 1
+        self._report(activity.activation_id, has_ended=False)
 
     def end(self, activity: Activity) -> None:
-        self.num_inflight -= 1
-        self._host.link.send(ActivationEnded(self._call_id, ENTRY, self._node, activity.activation_id))
-        self.acknowledge()
+        self._num_inflight -= 1
+        self._report(activity.activation_id, has_ended=True)
+        if self._is_cancelled:
+            self.acknowledge()
 
     def acknowledge(self) -> None:
-        if self.is_cancelled and not self.num_inflight:
-            self._host.link.send(CancelDone(self._call_id, ENTRY, self._node))
+        """Answer a cancellation, now or when the last activation has ended."""
+        self._is_cancelled = True
+        if not self._num_inflight:
+            self._report(CANCELLATION, has_ended=True)
+
+    def _report(self, activation_id: int, *, has_ended: bool) -> None:
+        self._link.send(ActivityReport(self._call_id, ENTRY, self._node, activation_id, has_ended))
 
 
 @dataclass(slots=True)
@@ -172,7 +168,7 @@ class RoleHost:
         key = (message.graph, frozenset(message.outputs))
         route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
         node.closed.pop(message.call_id, None)  # a call id may be reused
-        tracker = node.trackers[message.call_id] = _RemoteTracker(self, message.call_id, message.target)
+        tracker = node.trackers[message.call_id] = _RemoteTracker(self.link, message.call_id, message.target)
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
         for early in node.early.pop(message.call_id, ()):
             node.controller.receive(early)
@@ -182,7 +178,6 @@ class RoleHost:
         if tracker is not None:
             node.controller.cancel(message.call_id, unfinished_only=message.unfinished_only)
             if not message.unfinished_only:
-                tracker.is_cancelled = True
                 tracker.acknowledge()
 
     def _close(self, node: _HostedNode, message: CloseCall) -> None:

@@ -16,77 +16,50 @@ from vllm_omni.flow.run.activity import Activity, Tracker
 from vllm_omni.flow.run.frame import EdgeCredit, Frame, SlotEos
 
 
-class OpenCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a host: accept frames of a call for a node from now on."""
+class HostMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """About a call (``ShutdownHost`` excepted), to a host's node or to the entry."""
 
     call_id: str
     target: str
+
+
+class OpenCall(HostMessage, frozen=True):
+    """To a host: accept frames of a call for a node from now on."""
+
     graph: str
     outputs: list[str]  # the graph outputs that the call asks for
     context: Any
     session: str | None
 
 
-class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a host, see ``NodeController.cancel``; answered by ``CancelDone`` unless ``unfinished_only``."""
+class CancelCall(HostMessage, frozen=True):
+    """To a host, see ``NodeController.cancel``. Unless ``unfinished_only``, the end of ``CANCELLATION`` answers it."""
 
-    call_id: str
-    target: str
     unfinished_only: bool
 
 
-class CancelDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the entry: no activation of the call runs in the node."""
-
-    call_id: str
-    target: str
-    node: str
-
-    def report_to(self, tracker: Tracker) -> None:
-        tracker.end(cancellation(self.node))
-
-
-class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CloseCall(HostMessage, frozen=True):
     """To a host: the call is over."""
 
-    call_id: str
-    target: str
+
+class ShutdownHost(HostMessage, frozen=True):
+    """To a host: no more work follows."""
 
 
-class ShutdownHost(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To a host: no more work follows. Belongs to no call."""
+class ActivityReport(HostMessage, frozen=True):
+    """To the entry: an activation of a node is in flight, or has ended."""
 
-    call_id: str
-    target: str
-
-
-class ActivationStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the entry: an activation is in flight."""
-
-    call_id: str
-    target: str
     node: str
     activation_id: int
+    has_ended: bool
 
     def report_to(self, tracker: Tracker) -> None:
-        tracker.start(Activity(self.node, self.activation_id))
+        report = tracker.end if self.has_ended else tracker.start
+        report(Activity(self.node, self.activation_id))
 
 
-class ActivationEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the entry: an activation has ended."""
-
-    call_id: str
-    target: str
-    node: str
-    activation_id: int
-
-    def report_to(self, tracker: Tracker) -> None:
-        tracker.end(Activity(self.node, self.activation_id))
-
-
-def cancellation(node: str) -> Activity:
-    """The activity that keeps a call open until a host has answered ``CancelCall``."""
-    return Activity(node, activation_id=-1)
+CANCELLATION = -1
+"""In place of an activation's id: keeps a call open until a host has answered ``CancelCall``."""
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
@@ -113,14 +86,5 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
 
 WireMessage: TypeAlias = (
-    Frame
-    | SlotEos
-    | EdgeCredit
-    | OpenCall
-    | CancelCall
-    | CancelDone
-    | CloseCall
-    | ActivationStarted
-    | ActivationEnded
-    | ShutdownHost
+    Frame | SlotEos | EdgeCredit | OpenCall | CancelCall | CloseCall | ShutdownHost | ActivityReport
 )
