@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix  # of any sequences
 
 from vllm_omni.errors import GraphError, PlanError
 from vllm_omni.flow.graph.dsl import Declarations, FieldRef, Graph, Interface
 from vllm_omni.flow.graph.plan import Edge
-from vllm_omni.flow.graph.topology import Cycle, Topology, common_prefix
+from vllm_omni.flow.graph.topology import Cycle, Topology
 from vllm_omni.flow.graph.transfer import ENTRY
 
 
@@ -139,7 +140,7 @@ class GraphDraft:
 
     # ---- roots ----
 
-    def _find_roots(self, name: str, node: NodeDraft, chains: Mapping[str, Sequence[str]]) -> None:
+    def _find_roots(self, name: str, node: NodeDraft, chains: Mapping[str, list[str]]) -> None:
         choices = node.choices
         if len(choices) > 1:
             edges = [edge for group in choices for edge in group.edges]
@@ -159,7 +160,7 @@ class GraphDraft:
             ]
 
     def _root(
-        self, name: str, node: NodeDraft, group: GroupDraft, chains: Mapping[str, Sequence[str]]
+        self, name: str, node: NodeDraft, group: GroupDraft, chains: Mapping[str, list[str]]
     ) -> tuple[str | None, bool]:
         """The root of a group, and whether it has a bucket for each of the root's yields."""
         if group.counts is not None:
@@ -193,8 +194,8 @@ def _edge(node: str, field: str, ref: FieldRef) -> Edge:
     return Edge(ref.node, ref.field, node, field, ref.transfer)
 
 
-def _nearest_above(edges: Iterable[Edge], chains: Mapping[str, Sequence[str]]) -> str:
-    return common_prefix([chains[edge.source] for edge in edges])[-1]
+def _nearest_above(edges: Iterable[Edge], chains: Mapping[str, list[str]]) -> str:
+    return commonprefix([chains[edge.source] for edge in edges])[-1]
 
 
 def _mixed(name: str, fields: Sequence[str], missing: str, is_back: bool, cycle: Cycle | None) -> str:

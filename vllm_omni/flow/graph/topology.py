@@ -5,8 +5,9 @@ From: Omni-Flow section 3.3 (diamond roots by reverse search).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix  # of any sequences
 
 from vllm_omni.flow.graph.transfer import ENTRY
 
@@ -61,27 +62,20 @@ class Topology:
         del placed[ENTRY]
         return list(placed)
 
-    def dominators(self) -> Mapping[str, Sequence[str]]:
+    def dominators(self) -> Mapping[str, list[str]]:
         """Node -> the nodes on every path from ENTRY to it, from ENTRY down to itself."""
-        chains: dict[str, Sequence[str]] = {ENTRY: [ENTRY]}
+        chains: dict[str, list[str]] = {ENTRY: [ENTRY]}
         for name in self.order():
             above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
-            chains[name] = [*common_prefix(above), name]
+            chains[name] = [*commonprefix(above), name]
         return chains
 
     def reaches(self, source: str) -> frozenset[str]:
         """All nodes with a forward path from ``source``, itself included."""
-        found, todo = {source}, [source]
-        while todo:
-            at = todo.pop()
-            for name, sources in self.forward.items():
-                if at in sources and name not in found:
-                    found.add(name)
-                    todo.append(name)
-        return frozenset(found)
+        return _closure([source], lambda at: [name for name, sources in self.forward.items() if at in sources])
 
     def _find_cycles(self) -> list[Cycle]:
-        above = {name: self._above(name) for name in self._feeds}
+        above = {name: _closure(feeds, lambda at: self._feeds.get(at, ())) for name, feeds in self._feeds.items()}
         cycles: list[Cycle] = []
         seen: set[str] = set()
         for name in self._feeds:
@@ -95,22 +89,14 @@ class Topology:
             cycles.append(Cycle(nodes, headers))
         return cycles
 
-    def _above(self, name: str) -> frozenset[str]:
-        found: set[str] = set()
-        todo = list(self._feeds[name])
-        while todo:
-            at = todo.pop()
-            if at not in found and at != ENTRY:
-                found.add(at)
-                todo.extend(self._feeds[at])
-        return frozenset(found)
 
-
-def common_prefix(chains: Sequence[Sequence[str]]) -> Sequence[str]:
-    prefix = chains[0]
-    for chain in chains[1:]:
-        length = 0
-        while length < min(len(prefix), len(chain)) and prefix[length] == chain[length]:
-            length += 1
-        prefix = prefix[:length]
-    return prefix
+def _closure(start: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> frozenset[str]:
+    """All nodes that can be reached from some."""
+    found: set[str] = set()
+    todo = [*start]
+    while todo:
+        at = todo.pop()
+        if at not in found:
+            found.add(at)
+            todo.extend(neighbours(at))
+    return frozenset(found)

@@ -45,21 +45,17 @@ Targets: TypeAlias = dict[str, list[tuple[Edge, int]]]
 
 def targets(outlets: Outlets, trace: Trace, source_id: int) -> Targets:
     """The edges of an activation's fields and the activations that they feed."""
-    if not outlets.has_joins:
-        return _targets(outlets, source_id)
+    return _targets(outlets, source_id, trace) if outlets.has_joins else _traceless_targets(outlets, source_id)
+
+
+def _targets(outlets: Outlets, source_id: int, trace: Trace = Trace()) -> Targets:
     return {
         name: [(edge, activation_id(edge, trace, source_id, 0)) for edge in edges]
         for name, edges in outlets.whole.items()
     }
 
 
-@functools.lru_cache(maxsize=4096)
-def _targets(outlets: Outlets, source_id: int) -> Targets:
-    """By Rule A alone, so the result is the same in every call."""
-    return {
-        name: [(edge, activation_id(edge, Trace(), source_id, 0)) for edge in edges]
-        for name, edges in outlets.whole.items()
-    }
+_traceless_targets = functools.lru_cache(maxsize=4096)(_targets)  # by Rule A alone: the same in every call
 
 
 def bucket_for(edge: Edge, trace: Trace) -> int:

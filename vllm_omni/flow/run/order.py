@@ -4,6 +4,7 @@ From: Omni-Flow section 3.2.2 (SeqId segments) and appendix A, cases 1 to 3.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Generic
 
 from vllm_omni.flow.run.frame import ITERATION, Path
@@ -73,15 +74,12 @@ class PathOrder(Generic[Numbered]):
         if self.done:
             return None
         if self._root is None:
-            self._root = _Branch(SequenceQueue() if self._leaf is None else self._leaf)
+            self._root = _Branch() if self._leaf is None else _Branch(self._leaf)
         branch = self._root
         for key in path:
             if branch.is_over(key):
                 return None
-            child = branch.children.get(key)
-            if child is None:
-                child = branch.children[key] = _Branch(SequenceQueue())
-            branch = child
+            branch = branch.children.get(key) or branch.children.setdefault(key, _Branch())
         return branch
 
     def _advance(self) -> list[Numbered]:
@@ -107,16 +105,14 @@ class PathOrder(Generic[Numbered]):
         return out
 
 
+@dataclass(slots=True)
 class _Branch(Generic[Numbered]):
-    __slots__ = ("children", "count", "due", "leaf", "loops", "num_over")
-
-    def __init__(self, leaf: SequenceQueue[Numbered]) -> None:
-        self.leaf = leaf
-        self.due: deque[Numbered] = deque()
-        self.children: dict[int, _Branch[Numbered]] = {}  # incomplete ones that a message was received for
-        self.count: int | None = None  # of yields below; None while unknown and the leaf has not ended
-        self.loops: tuple[int, ...] = ()  # their iterations come behind the yields
-        self.num_over = 0  # the first children, which are complete
+    leaf: SequenceQueue[Numbered] = field(default_factory=SequenceQueue)
+    due: deque[Numbered] = field(default_factory=deque)
+    children: dict[int, "_Branch[Numbered]"] = field(default_factory=dict)  # incomplete ones with a message
+    count: int | None = None  # of yields below; None while unknown and the leaf has not ended
+    loops: tuple[int, ...] = ()  # their iterations come behind the yields
+    num_over: int = 0  # the first children, which are complete
 
     @property
     def is_complete(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_omni.flow.graph.transfer import ENTRY
@@ -12,16 +13,14 @@ from vllm_omni.flow.run.order import PathOrder
 from vllm_omni.flow.run.sequence import Stream
 
 
+@dataclass(slots=True)
 class _Output:
     """A graph output that has not ended."""
 
-    __slots__ = ("num_frames", "order", "reason", "windows")
-
-    def __init__(self) -> None:
-        self.order: PathOrder[Frame] = PathOrder()
-        self.num_frames = 0
-        self.reason = EndReason.UNREACHABLE  # for which its last part ended
-        self.windows: dict[int, ReceiveWindow] = {}  # producing activation -> its window
+    order: PathOrder[Frame] = field(default_factory=PathOrder)
+    num_frames: int = 0
+    reason: EndReason = EndReason.UNREACHABLE  # for which its last part ended
+    windows: dict[int, ReceiveWindow] = field(default_factory=dict)  # producing activation -> its window
 
 
 class CallOutputs:
