@@ -1,4 +1,4 @@
-from vllm_omni.flow.graph.topology import Topology
+from vllm_omni.flow.graph.topology import Topology, common_prefix
 from vllm_omni.flow.graph.transfer import ENTRY
 
 DIAMOND = {"fork": [ENTRY], "left": ["fork"], "right": ["fork"], "join": ["left", "right"], "last": ["join"]}
@@ -55,3 +55,7 @@ def test_order_leaves_out_a_loop_within_a_loop():
 def test_reaches_follows_forward_edges_only():
     assert Topology(LOOP).reaches("body") == {"body"}
     assert Topology(DIAMOND).reaches("left") == {"left", "join", "last"}
+
+
+def test_common_prefix_of_one_chain_is_the_chain():
+    assert common_prefix([["a", "b"]]) == ["a", "b"]

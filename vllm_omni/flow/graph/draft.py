@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix  # of any sequences
 
 from vllm_omni.errors import GraphError, PlanError
 from vllm_omni.flow.graph.dsl import Declarations, FieldRef, Graph, Interface
 from vllm_omni.flow.graph.plan import Edge
-from vllm_omni.flow.graph.topology import Cycle, Topology
+from vllm_omni.flow.graph.topology import Cycle, Topology, common_prefix
 from vllm_omni.flow.graph.transfer import ENTRY
 
 
@@ -195,7 +194,7 @@ def _edge(node: str, field: str, ref: FieldRef) -> Edge:
 
 
 def _nearest_above(edges: Iterable[Edge], chains: Mapping[str, list[str]]) -> str:
-    return commonprefix([chains[edge.source] for edge in edges])[-1]
+    return common_prefix([chains[edge.source] for edge in edges])[-1]
 
 
 def _mixed(name: str, fields: Sequence[str], missing: str, is_back: bool, cycle: Cycle | None) -> str:

@@ -7,8 +7,9 @@ A mistake that is visible in one statement (an unknown name, a field of another 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, overload
 
 from vllm_omni.errors import GraphError
@@ -83,45 +84,7 @@ class Declarations:
 
 @dataclass(eq=False)
 class Interface:
-    """One operation of a role; calling it on a role of a graph adds a node. Made by ``interface()``."""
-
-    inputs_or: tuple[tuple[str, ...], ...]
-    outputs: Mapping[str, Field]
-    inputs: Mapping[str, Field]
-    activate_by_count: Mapping[str, int | str]
-    scheduling: Scheduling
-    first_wins: bool
-    max_iterations: int | None
-    name: str = ""  # of the attribute that it is assigned to
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for group in self.inputs_or for name in group))
-
-    def __set_name__(self, owner: type[Role], name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, role: None, owner: type[Role]) -> Interface: ...
-
-    @overload
-    def __get__(self, role: Role, owner: type[Role]) -> BoundInterface: ...
-
-    def __get__(self, role: Role | None, owner: type[Role]) -> Interface | BoundInterface:
-        return self if role is None else BoundInterface(role, self)
-
-
-def interface(
-    inputs_or: Sequence[Sequence[str]],
-    outputs: Mapping[str, Field],
-    *,
-    inputs: Mapping[str, Field] | None = None,
-    activate_by_count: Mapping[str, int | str] | None = None,
-    scheduling: Scheduling = Scheduling.ROUND_ROBIN,
-    first_wins: bool = False,
-    max_iterations: int | None = None,
-) -> Interface:
-    """Declare an interface of a role.
+    """One operation of a role, which declares it as a class attribute. Calling it on a role of a graph adds a node.
 
     Args:
         inputs_or: OR of AND groups: any group fires the node, and needs all of its fields.
@@ -141,17 +104,45 @@ def interface(
 
     From: Omni-Flow section 3.1, OR-AND input semantics; section 3.2.3, activate_by_count.
     """
-    where = f"interface(inputs_or={inputs_or!r})"
-    if not inputs_or or any(isinstance(group, str) or not group for group in inputs_or):
-        raise GraphError(f"{where}: must be a list of groups, each a list of field names: write [['prompt']]")
-    if not outputs:
-        raise GraphError(f"{where}: declares no outputs; a node without an output is never needed")
-    groups = tuple(map(tuple, inputs_or))
-    counts = dict(activate_by_count or {})
-    declared = Interface(groups, dict(outputs), dict(inputs or {}), counts, scheduling, first_wins, max_iterations)
-    _check_interface(where, declared)
-    _check_counts(where, declared)
-    return declared
+
+    inputs_or: Sequence[Sequence[str]]
+    outputs: Mapping[str, Field]
+    _: KW_ONLY
+    inputs: Mapping[str, Field] = field(default_factory=dict)
+    activate_by_count: Mapping[str, int | str] = field(default_factory=dict)
+    scheduling: Scheduling = Scheduling.ROUND_ROBIN
+    first_wins: bool = False
+    max_iterations: int | None = None
+    name: str = field(default="", init=False)  # of the attribute that it is assigned to
+
+    def __post_init__(self) -> None:
+        where = f"interface(inputs_or={self.inputs_or!r})"
+        if not self.inputs_or or any(isinstance(group, str) or not group for group in self.inputs_or):
+            raise GraphError(f"{where}: must be a list of groups, each a list of field names: write [['prompt']]")
+        if not self.outputs:
+            raise GraphError(f"{where}: declares no outputs; a node without an output is never needed")
+        self.inputs_or = tuple(map(tuple, self.inputs_or))
+        _check_interface(where, self)
+        _check_counts(where, self)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for group in self.inputs_or for name in group))
+
+    def __set_name__(self, owner: type[Role], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, role: None, owner: type[Role]) -> Interface: ...
+
+    @overload
+    def __get__(self, role: Role, owner: type[Role]) -> Callable[..., NodeCall]: ...
+
+    def __get__(self, role: Role | None, owner: type[Role]) -> Interface | Callable[..., NodeCall]:
+        return self if role is None else partial(_add_call, role, self)
+
+
+interface = Interface  # as roles write it
 
 
 def _check_interface(where: str, declared: Interface) -> None:
@@ -192,41 +183,33 @@ class Role:
         self._name = name
 
 
-class BoundInterface:
-    """An interface of a role in a graph: call it with a source for each input.
+def _add_call(role: Role, declared: Interface, /, **sources: FieldRef) -> NodeCall:
+    """Call an interface of a role in a graph, with a source for each input.
 
     Another call adds sources to the same node: for another group, for a field that has a source already, or for the
     next iteration of a loop when they come from the node itself.
     """
-
-    def __init__(self, role: Role, declared: Interface):
-        self._graph = role._graph
-        self._role = role._name
-        self._interface = declared
-
-    def __call__(self, **sources: FieldRef) -> NodeCall:
-        entry = CallEntry(f"{self._role}.{self._interface.name}", self._role, self._interface, sources)
-        for name, source in sources.items():
-            if name not in self._interface.input_names:
-                raise GraphError(
-                    f"node {entry.node!r} has no input {name!r}; {suggest(name, self._interface.input_names)}"
-                )
-            _check_source(self._graph, f"node {entry.node!r}, input {name!r}", source)
-        self._graph.declarations.calls.append(entry)
-        return NodeCall(self._graph, entry)
+    node, graph = f"{role._name}.{declared.name}", role._graph
+    for name, source in sources.items():
+        if name not in declared.input_names:
+            raise GraphError(f"node {node!r} has no input {name!r}; {suggest(name, declared.input_names)}")
+        _check_source(graph, f"node {node!r}, input {name!r}", source)
+    graph.declarations.calls.append(CallEntry(node, role._name, declared, sources))
+    return NodeCall(graph, node, declared)
 
 
 class NodeCall:
     """A node of the graph; its output fields are its attributes."""
 
-    def __init__(self, graph: Graph, entry: CallEntry):
+    def __init__(self, graph: Graph, node: str, declared: Interface):
         self._graph = graph
-        self._entry = entry
+        self._node = node
+        self._outputs = declared.outputs
 
     def __getattr__(self, field: str) -> FieldRef:
         if field.startswith("_"):  # copy, inspect and similar modules probe for such names
             raise AttributeError(field)
-        node, outputs = self._entry.node, self._entry.interface.outputs
+        node, outputs = self._node, self._outputs
         if field not in outputs:
             raise GraphError(f"node {node!r} has no output {field!r}; {suggest(field, outputs)}")
         return FieldRef(self._graph, node, field, outputs[field])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix  # of any sequences
+from itertools import takewhile
 
 from vllm_omni.flow.graph.transfer import ENTRY
 
@@ -67,7 +67,7 @@ class Topology:
         chains: dict[str, list[str]] = {ENTRY: [ENTRY]}
         for name in self.order():
             above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
-            chains[name] = [*commonprefix(above), name]
+            chains[name] = [*common_prefix(above), name]
         return chains
 
     def reaches(self, source: str) -> frozenset[str]:
@@ -88,6 +88,10 @@ class Topology:
             )
             cycles.append(Cycle(nodes, headers))
         return cycles
+
+
+def common_prefix(chains: Iterable[Sequence[str]]) -> list[str]:
+    return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*chains, strict=False))]
 
 
 def _closure(start: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> frozenset[str]:

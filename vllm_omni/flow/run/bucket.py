@@ -141,8 +141,8 @@ class Bucket:
         return self._take(slot, slot.order.set_count(path, eos.count, loops))
 
     def inputs(self) -> Iterator[tuple[str, list[Slot]]]:
-        for field, indices in self.group.slots.items():
-            yield field, [self.slots[index] for index in indices]
+        for name, indices in self.group.slots.items():
+            yield name, [self.slots[index] for index in indices]
 
     def limit(self, field: str) -> int | None:
         """The number of chunks to read of a field; None: all."""
@@ -207,20 +207,20 @@ class Bucket:
         counts = self.group.counts
         assert counts is not None
         wanted: dict[str, int] = {}
-        for field in self.group.slots:
-            count = counts.get(field, 1)
-            wanted[field] = self._number(count) if isinstance(count, str) else count
+        for name in self.group.slots:
+            count = counts.get(name, 1)
+            wanted[name] = self._number(count) if isinstance(count, str) else count
         fires = True
-        for field, slots in self.inputs():
+        for name, slots in self.inputs():
             arrived, is_open = 0, False
             for slot in slots:
                 arrived += slot.num_frames
                 if not slot.order.done:
                     is_open = True
                     break
-            if wanted[field] < 0:  # its number has not arrived
+            if wanted[name] < 0:  # its number has not arrived
                 fires = False
-            elif arrived < wanted[field]:
+            elif arrived < wanted[name]:
                 if not is_open:
                     return BucketState.UNREACHABLE
                 fires = False

@@ -11,6 +11,8 @@ from vllm_omni.flow.graph.plan import Edge, Outlets
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.frame import NO_BUCKET, Root, Trace
 
+NO_TRACE = Trace()
+
 
 @functools.lru_cache(maxsize=4096)
 def derive_activation_id(source_id: int, source: str, index: int, target: str, group: int) -> int:
@@ -48,7 +50,7 @@ def targets(outlets: Outlets, trace: Trace, source_id: int) -> Targets:
     return _targets(outlets, source_id, trace) if outlets.has_joins else _traceless_targets(outlets, source_id)
 
 
-def _targets(outlets: Outlets, source_id: int, trace: Trace = Trace()) -> Targets:
+def _targets(outlets: Outlets, source_id: int, trace: Trace = NO_TRACE) -> Targets:
     return {
         name: [(edge, activation_id(edge, trace, source_id, 0)) for edge in edges]
         for name, edges in outlets.whole.items()

@@ -3,17 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from vllm_omni.flow.graph.plan import Edge, NodePlan, StaticPlan
-from vllm_omni.flow.graph.render.labels import (
-    CRITICAL,
-    NODE_STYLES,
-    edge_label,
-    group_of,
-    is_critical,
-    is_join,
-    is_streamed,
-    node_kinds,
-    node_marks,
-)
+from vllm_omni.flow.graph.render import labels
 from vllm_omni.flow.graph.transfer import ENTRY
 
 ENTITIES = {"#": "#35;", "&": "#amp;", '"': "#quot;", "<": "#lt;", ">": "#gt;"}
@@ -38,24 +28,25 @@ def to_mermaid(plan: StaticPlan) -> str:
 
 
 def _box(node: NodePlan) -> str:
-    label = "<br/>".join(map(_quote, (node.name, *node_marks(node))))
-    return f'{{{{"{label}"}}}}' if is_join(node) else f'["{label}"]'
+    label = "<br/>".join(map(_quote, (node.name, *labels.node_marks(node))))
+    return f'{{{{"{label}"}}}}' if labels.is_join(node) else f'["{label}"]'
 
 
 def _arrow(plan: StaticPlan, edge: Edge, ids: Mapping[str, str]) -> str:
     source = f"in_{edge.source_field}" if edge.source == ENTRY else ids[edge.source]
     target = f"out_{edge.target_field}" if edge.target == ENTRY else ids[edge.target]
-    arrow = "-.->" if edge.is_back else "==>" if is_streamed(plan, edge) else "-->"
-    label = _quote(("each " if edge.per_frame else "") + edge_label(plan, edge))
+    arrow = "-.->" if edge.is_back else "==>" if labels.is_streamed(plan, edge) else "-->"
+    label = _quote(("each " if edge.per_frame else "") + labels.edge_label(plan, edge))
     return f'{source} {arrow}|"{label}"| {target}' if label else f"{source} {arrow} {target}"
 
 
 def _styles(plan: StaticPlan, ids: Mapping[str, str]) -> Iterator[str]:
-    critical = [str(index) for index, edge in enumerate(plan.edges) if is_critical(edge, group_of(plan, edge))]
+    edges = enumerate(plan.edges)
+    critical = [str(index) for index, edge in edges if labels.is_critical(edge, labels.group_of(plan, edge))]
     if critical:
-        yield f"linkStyle {','.join(critical)} stroke:{CRITICAL}"
-    for kind, style in NODE_STYLES.items():
-        members = [ids[node.name] for node in plan.nodes.values() if kind in node_kinds(node)]
+        yield f"linkStyle {','.join(critical)} stroke:{labels.CRITICAL}"
+    for kind, style in labels.NODE_STYLES.items():
+        members = [ids[node.name] for node in plan.nodes.values() if kind in labels.node_kinds(node)]
         if members:
             yield f"classDef {kind} {style}"
             yield f"class {','.join(members)} {kind}"

@@ -22,6 +22,7 @@ from vllm_omni.flow.graph.render.svg_layout import (
 )
 
 RADIUS = 6  # of a corner
+KEY = 38  # from a mark in the legend to its meaning
 STYLE = f"""text {{ font: {TITLE}px sans-serif; fill: #1d2733 }} .label {{ font-size: {SMALL}px; fill: #55606e }}
 .node {{ fill: #e8f0fe; stroke: #4a78c2 }} .end {{ fill: #f4f4f2; stroke: #9a9a94 }}
 .join {{ fill: #fdf0d0; stroke: #b98a1d }} .session {{ stroke-width: 3 }} .header {{ stroke-dasharray: 8 5 }}
@@ -123,14 +124,11 @@ def _draw_foot(layout: Layout, findings: Iterable[str]) -> tuple[float, float, l
     drawn = [*(wire.kind for wire in layout.wires), *(box.kind for box in layout.boxes.values())]
     kinds = set(" ".join(drawn).split())
     legend = [kind for kind in LEGEND if kind in kinds]
-    width = max(layout.width, 2 * MARGIN + max((_key_width(kind) for kind in legend), default=0))
+    width = max(layout.width, *(2 * MARGIN + KEY + text_width(LEGEND[kind], SMALL) for kind in legend), 0)
     y: float = layout.height + MARGIN
     parts = ['<g class="legend">']
-    for row in _wrap_legend(legend, width - 2 * MARGIN):
-        x = float(MARGIN)
-        for kind in row:
-            parts += _draw_key(kind, x, y + 8)
-            x += _key_width(kind)
+    for kind in legend:
+        parts += _draw_key(kind, y + 8)
         y += PITCH
     parts.append("</g>")
     for finding in findings:
@@ -140,28 +138,13 @@ def _draw_foot(layout: Layout, findings: Iterable[str]) -> tuple[float, float, l
     return width, y + (MARGIN / 2 if legend or findings else 0), parts
 
 
-def _draw_key(kind: str, x: float, y: float) -> Iterator[str]:
+def _draw_key(kind: str, y: float) -> Iterator[str]:
     if kind in NODE_STYLES:
-        yield f'<rect class="node {kind}" x="{_n(x)}" y="{_n(y - 6)}" width="30" height="12" rx="3"/>'
+        yield f'<rect class="node {kind}" x="{MARGIN}" y="{_n(y - 6)}" width="30" height="12" rx="3"/>'
     else:
         kinds = f"streamed {kind}" if kind == "each" else kind
-        yield f'<line class="{kinds}" x1="{_n(x)}" y1="{_n(y)}" x2="{_n(x + 30)}" y2="{_n(y)}"/>'
-    yield f'<text class="label" x="{_n(x + 38)}" y="{_n(y + 4)}">{escape(LEGEND[kind])}</text>'
-
-
-def _key_width(kind: str) -> float:
-    return 38 + text_width(LEGEND[kind], SMALL) + 16
-
-
-def _wrap_legend(kinds: Sequence[str], width: float) -> Iterator[list[str]]:
-    row: list[str] = []
-    for kind in kinds:
-        if row and sum(map(_key_width, [*row, kind])) > width:
-            yield row
-            row = []
-        row.append(kind)
-    if row:
-        yield row
+        yield f'<line class="{kinds}" x1="{MARGIN}" y1="{_n(y)}" x2="{MARGIN + 30}" y2="{_n(y)}"/>'
+    yield f'<text class="label" x="{MARGIN + KEY}" y="{_n(y + 4)}">{escape(LEGEND[kind])}</text>'
 
 
 # ---- paths ----
