@@ -123,11 +123,9 @@ class GraphCall:
         for controller in self._controllers:
             controller.open(scope)
             self._opened.append(controller)
-        for field, edges in self.route.outlets[ENTRY].whole.items():
-            for edge in edges:
-                target_id = activation_id(edge, AT_ENTRY, 0, 0)
-                to = (edge.target, edge.slot, edge.target_field, target_id)
-                self._link.send(Frame(self.call_id, ENTRY, *to, 0, True, inputs[field], trace=AT_ENTRY))
+        for edge in self.route.outlets[ENTRY].edges:
+            to = (edge.target, edge.slot, edge.target_field, activation_id(edge, AT_ENTRY, 0, 0))
+            self._link.send(Frame(self.call_id, ENTRY, *to, 0, True, inputs[edge.source_field], trace=AT_ENTRY))
 
     def receive(self, message: Any) -> None:
         match message:
@@ -163,9 +161,6 @@ class GraphCall:
         for activity in self._tracker.inflight:
             if activity.node in nodes:
                 self._tracker.end(activity)
-
-    async def wait_closed(self) -> None:
-        await self._closed.wait()
 
     # ---- the end ----
 

@@ -223,11 +223,11 @@ class NodeController:
         if call.closing:
             self._forget(call, run)
             return
-        limit = None if group.loop is None else plan.max_iterations
-        if limit is not None and run.num_iterations(plan) > limit:
-            self._on_unreachable(call, run)
-            return
-        if plan.first_wins and group.loop is None:
+        if group.loop is not None:
+            if plan.max_iterations is not None and run.num_iterations(plan) > plan.max_iterations:
+                self._on_unreachable(call, run)
+                return
+        elif plan.first_wins:
             self._decide(call, run)
         run.out = Outbound(plan, call.scope, self._link, run.activation_id, run.trace)
         if call.order is None:
@@ -254,12 +254,12 @@ class NodeController:
         error: BaseException | None = None
         try:
             await run.serve(self._node, call.plan, call.scope)
-        except (Exception, asyncio.CancelledError) as exc:
-            error = exc
         except BaseException as exc:
-            self._on_done(call, run, exc)
-            raise
-        self._on_done(call, run, error)
+            error = exc
+            if not isinstance(exc, Exception | asyncio.CancelledError):
+                raise
+        finally:
+            self._on_done(call, run, error)
 
     # ---- termination ----
 

@@ -6,6 +6,8 @@ From: Omni-Flow section 3.4, outbound dispatch: ARRIVED, SLOT_EOS, UNREACHABLE.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan
 from vllm_omni.flow.run.credit import SendLimits
@@ -32,7 +34,10 @@ class Outbound:
         self._link = link
         self._call_id = scope.call_id
         self._id = own_id
-        self._trace = trace = self._mark(trace) if plan.is_root else trace
+        if plan.is_root:
+            root = Root(plan.name, own_id, 0, len(trace.path), trace.loops)
+            trace = Trace(trace.path, (*trace.roots, root), trace.loops, trace.termination)
+        self._trace = trace
         self._whole = targets(outlets, trace, own_id)
         self._num_yields = 0  # on per-frame edges
         # Wanted fields that have not ended -> seq of the next frame.
@@ -46,21 +51,16 @@ class Outbound:
             GraphError: a field that the node did not declare, or that has ended.
         """
         if isinstance(emissions, Emission):
-            emission = emissions
+            emissions = (emissions,)
+        for emission in emissions:
             self._send_whole(emission)
-            if emission.field in self._outlets.per_frame:
-                self._send_yield({emission.field: emission})
-            return
         frames: dict[str, Emission] = {}
-        for emission in emissions:
-            if emission.field in self._outlets.per_frame:
-                if emission.field in frames:
-                    raise GraphError(
-                        f"node {self._plan.name!r} yielded field {emission.field!r} twice at once; yield each by itself"
-                    )
-                frames[emission.field] = emission
-        for emission in emissions:
-            self._send_whole(emission)
+        for emission in emissions if self._outlets.per_frame else ():
+            name = emission.field
+            if name in frames:
+                raise GraphError(f"node {self._plan.name!r} yielded field {name!r} twice at once; yield each by itself")
+            if name in self._outlets.per_frame:
+                frames[name] = emission
         if frames:
             self._send_yield(frames)
 
@@ -82,17 +82,15 @@ class Outbound:
             del self.next_seq[name]
         else:
             self.next_seq[name] = seq + 1
-        whole = self._whole.get(name)
-        if whole is not None:
-            if not last:
-                self.limits.on_sent(name)
-            for edge, target_id in whole:
-                self._send(edge, target_id, self._trace, seq, last, emission.payload, EndReason.NONE)
+        whole = self._whole.get(name, ())
+        if whole and not last:
+            self.limits.on_sent(name)
+        for edge, target_id in whole:
+            self._send(edge, target_id, self._trace, seq, last, emission.payload, EndReason.NONE)
 
     def end(self, reason: EndReason, error: BaseException | None = None) -> None:
         """End all fields that have not ended, for ``reason``."""
-        open_fields = [name for name in self._whole if name in self.next_seq]
-        for name in open_fields:
+        for name in [name for name in self._whole if name in self.next_seq]:
             seq = self.next_seq.pop(name)
             for edge, target_id in self._whole[name]:
                 self._send(edge, target_id, self._trace, seq, True, error, reason)
@@ -108,26 +106,16 @@ class Outbound:
     ) -> None:
         index = self._num_yields
         self._num_yields += 1
-        trace = Trace((*self._trace.path, index), self._trace.roots, (), self._trace.termination)
+        roots = self._trace.roots
         if self._plan.is_root:
-            trace = Trace(trace.path, self._renumber(index), (), trace.termination)
+            roots = (*roots[:-1], msgspec.structs.replace(roots[-1], index=index))
+        trace = Trace((*self._trace.path, index), roots, (), self._trace.termination)
         self.limits.on_sent(PER_FRAME)
         for name, edges in self._outlets.per_frame.items():
             emission = frames.get(name)
             for edge in edges:
-                target_id = activation_id(edge, trace, self._id, index)
-                if emission is None:
-                    self._send(edge, target_id, trace, 0, True, error, reason)
-                else:
-                    self._send(edge, target_id, trace, 0, True, emission.payload, EndReason.NONE)
-
-    def _mark(self, trace: Trace) -> Trace:
-        root = Root(self._plan.name, self._id, 0, len(trace.path), trace.loops)
-        return Trace(trace.path, (*trace.roots, root), trace.loops, trace.termination)
-
-    def _renumber(self, index: int) -> tuple[Root, ...]:
-        *above, own = self._trace.roots
-        return (*above, Root(own.node, own.activation_id, index, own.depth, own.loops))
+                payload, why = (error, reason) if emission is None else (emission.payload, EndReason.NONE)
+                self._send(edge, activation_id(edge, trace, self._id, index), trace, 0, True, payload, why)
 
     def _send(
         self, edge: Edge, target_id: int, trace: Trace, seq: int, last: bool, payload: Any, reason: EndReason

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_omni.errors import CallAborted, GraphError, InvalidRequest, OmniError, RoleUnavailable
+from vllm_omni.errors import GraphError, InvalidRequest, OmniError, RoleUnavailable
 from vllm_omni.flow.graph.plan import NodePlan, Route, StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.call import GraphCall
@@ -178,11 +179,7 @@ class GraphRuntime:
     async def aclose(self) -> None:
         """Reject new calls, abort the open ones, and wait until all have cleaned up."""
         self._closing = True
-        calls = list(self._calls.values())
-        for call in calls:
-            call.stop(CallAborted(f"call {call.call_id!r} aborted: the runtime was closed"))
-        for call in calls:
-            await call.wait_closed()
+        await asyncio.gather(*(call.abort("the runtime was closed") for call in self._calls.values()))
         self._parameters.end_all()
 
     def shutdown_hosts(self) -> None:
