@@ -26,7 +26,7 @@ class DenoiserBlocks:
     # Arguments of the denoiser with which its forward does nothing between two blocks. Others (of a ControlNet, say)
     # may be added there to all rows, or be read by the blocks.
     arguments: frozenset[str]
-    row_arguments: frozenset[str]
+    row_arguments: frozenset[str] = frozenset({"hidden_states", "encoder_hidden_states", "temb"})
     hidden: str = "hidden_states"  # the argument of a block that the cache compares and replaces, [B, T, D]
     # Tokens of each row, without the padding of this batch; None: rows are never padded.
     num_tokens: Callable[[Mapping[str, Any]], list[int] | None] = field(default=lambda kwargs: None)
@@ -64,13 +64,8 @@ TABLE: Mapping[str, DenoiserBlocks] = {
     "FluxTransformer2DModel": DenoiserBlocks(
         lists=("transformer_blocks", "single_transformer_blocks"),
         arguments=_COMMON | {"pooled_projections", "img_ids", "txt_ids", "controlnet_blocks_repeat"},
-        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
     ),
-    "WanTransformer3DModel": DenoiserBlocks(
-        lists=("blocks",),
-        arguments=_COMMON | {"encoder_hidden_states_image"},
-        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
-    ),
+    "WanTransformer3DModel": DenoiserBlocks(lists=("blocks",), arguments=_COMMON | {"encoder_hidden_states_image"}),
     "HunyuanVideoTransformer3DModel": DenoiserBlocks(
         lists=("transformer_blocks", "single_transformer_blocks"),
         arguments=_COMMON | {"encoder_attention_mask", "pooled_projections"},
@@ -78,11 +73,7 @@ TABLE: Mapping[str, DenoiserBlocks] = {
             {"hidden_states", "encoder_hidden_states", "temb", "attention_mask", "token_replace_emb"}
         ),
     ),
-    "SD3Transformer2DModel": DenoiserBlocks(
-        lists=("transformer_blocks",),
-        arguments=_COMMON | {"pooled_projections"},
-        row_arguments=frozenset({"hidden_states", "encoder_hidden_states", "temb"}),
-    ),
+    "SD3Transformer2DModel": DenoiserBlocks(lists=("transformer_blocks",), arguments=_COMMON | {"pooled_projections"}),
     # Not cached with siglip_feats and image_noise_mask: images as conditions (Z-Image-Omni).
     "ZImageTransformer2DModel": DenoiserBlocks(
         lists=("layers",),
@@ -120,32 +111,25 @@ def find_blocks(module: nn.Module) -> FoundBlocks | None:
     devices (each of which would decide for itself), or compilation of the whole forward (which inlines the blocks).
     Blocks that are compiled one by one are supported.
     """
-    kind = type(module)
-    denoiser = TABLE.get(kind.__name__) if kind.__module__.startswith("diffusers.") else None
-    if denoiser is None:
+    denoiser = TABLE.get(type(module).__name__)
+    if denoiser is None or not type(module).__module__.startswith("diffusers.") or _is_modified(module):
         return None
+    from diffusers.hooks._helpers import TransformerBlockRegistry
+
     blocks = [block for name in denoiser.lists for block in getattr(module, name)]
-    is_modified = (
-        getattr(module, "is_cache_enabled", False)  # the classes without CacheMixin have no such attribute
-        or module._parallel_config is not None
-        or module._compiled_call_impl is not None
-        or any(_hook_names(part) - HARMLESS_HOOKS for part in module.modules())
-    )
     kinds = {type(block) for block in blocks}
-    indices = {_hidden_index(kind) for kind in kinds}
-    if is_modified or len(blocks) < 2 or len(indices) > 1:
+    indices = {TransformerBlockRegistry.get(kind).return_hidden_states_index for kind in kinds}
+    if len(blocks) < 2 or len(indices) > 1:
         return None
     parameters = {kind: tuple(inspect.signature(kind.forward).parameters)[1:] for kind in kinds}
     return FoundBlocks(denoiser, indices.pop(), parameters)
 
 
-def _hook_names(module: nn.Module) -> set[str]:
-    registry = getattr(module, "_diffusers_hook", None)
-    return set() if registry is None else set(registry.hooks)
-
-
-def _hidden_index(kind: type) -> int:
-    from diffusers.hooks._helpers import TransformerBlockRegistry
-
-    index: int = TransformerBlockRegistry.get(kind).return_hidden_states_index
-    return index
+def _is_modified(module: Any) -> bool:
+    registries = [getattr(part, "_diffusers_hook", None) for part in module.modules()]
+    return (
+        getattr(module, "is_cache_enabled", False)  # the classes without CacheMixin have no such attribute
+        or module._parallel_config is not None
+        or module._compiled_call_impl is not None
+        or any(registry is not None and registry.hooks.keys() - HARMLESS_HOOKS for registry in registries)
+    )

@@ -23,9 +23,7 @@ from torch import nn
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 
-NEEDED_BY = "a diffusion stage"
-# Decoders, which pipelines call by this method.
-METHODS = {"vae": "decode", "audio_vae": "decode", "video_vae": "decode", "vqvae": "decode"}
+DECODERS = ("vae", "audio_vae", "video_vae", "vqvae")  # pipelines call their method decode
 
 
 class PipelineCancelled(BaseException):
@@ -66,7 +64,7 @@ class ModuleProxy:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if name != METHODS.get(self._component):
+        if name != "decode" or self._component not in DECODERS:
             return value
 
         @functools.wraps(value)  # pipelines read its signature
@@ -167,7 +165,7 @@ class SuspendedCall:
         self.progress = StepCounter()
         self.arguments = dict(arguments)  # of the pipeline's call; more may be added until it starts
         self._copies = copies
-        self._greenlets = import_greenlet(NEEDED_BY)
+        self._greenlets = import_greenlet("a diffusion stage")
         self._greenlet: Any = None
 
     def resume(self, value: Any = None) -> PendingCall | None:
