@@ -13,10 +13,9 @@ from enum import Enum
 from vllm_omni.config.budgets import EPDConfig
 from vllm_omni.epd.budget import Budgets
 from vllm_omni.epd.deadlines import Deadlines
-from vllm_omni.epd.encode_tasks import EncodeTasks
 from vllm_omni.epd.engine_request import ImageCache, ImageRelay, Request, TransferReport
 from vllm_omni.epd.image_needs import ImageNeeds
-from vllm_omni.epd.image_pulls import ImagePulls
+from vllm_omni.epd.image_transfers import EncodeTasks, ImagePulls
 from vllm_omni.epd.iterations import Iteration
 from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import EncodeItem, EncodeReport

@@ -28,7 +28,7 @@ class StoredImage:
     payload: Payload
     num_bytes: int
     stored_at: float
-    num_users: int = 0  # requests that may still read the embeddings
+    num_users: int = 1  # requests that may still read the embeddings
     is_kept: bool = False
 
 
@@ -80,7 +80,7 @@ class ImageStore:
     def put(self, identifier: str, source: str, packed: bytes, payload: Payload) -> StoredImage:
         """Take over an image's lease for a request, which must call ``give_back``; keep the image if there is room."""
         num_bytes = sum(math.prod(ref.shape) * DTYPES[ref.dtype].itemsize for ref in payload.tensors.values())
-        image = StoredImage(identifier, source, packed, payload, num_bytes, self._clock(), num_users=1)
+        image = StoredImage(identifier, source, packed, payload, num_bytes, self._clock())
         if num_bytes <= self._max_bytes and identifier not in self._images:
             self._make_room(source, num_bytes)
             self._images[identifier] = image

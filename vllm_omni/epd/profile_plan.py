@@ -94,8 +94,8 @@ class ProfilePlan:
     def finish(self, budgets: SloBudgets, tpot_s: float, now: float) -> SloBudgets:
         """Give the measured costs to new budgets, and log what follows at this TPOT; the rest is learned later."""
         try:
-            if (cost := self._fit()) is not None:
-                budgets.set_cost(cost)
+            if any(not sample.num_embeds for sample in self.log.samples):  # else the language model is unknown
+                budgets.set_cost(CostModel.fit(medians(self.log.samples)))
         except Exception:  # whatever was measured, the engine must serve
             logger.warning("epd: no cost model fits the measurements", exc_info=True)
         budgets.num_layers_of_batch = self.log.num_layers_of_batch
@@ -103,11 +103,6 @@ class ProfilePlan:
             budgets.continue_learning(self.log)
         self._report(budgets, tpot_s, now)
         return budgets
-
-    def _fit(self) -> CostModel | None:
-        if not any(not sample.num_embeds for sample in self.log.samples):
-            return None  # nothing is known of the language model
-        return CostModel.fit(medians(self.log.samples))
 
     def _report(self, budgets: SloBudgets, tpot_s: float, now: float) -> None:
         """Log the budgets, and the costs in the form that a configuration takes."""

@@ -55,11 +55,7 @@ class GenerationModel(nn.Module):
         If it raises with several, each is tried alone, and those that raise again fail.
         """
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a generation stage has no token steps")
-
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a generation stage has no token steps")
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        raise AssertionError("a generation stage has no token steps")
+    embed_input_ids = compute_logits = forward

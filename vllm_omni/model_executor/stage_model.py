@@ -57,7 +57,6 @@ class ConsumesPayload(Protocol):
         Args:
             payloads: in order; their tensors are read-only, and valid during this call.
         """
-        ...
 
     def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
         """Add rows that follow those of the payloads, before the step that needs them.
@@ -66,7 +65,6 @@ class ConsumesPayload(Protocol):
             rows: [n, size], host, owned by the callee; None or no rows if only the end is reported.
             last: no rows follow. Set once for each request, also without a stream.
         """
-        ...
 
     def preprocess(self, step: Sequence[StepRequest], input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
         """Combine the previous stage's rows with this step's embeddings, in place.
@@ -76,7 +74,6 @@ class ConsumesPayload(Protocol):
             input_ids: [num_tokens], device.
             inputs_embeds: [num_tokens, embedding_size], device; ``embed_input_ids(input_ids)`` on entry.
         """
-        ...
 
 
 @runtime_checkable
@@ -90,7 +87,6 @@ class PublishesRows(Protocol):
             input_ids: [num_tokens], device.
             hidden_states: [num_tokens, hidden_size], what ``forward`` returned.
         """
-        ...
 
 
 @runtime_checkable
@@ -99,7 +95,6 @@ class HasOwnPositions(Protocol):
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
         """Positions of the prompt, int64 [3, num_prompt_tokens], and the delta of those that follow."""
-        ...
 
 
 def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:

@@ -33,8 +33,7 @@ from vllm_omni.model_executor.stage_model import (
     StepRequest,
 )
 from vllm_omni.relay.hub import process_hub
-from vllm_omni.worker.sliced_encoder import Slice, SlicedEncoder
-from vllm_omni.worker.threaded_encoder import ThreadedEncoder
+from vllm_omni.worker.encoders import Slice, SlicedEncoder, ThreadedEncoder
 
 logger = logging.getLogger(__name__)
 

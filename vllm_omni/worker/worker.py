@@ -16,7 +16,7 @@ from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.vllm_patches import torch_kernels_for_encoders
 from vllm_omni.worker.ar_runner import ARModelRunner
-from vllm_omni.worker.threaded_encoder import ThreadedEncoder
+from vllm_omni.worker.encoders import ThreadedEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

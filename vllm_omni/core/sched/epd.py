@@ -23,7 +23,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue, SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -36,20 +36,14 @@ from vllm_omni.epd.budget import Budgets, SloBudgets, make_budgets
 from vllm_omni.epd.cost import LanguageLoad
 from vllm_omni.epd.deadlines import Deadlines
 from vllm_omni.epd.encode_planner import EncodePacing, EncodePlanner
-from vllm_omni.epd.encode_tasks import EncodeTasks
 from vllm_omni.epd.image_needs import ImageNeeds
-from vllm_omni.epd.image_pulls import ImagePulls
+from vllm_omni.epd.image_transfers import EncodeTasks, ImagePulls
 from vllm_omni.epd.iterations import Iterations, load_of_decodes, load_of_step
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.kv.ec_connector import RelayECConnector, RelayECReport
 from vllm_omni.messages.epd_step import EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.failure import Failure
 from vllm_omni.messages.images import EncodeItem, EncodeReport
-
-_UNSUPPORTED = (
-    f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder cache manager, "
-    "and an instance that only encodes needs RelayECConnector for budgets"
-)
 
 
 class EPDScheduler(StreamScheduler):
@@ -90,10 +84,12 @@ class EPDScheduler(StreamScheduler):
         self._encodes_in_thread = encodes_in_thread(self.vllm_config)
         self.pacing = EncodePacing(self.epd, self.deadlines, is_threaded=self._encodes_in_thread)
         if self.epd.is_on or self.relay_ec is not None:
-            if self.is_encoder_decoder or type(self.encoder_cache_manager) is not EncoderCacheManager:
-                raise ConfigError(_UNSUPPORTED)
-            if self.is_mm_encoder_only and self.relay_ec is None:
-                raise ConfigError(_UNSUPPORTED)
+            has_own_cache = type(self.encoder_cache_manager) is not EncoderCacheManager
+            if self.is_encoder_decoder or has_own_cache or (self.is_mm_encoder_only and self.relay_ec is None):
+                raise ConfigError(
+                    f"{EPD_CONFIG}: budgets and RelayECConnector are for decoder-only models with vLLM's own encoder "
+                    "cache manager, and an instance that only encodes needs RelayECConnector for budgets"
+                )
             self.turn_on(self.encoder_cache_manager.cache_size)
             num_kv_tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size  # vLLM reserves one block
             self.profile = make_profile(self.vllm_config, self.epd, num_kv_tokens, self.hash_block_size)
@@ -184,7 +180,9 @@ class EPDScheduler(StreamScheduler):
         return True
 
     def _add_unqueued(self, request: Request) -> None:
-        unqueued.add(self, request)
+        self.requests[request.request_id] = request
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
         self.timelines.note_queued(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:

@@ -130,10 +130,9 @@ def make_profile(
     vllm_config: VllmConfig, config: EPDConfig, num_kv_tokens: int, hash_block_size: int
 ) -> Profile | None:
     """The profile with which an engine starts; None: its costs are known, or learned while it runs."""
+    is_unknown = config.tpot_ms is not None and config.cost is None and bool(config.profile_s)
     # Engines of a data-parallel group step together: none of them may start by itself.
     is_alone = vllm_config.parallel_config.data_parallel_size == 1
-    if config.tpot_ms is None or config.cost is not None or not config.profile_s:
-        return None
-    if not is_alone or vllm_config.is_mm_encoder_only:
+    if not is_unknown or not is_alone or vllm_config.is_mm_encoder_only:
         return None
     return Profile(vllm_config, config.profile_s, num_kv_tokens, hash_block_size)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.errors import InvalidRequest
@@ -33,17 +33,9 @@ def read_params(request: Request, relay_ec: RelayECConnector | None, *, only_enc
         return ECParams()  # vLLM warns about others
     if params.encode_only and not relay_ec.is_producer:
         raise InvalidRequest("ec_transfer_params: encode_only, and this instance is a consumer (ec_role)")
-    if only_encodes and request.ec_transfer_params is None:
-        raise InvalidRequest("this instance only encodes; give ec_transfer_params = {'encode_only': True}")
     if only_encodes and not params.encode_only:
-        raise InvalidRequest("ec_transfer_params: this instance only encodes; give encode_only")
+        raise InvalidRequest("this instance only encodes; give ec_transfer_params = {'encode_only': True}")
     return params if params.encode_only or relay_ec.is_consumer else ECParams()
-
-
-def add(scheduler: Scheduler, request: Request) -> None:
-    scheduler.requests[request.request_id] = request
-    if scheduler.log_stats:
-        request.record_event(EngineCoreEventType.QUEUED)
 
 
 def fail(scheduler: Scheduler, failures: Iterable[tuple[str, Failure]]) -> list[tuple[int, EngineCoreOutput]]:

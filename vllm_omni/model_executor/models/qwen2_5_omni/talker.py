@@ -187,21 +187,14 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         """Put the thinker's rows at prompt positions (the last two add a codec embedding); add the tail to decodes."""
         rows, indices = [], []
         for info, start, num_tokens, offset in step:
-            tail_start = start + num_tokens - info.num_prompt_tokens
-            if start < info.num_prompt_tokens:
-                prompt = info.state["prompt"][start : start + num_tokens]
+            prompt, tail = info.state["prompt"][start : start + num_tokens], info.state["tail"]
+            if len(prompt):
                 num_thinker = min(max(info.num_prompt_tokens - 2 - start, 0), len(prompt))
                 # Rows of the thinker's prompt replace the embedding of the mask token; the others are added to theirs.
                 inputs_embeds[offset : offset + num_thinker] = 0
                 inputs_embeds[offset : offset + len(prompt)] += prompt
-                num_decode, first = max(tail_start, 0), offset + len(prompt)
-            else:
-                num_decode, first = num_tokens, offset
-            # A preempted request computes several of its codes again in one step.
-            for k in range(num_decode):
-                tail = info.state["tail"]
-                t = first + k - offset + start - info.num_prompt_tokens
-                rows.append(tail[min(t, len(tail) - 1)])
-                indices.append(first + k)
+            for k in range(len(prompt), num_tokens):  # several, if a preempted request computes its codes again
+                rows.append(tail[min(start + k - info.num_prompt_tokens, len(tail) - 1)])
+                indices.append(offset + k)
         if rows:
             inputs_embeds[indices] += torch.stack(rows)

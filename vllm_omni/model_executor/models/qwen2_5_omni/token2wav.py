@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, Qwen2_5OmniToken2WavConfig, Qwen2_5OmniToken2WavModel
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
-    RungeKutta4ODESolver,
-)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver
 from vllm.config import VllmConfig
 
 from vllm_omni.model_executor.generation_model import GenerationConfig, GenerationModel

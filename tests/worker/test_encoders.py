@@ -1,11 +1,12 @@
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from vllm_omni.worker.sliced_encoder import SlicedEncoder
+from vllm_omni.worker.encoders import SlicedEncoder, ThreadedEncoder
 
 NUM_LAYERS = 6
 
@@ -221,3 +222,56 @@ def test_the_forward_is_the_callers_thread(encoder: SlicedEncoder) -> None:
     encoder.start(lambda: threads.append(threading.current_thread()))
     encoder.resume(None)
     assert threads == [threading.current_thread()]
+
+
+@pytest.fixture
+def threaded() -> Iterator[ThreadedEncoder]:
+    threaded = ThreadedEncoder()
+    yield threaded
+    threaded.close()
+
+
+def wait_for(threaded: ThreadedEncoder) -> None:
+    deadline = time.monotonic() + 10
+    while not threaded.poll().has_ended:
+        assert time.monotonic() < deadline
+
+
+def test_a_forward_ends_by_itself_and_needs_no_gradients(threaded: ThreadedEncoder) -> None:
+    results: list[torch.Tensor] = []
+    for number in range(2):
+        threaded.start(lambda: results.append(torch.ones(2)))
+        wait_for(threaded)
+        assert not threaded.is_running and len(results) == number + 1
+    assert results[0].is_inference()
+
+
+def test_the_caller_continues_while_it_runs(threaded: ThreadedEncoder) -> None:
+    goes_on = threading.Event()
+    threaded.start(lambda: goes_on.wait(10) and None)
+    assert not threaded.poll().has_ended
+    goes_on.set()
+    wait_for(threaded)
+
+
+def test_what_a_forward_raises_comes_out_where_its_end_is_asked_for(threaded: ThreadedEncoder) -> None:
+    threaded.start(lambda: torch.zeros(2) @ torch.zeros(3) and None)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        wait_for(threaded)
+    assert not threaded.is_running
+
+
+def test_given_up_it_is_waited_for_and_forgotten(threaded: ThreadedEncoder) -> None:
+    ended: list[bool] = []
+    threaded.start(lambda: ended.append(True))
+    threaded.cancel()
+    assert ended and not threaded.is_running
+
+
+def test_closed_it_leaves_no_thread() -> None:
+    threaded = ThreadedEncoder()
+    threads: list[threading.Thread] = []
+    threaded.start(lambda: threads.append(threading.current_thread()))
+    wait_for(threaded)
+    threaded.close()
+    assert not threads[0].is_alive()
