@@ -40,10 +40,10 @@ def make_scheduler(vllm_config: VllmConfig, *, max_num_seqs: int = 16, **section
     )
 
 
-def make_request(request_id: str, **params: Any) -> Request:
+def make_request(request_id: str, *, priority: int = 0, **params: Any) -> Request:
     args = {STAGE_ARGS: {DIFFUSION: {"prompt": "a prompt", "images": [], "params": params}}}
     sampling_params = SamplingParams(max_tokens=1, extra_args=args)
-    return Request(request_id=request_id, prompt_token_ids=[0], sampling_params=sampling_params, pooling_params=None)
+    return Request(request_id, [0], sampling_params, None, priority=priority)
 
 
 class Runner:
@@ -338,6 +338,46 @@ def test_a_shape_without_a_seat_gets_the_next_one(generation_vllm_config: VllmCo
     scheduler.add_request(make_request("small", height=32))
     runner = Runner({"a": 4, "b": 9, "c": 9, "d": 9, "small": 1})
     assert run(scheduler, runner, 6) == [["a", "b"]] * 4 + [["small"], ["b", "c"]]
+
+
+# -- priorities -------------------------------------------------------------------------------------------------------
+
+
+def test_a_free_slot_goes_to_the_most_urgent_request(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, max_num_seqs=1)
+    for name in "abc":
+        scheduler.add_request(make_request(name))
+    scheduler.add_request(make_request("urgent", priority=-1))
+    assert run(scheduler, Runner({"a": 1, "b": 1, "c": 1, "urgent": 1})) == [["urgent"], ["a"], ["b"], ["c"]]
+
+
+def test_an_urgent_request_is_in_every_batch(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, max_rows=2)
+    for name in "abc":
+        scheduler.add_request(make_request(name, priority=5))
+    runner = Runner(dict.fromkeys(["a", "b", "c", "urgent"], 2))
+    batches = run(scheduler, runner, 1)
+    scheduler.add_request(make_request("urgent", priority=1))
+    batches += run(scheduler, runner)
+    assert batches == [["a", "b"], ["urgent", "a"], ["urgent", "b"], ["c"], ["c"]]
+
+
+def test_the_shape_of_an_urgent_request_does_not_yield_to_those_that_wait(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, max_wait_batches=1)
+    scheduler.add_request(make_request("large", height=64))
+    scheduler.add_request(make_request("small", height=32, priority=-1))
+    scheduler.add_request(make_request("tiny", height=16, priority=-1))
+    batches = run(scheduler, Runner({"large": 2, "small": 2, "tiny": 2}))
+    assert [batch[0] for batch in batches] == ["small", "tiny", "small", "tiny", "large", "large"]
+
+
+def test_an_urgent_request_without_a_slot_holds_up_no_shape(generation_vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(generation_vllm_config, max_num_seqs=1)
+    scheduler.add_request(make_request("a", height=64))
+    runner = Runner({"a": 3, "urgent": 1})
+    batches = run(scheduler, runner, 1)
+    scheduler.add_request(make_request("urgent", height=32, priority=-1))
+    assert batches + run(scheduler, runner) == [["a"], ["a"], ["a"], ["urgent"]]
 
 
 # -- the denoiser's cache ---------------------------------------------------------------------------------------------

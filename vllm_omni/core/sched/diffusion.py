@@ -41,9 +41,10 @@ class _Job:
 class DiffusionScheduler(GenerationScheduler):
     """Each step has requests of one shape, which their runner puts into as few calls of the denoiser as it can.
 
-    Within a shape the oldest come first. A request that does not fit beside them is passed over for younger ones that
-    do; the requests before it end, so it does not starve. Between shapes, that of the oldest request is served, unless
-    another shape would otherwise wait for more than ``max_wait_batches`` batches.
+    The lowest ``priority`` comes first, and within one priority the oldest. A request that does not fit beside those
+    before it is passed over for others that do; the requests before it end, so it does not starve. Between shapes with
+    a request of the lowest priority, that of the oldest is served, unless another would otherwise wait for more than
+    ``max_wait_batches`` batches.
 
     A request that has started keeps its slot (one of ``max_num_seqs``) until it ends: its intermediate results are in
     the runner, and nothing is computed twice. A shape whose requests have no slot is served once one is free.
@@ -91,14 +92,18 @@ class DiffusionScheduler(GenerationScheduler):
             return []
         if self.pause_state is PauseState.PAUSED_NEW:
             num_slots = 0
-        by_shape: dict[Shape, list[_Job]] = {}  # the shape of the oldest request first
-        for job in self.jobs.values():
+        by_shape: dict[Shape, list[_Job]] = {}  # the shape of the most urgent request first
+        for job in sorted(self.jobs.values(), key=lambda job: job.request.priority):  # stable: the oldest first
             by_shape.setdefault(job.shape, []).append(job)
-        shapes = [shape for shape, jobs in by_shape.items() if num_slots or any(job.is_running for job in jobs)]
+        urgency: dict[Shape, int] = {}  # of the shapes of which a request can run
+        for shape, jobs in by_shape.items():
+            if priorities := [job.request.priority for job in jobs if num_slots or job.is_running]:
+                urgency[shape] = min(priorities)
         self.waits = {shape: self.waits.get(shape, 0) for shape in by_shape}
-        if not shapes:
+        if not urgency:
             return []
-        chosen = self._choose_shape(shapes)
+        most = min(urgency.values())
+        chosen = self._choose_shape([shape for shape in urgency if urgency[shape] == most])
         for shape in by_shape:
             self.waits[shape] += 1
         self.waits[chosen] = 0

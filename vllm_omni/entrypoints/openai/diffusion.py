@@ -102,7 +102,9 @@ class DiffusionServing:
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
         media = {"multi_modal_data": {"image": list(images)}} if images else {}
         try:
-            outputs = self._omni.generate({"prompt": prompt, **media}, fields.params(), request_id)
+            outputs = self._omni.generate(
+                {"prompt": prompt, **media}, fields.params(), request_id, priority=fields.priority
+            )
             async with aclosing(outputs):
                 async for output in outputs:
                     if "images" in output.multimodal_output or output.preview is not None:

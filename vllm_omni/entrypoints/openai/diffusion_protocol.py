@@ -27,6 +27,7 @@ class DiffusionFields(BaseModel):
     true_cfg_scale: float | None = None
     seed: int | None = None
     cache_threshold: float | None = None
+    priority: int = Field(default=0, description="Requests with a lower value start and run before others.")
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."
     )
