@@ -22,7 +22,7 @@ from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
-from vllm_omni.entrypoints.stage_params import ParamsList, RequestDefaults, StageParamsResolver
+from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
 from vllm_omni.errors import InvalidRequest, StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.names import suggest
@@ -49,6 +49,8 @@ class AsyncOmni(StageAdmin):
         StageFailed: a stage did not start; nothing is left running.
     """
 
+    is_stopped = False  # after ``shutdown`` it is
+
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
@@ -72,7 +74,6 @@ class AsyncOmni(StageAdmin):
         self.config = find_config(model, config, stage_configs, changes)
         self.orchestrator = Orchestrator(self.config, log_stats=log_stats)
         self.orchestrator.start()
-        self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the requests, after the first
         # The first stage reads the user's prompt, so it answers what vLLM's server asks of an engine. These objects
         # outlive the stage's engine when that is restarted.
@@ -99,7 +100,7 @@ class AsyncOmni(StageAdmin):
         lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        defaults: RequestDefaults | None = None,
+        stage_params: Mapping[str, Mapping[str, Any]] | None = None,
         **engine_kwargs: Any,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request: deltas of every modality as they come; the last output has ``finished``.
@@ -115,7 +116,7 @@ class AsyncOmni(StageAdmin):
             modalities: modalities of the output: "text", "audio"; and "codec_ids" for the codes. All by default.
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
-            defaults: for arguments that are not given; its stage parameters win over ``sampling_params``.
+            stage_params: stage -> fields that win over ``sampling_params``; checked by ``params.check_overrides``.
             engine_kwargs: other arguments of ``EngineClient.generate``, for the first stage.
 
         Raises:
@@ -124,16 +125,14 @@ class AsyncOmni(StageAdmin):
             StageFailed: a stage failed it.
         """
         self._loop = asyncio.get_running_loop()
-        defaults = defaults or RequestDefaults()
         _check_arguments(priority, modalities, engine_kwargs)
-        params = self.params.resolve(sampling_params, defaults.stage_params)
-        modalities = defaults.modalities if modalities is None else modalities
+        params = self.params.resolve(sampling_params, stage_params)
         outputs = self.orchestrator.generate(
             prompt,
             params,
             request_id or uuid4().hex,
             modalities=tuple(self.orchestrator.pipeline.modalities) if modalities is None else modalities,
-            options=_speaker_option(defaults.speaker if speaker is None else speaker),
+            options=_speaker_option(speaker),
             lora_request=lora_request,
             priority=priority,
             trace_headers=trace_headers,
@@ -217,23 +216,6 @@ class AsyncOmni(StageAdmin):
         max_num_tokens = min(model.max_model_len for model in models) - 2
         return await tokenize_speech_prompt(self.renderer, pipeline.speech_prompt(text, instructions), max_num_tokens)
 
-    def request_defaults(
-        self, *, modalities: Sequence[str] | None = None, speaker: str | None = None, stage_params: ParamsList = None
-    ) -> RequestDefaults:
-        """Check defaults for ``generate``.
-
-        Args:
-            stage_params: fields that win over those of a request, of the stages by position or by name.
-
-        Raises:
-            InvalidRequest: an unknown modality, speaker, stage or parameter; a wrong value.
-        """
-        if modalities is not None:
-            self.orchestrator.outputs_of(modalities)
-        self.orchestrator.pipeline.validate(_speaker_option(speaker))
-        over = self.params.check_overrides(stage_params)
-        return RequestDefaults(None if modalities is None else tuple(modalities), speaker, over)
-
     @property
     def is_diffusion(self) -> bool:
         """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
@@ -258,11 +240,7 @@ class AsyncOmni(StageAdmin):
     @property
     def is_running(self) -> bool:
         """False after a shutdown, and after the first stage has died too often: vLLM's server then ends."""
-        return not self._is_stopped and self._entry_node.current_status().state is not StageState.FAILED
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
+        return not self.is_stopped and self._entry_node.current_status().state is not StageState.FAILED
 
     @property
     def errored(self) -> bool:
@@ -291,13 +269,14 @@ class AsyncOmni(StageAdmin):
             raise InvalidRequest(f"unknown stage {stage!r}: {suggest(stage, self.config.stage_names)}")
         self.orchestrator.check_health(None if stage is None else [stage])
 
-    def check_available(self, modalities: Sequence[str]) -> None:
+    def check_available(self, modalities: Sequence[str], speaker: str | None = None) -> None:
         """Check, before a reply starts, that the stages which produce these modalities are up.
 
         Raises:
             StageUnavailable: one of them is not.
-            InvalidRequest: an unknown modality.
+            InvalidRequest: an unknown modality or speaker.
         """
+        self.orchestrator.pipeline.validate(_speaker_option(speaker))
         outputs = self.orchestrator.outputs_of(modalities)
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
 
@@ -321,8 +300,8 @@ class AsyncOmni(StageAdmin):
         Called from a thread without the requests' event loop, as vLLM's server does, it aborts them first; in their own
         thread, await ``aclose`` instead.
         """
-        loop, was_stopped = self._loop, self._is_stopped
-        self._is_stopped = True
+        loop, was_stopped = self._loop, self.is_stopped
+        self.is_stopped = True
         if not was_stopped and loop is not None and loop.is_running() and loop is not _running_loop():
             aborted = asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop)
             try:

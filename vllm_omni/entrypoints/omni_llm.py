@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from os import PathLike
 from typing import Any
 
@@ -95,14 +96,14 @@ class OmniLLM:
         """
         if isinstance(prompts, Iterator):
             prompts = list(prompts)
-        prompts = list(prompts) if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
+        is_list = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))  # token ids
+        prompts = list(prompts) if is_list else [prompts]
         is_each = self.engine.is_diffusion and isinstance(sampling_params_list, list | tuple)
         params = _for_each(prompts, "parameters", sampling_params_list, is_each)
         loras = _for_each(prompts, "lora_request", lora_request, isinstance(lora_request, Sequence))
         priorities = _for_each(prompts, "priority", 0 if priority is None else priority, isinstance(priority, Sequence))
-        defaults = None
-        if self.engine.is_diffusion and use_tqdm:
-            defaults = self.engine.request_defaults(stage_params={"progress": True})
+        names, has_steps = self.engine.config.stage_names, self.engine.is_diffusion and use_tqdm
+        progress = _StepProgress(len(prompts)) if has_steps else _Progress(names, len(prompts), use_tqdm)
         streams = (  # each is made when the loop runs
             self.engine.generate(
                 prompt,
@@ -111,17 +112,12 @@ class OmniLLM:
                 speaker=speaker,
                 lora_request=lora,
                 priority=one_priority,
-                defaults=defaults,
+                stage_params={names[0]: {"progress": True}} if has_steps else None,
             )
             for prompt, one_params, lora, one_priority in zip(prompts, params, loras, priorities, strict=True)
         )
-        with self._make_progress(len(prompts), use_tqdm) as progress:
+        with closing(progress):
             return self._collect_all(streams, progress.update)
-
-    def _make_progress(self, num_requests: int, use_tqdm: bool) -> _Progress:
-        if self.engine.is_diffusion and use_tqdm:
-            return _StepProgress(num_requests)
-        return _Progress(self.engine.config.stage_names, num_requests, use_tqdm)
 
     def chat(
         self,
@@ -168,15 +164,12 @@ class OmniLLM:
 
         Other arguments and errors: ``AsyncOmni.speak``.
         """
-        texts = [texts] if isinstance(texts, str) else texts
-
-        streams = [
+        return self._collect_all(
             self.engine.speak(
                 text, sampling_params_list, instructions=instructions, modalities=modalities, speaker=speaker
             )
-            for text in texts
-        ]
-        return self._collect_all(streams)
+            for text in ([texts] if isinstance(texts, str) else texts)
+        )
 
     async def _render(
         self, conversations: list[Any], params: ChatParams, mm_processor_kwargs: Mapping[str, Any] | None
@@ -270,10 +263,6 @@ def _for_each(prompts: Sequence[Any], name: str, value: Any, is_each: bool) -> S
     return values
 
 
-def _is_token_ids(prompts: Sequence[Any]) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int)
-
-
 class _Progress:
     """A bar over requests, with the number of finished requests per stage."""
 
@@ -282,10 +271,7 @@ class _Progress:
         self._bar = tqdm(total=total, desc="requests", disable=not enabled, dynamic_ncols=True)
         self._seen: dict[str, set[str]] = {}
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def update(self, output: OmniRequestOutput) -> None:

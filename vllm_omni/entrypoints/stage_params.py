@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,15 +21,6 @@ StageParams: TypeAlias = SamplingParams | DiffusionParams | Mapping[str, Any] | 
 
 ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, StageParams]
 """Parameters of one request: of the first stage; of the stages by position; or by name."""
-
-
-@dataclass(frozen=True)
-class RequestDefaults:
-    """Arguments of ``AsyncOmni.generate`` for a caller that knows the arguments of ``EngineClient.generate`` alone."""
-
-    modalities: tuple[str, ...] | None = None  # None: every modality of the model
-    speaker: str | None = None
-    stage_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # stage -> fields that win over its own
 
 
 class StageParamsResolver:

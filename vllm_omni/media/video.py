@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import av
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -59,12 +58,12 @@ def encode_video(
     frames = to_pixels(frames)
     if video_format.codec == "gif":
         return _encode_gif(frames, fps)
-    frames = _make_even(frames)
+    pixels = np.pad(frames.numpy(), [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)], "edge")
     file = io.BytesIO()
     with av.open(file, "w", format=video_format.container, options=dict(CONTAINER_OPTIONS)) as container:
         stream = container.add_stream(video_format.codec, rate=fps, options=dict(video_format.options))
         assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width = frames.shape[1:3]
+        stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"  # supported by every player
         stream.codec_context.thread_count = 1  # the bytes must not depend on the machine
         sound: av.AudioStream | None = None
@@ -75,8 +74,8 @@ def encode_video(
             assert isinstance(added, av.AudioStream)
             sound = added
             sound.layout = "mono" if len(audio) == 1 else "stereo"
-        for index, pixels in enumerate(frames.numpy()):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+        for index, picture in enumerate(pixels):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
             frame.pts, frame.time_base = index, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
@@ -104,11 +103,3 @@ def _encode_gif(frames: Tensor, fps: int) -> bytes:
     duration_ms = max(round(100 / fps), 2) * 10  # players do not honour less than 20 ms
     first.save(file, "GIF", save_all=True, append_images=rest, duration=duration_ms, loop=0)
     return file.getvalue()
-
-
-def _make_even(frames: Tensor) -> Tensor:
-    if frames.shape[1] % 2:
-        frames = torch.cat([frames, frames[:, -1:]], dim=1)
-    if frames.shape[2] % 2:
-        frames = torch.cat([frames, frames[:, :, -1:]], dim=2)
-    return frames

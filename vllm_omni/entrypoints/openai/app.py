@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.chat import EngineWithDefaults, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
@@ -36,11 +36,16 @@ from vllm_omni.entrypoints.openai.protocol import (
     SpeechRequest,
 )
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.entrypoints.stage_params import RequestDefaults
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, Overloaded, StageFailed, StageUnavailable
 
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
+
+HTTP_ARGS = (
+    "enable_ssl_refresh host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
+    "h11_max_incomplete_event_size h11_max_header_count".split()
+)
+"""Flags that vLLM's HTTP server takes under the same names."""
 
 
 def answers(*media_types: str) -> dict[int | str, dict[str, Any]]:
@@ -151,19 +156,10 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
     stopped = await serve_http(
         app,
         sock=sock,
-        enable_ssl_refresh=args.enable_ssl_refresh,
-        host=args.host,
-        port=args.port,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        ssl_ciphers=args.ssl_ciphers,
-        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-        h11_max_header_count=args.h11_max_header_count,
+        **{name: getattr(args, name) for name in HTTP_ARGS},
         **more,
     )
     # The server ends by itself when the first stage has died too often; by a signal, it has ended the stages by now.
@@ -186,8 +182,8 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     _replace_routes(app, common_router)
     _replace_routes(app, router)
     _add_handler(app)
-    # vLLM's own handlers answer in text; the chat handler gets the modalities of each request.
-    text_engine: Any = EngineWithDefaults(omni, RequestDefaults(modalities=("text",)))
+    # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
+    text_engine: Any = EngineWithArguments(omni, modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)

@@ -30,7 +30,6 @@ from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.entrypoints.openai.sse import DONE
-from vllm_omni.entrypoints.stage_params import RequestDefaults
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
@@ -41,15 +40,15 @@ from vllm_omni.vllm_patches import adopt
 logger = logging.getLogger(__name__)
 
 
-class EngineWithDefaults:
-    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds defaults to every request."""
+class EngineWithArguments:
+    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request."""
 
-    def __init__(self, engine: AsyncOmni, defaults: RequestDefaults) -> None:
+    def __init__(self, engine: AsyncOmni, **arguments: Any) -> None:
         self.engine = engine
-        self.defaults = defaults
+        self.arguments = arguments
 
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[OmniRequestOutput, None]:
-        return self.engine.generate(*args, **kwargs, defaults=self.defaults)
+        return self.engine.generate(*args, **{**kwargs, **self.arguments})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -58,7 +57,7 @@ class EngineWithDefaults:
 class OmniServingChat(OpenAIServingChat):
     """vLLM's chat handler, with speech."""
 
-    engine_client: AsyncOmni | EngineWithDefaults  # with the request's defaults, in the copy that serves it
+    engine_client: AsyncOmni | EngineWithArguments  # with those of the request, in the copy that serves it
     omni: AsyncOmni
     audio_metrics: AudioMetrics | None
     timer: MediaTimer  # of the request, in the copy that serves it
@@ -86,16 +85,15 @@ class OmniServingChat(OpenAIServingChat):
         assert isinstance(request, OmniChatCompletionRequest)
         self._check(request)
         modalities = ["text"] if request.modalities is None else request.modalities
-        self.omni.check_available(modalities)
-        defaults = self.omni.request_defaults(
-            modalities=modalities,
-            speaker=request.audio.voice if request.audio else None,
-            stage_params=request.sampling_params_list,
-        )
+        speaker = request.audio.voice if request.audio else None
+        self.omni.check_available(modalities, speaker)
+        stage_params = self.omni.params.check_overrides(request.sampling_params_list)
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.
         serving = copy.copy(self)
         serving.timer = MediaTimer(self.audio_metrics)
-        serving.engine_client = EngineWithDefaults(self.omni, defaults)
+        serving.engine_client = EngineWithArguments(
+            self.omni, modalities=modalities, speaker=speaker, stage_params=stage_params
+        )
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
 
     def _check(self, request: OmniChatCompletionRequest) -> None:

@@ -13,6 +13,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
 
 MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
+DEFAULT_NUM_STEPS = 50  # of most pipelines; one that makes fewer steps sends fewer previews than requested
 
 
 class DiffusionFields(BaseModel):
@@ -63,7 +64,8 @@ class ImageRequest(DiffusionFields):
     def params(self) -> dict[str, Any]:
         values = super().params() | read_size(self.size) | {"num_outputs_per_prompt": self.n}
         if self.partial_images:
-            values["preview_every"] = preview_every(self.num_inference_steps, self.partial_images)
+            num_steps = max(self.num_inference_steps or DEFAULT_NUM_STEPS, 1)
+            values["preview_every"] = max(num_steps // (self.partial_images + 1), 1)  # evenly, before the last step
         return values
 
 
@@ -172,16 +174,6 @@ def read_size(size: str) -> dict[str, int]:
             f"size = {_short(size)}: must be 'auto' or WIDTHxHEIGHT, for example 1024x768", param="size"
         )
     return {"width": int(match[1]), "height": int(match[2])}
-
-
-def preview_every(num_steps: int | None, num_previews: int) -> int:
-    """Steps between previews, so that ``num_previews`` are evenly spread before the last step."""
-    steps = num_steps if num_steps is not None and num_steps > 0 else DEFAULT_NUM_STEPS
-    return max(steps // (num_previews + 1), 1)
-
-
-DEFAULT_NUM_STEPS = 50
-"""Default of most pipelines; one that makes fewer steps sends fewer previews than requested."""
 
 
 def _short(value: object) -> str:

@@ -99,7 +99,7 @@ class OmniServingSpeech:
         assert sample_rate is not None, "a model with audio output has one"
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
         speech = Speech(encoder, sample_rate, timer)
-        usage = _Usage()
+        usage = {"input_tokens": 0, "output_tokens": 0}
         trace_headers = await self._upstream._get_trace_headers(raw_request.headers)
         pieces = self._pieces(self._speak(request, raw_request, trace_headers), speech, usage)
         if not is_stream:
@@ -138,46 +138,29 @@ class OmniServingSpeech:
 
     @staticmethod
     async def _pieces(
-        outputs: AsyncGenerator[OmniRequestOutput, None], speech: Speech, usage: _Usage
+        outputs: AsyncGenerator[OmniRequestOutput, None], speech: Speech, usage: dict[str, int]
     ) -> AsyncGenerator[bytes, None]:
         async with aclosing(outputs):
             async for output in outputs:
-                usage.add(output)
+                usage["input_tokens"] = len(output.prompt_token_ids or ())
+                usage["output_tokens"] += len(output.multimodal_output.get("codec_ids", ()))
                 if data := await speech.encode(output):
                     yield data
         if data := await speech.finish():
             yield data
 
     @staticmethod
-    async def _events(pieces: AsyncGenerator[bytes, None], usage: _Usage) -> AsyncGenerator[str, None]:
+    async def _events(pieces: AsyncGenerator[bytes, None], usage: dict[str, int]) -> AsyncGenerator[str, None]:
         async with aclosing(pieces):
             try:
                 async for piece in pieces:
                     if piece:
                         yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
-                yield event({"type": "speech.audio.done", "usage": usage.as_dict()})
+                yield event({"type": "speech.audio.done", "usage": {**usage, "total_tokens": sum(usage.values())}})
             except Exception as exc:  # the response has started: it ends with the error
                 logger.exception("speech failed while it was streamed")
                 error = BaseServing.create_error_response(exc).error.model_dump()
                 yield event({"type": "speech.audio.error", "error": error})
-
-
-class _Usage:
-    """Counts the tokens of one request."""
-
-    def __init__(self) -> None:
-        self._num_input_tokens = self._num_output_tokens = 0
-
-    def add(self, output: OmniRequestOutput) -> None:
-        self._num_input_tokens = len(output.prompt_token_ids or ())
-        self._num_output_tokens += len(output.multimodal_output.get("codec_ids", ()))
-
-    def as_dict(self) -> dict[str, int]:
-        return {
-            "input_tokens": self._num_input_tokens,
-            "output_tokens": self._num_output_tokens,
-            "total_tokens": self._num_input_tokens + self._num_output_tokens,
-        }
 
 
 def _check(request: SpeechRequest) -> None:
