@@ -555,7 +555,7 @@ def test_a_thread_writes_while_another_reads(pair: Pair) -> None:
         writer.end()
 
     def read() -> None:
-        reader = pair.consumer.read_stream_blocking(writer.ref)
+        reader = asyncio.run(pair.consumer.read_stream(writer.ref))
         while not (reader.has_ended and not reader.num_unread):
             numbers.extend(numbers_of(reader.read_nowait()))
             time.sleep(0.0002)

@@ -7,6 +7,7 @@ all entries of a request. So a page that came late, from the wrong place or to t
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,7 +247,7 @@ class PagedEngine:
         connector.start_load_kv(None)
         connector.wait_for_save()
         if wait:
-            connector.worker.target.wait()
+            concurrent.futures.wait([pull.running for pull in connector.worker.target._pulls.values()], timeout=30)
         results = connector.get_transfer_results(output.finished_req_ids)
         of_connector = KVConnectorOutput(
             finished_sending=results.finished_sending,

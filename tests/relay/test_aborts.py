@@ -275,7 +275,7 @@ class World:
         for stream in self.streams:
             if stream.reader is None:
                 stream.of = self.reader()
-                stream.reader = stream.of.read_stream_blocking(stream.writer.ref, DEADLINE_S)
+                stream.reader = asyncio.run(stream.of.read_stream(stream.writer.ref, timeout_s=DEADLINE_S))
                 return
 
     def write(self) -> None:
@@ -475,7 +475,7 @@ def test_a_stream_between_two_threads_loses_and_doubles_nothing(backend: str) ->
 
     with make_pair(backend) as pair:
         writer = pair.producer.open_stream("request", (1,), torch.int64, credits=8)
-        reader = pair.consumer.read_stream_blocking(writer.ref, DEADLINE_S)
+        reader = asyncio.run(pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S))
         with ThreadPoolExecutor() as pool:
             writing = pool.submit(asyncio.run, write())
             assert asyncio.run(read()) == list(range(num_rows))

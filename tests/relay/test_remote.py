@@ -419,14 +419,14 @@ sys.stdin.read()
 """
 
 CONSUMER = """
-import sys, torch, msgspec
+import asyncio, sys, torch, msgspec
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote import wire
 from vllm_omni.relay.remote.tcp import TcpRelay
 relay = TcpRelay(0)
 ref, stream = msgspec.json.decode(sys.stdin.readline(), type=list[TensorRef])
 relay.get_blocking(ref)
-reader = relay.read_stream_blocking(stream)
+reader = asyncio.run(relay.read_stream(stream))
 print("reading", flush=True)
 sys.stdin.read()
 """

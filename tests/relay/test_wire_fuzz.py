@@ -1,5 +1,6 @@
 """Random and mutated input from the wire is rejected with a relay's error; nothing hangs, crashes or leaks."""
 
+import asyncio
 import contextlib
 import fcntl
 import gc
@@ -171,7 +172,7 @@ def test_any_reference_is_read_or_rejected(pair: Pair, data: st.DataObject) -> N
         returns_in_time(relay.get_nowait, wrong)
         returns_in_time(relay.get_blocking, wrong, SHORT_S)
         if isinstance(relay, Streams):
-            returns_in_time(relay.read_stream_blocking, wrong, SHORT_S)
+            returns_in_time(asyncio.run, relay.read_stream(wrong, timeout_s=SHORT_S))
             returns_in_time(relay.credits_of, wrong)
         returns_in_time(relay.release, wrong)
     pair.producer.abort("request")
@@ -193,7 +194,7 @@ def test_any_reference_to_a_stream_is_read_or_rejected(pair: Pair, data: st.Data
         returns_in_time(relay.get_blocking, wrong, SHORT_S)
         returns_in_time(relay.credits_of, wrong)
         try:
-            reader = relay.read_stream_blocking(wrong, SHORT_S)
+            reader = asyncio.run(relay.read_stream(wrong, timeout_s=SHORT_S))
         except (RelayBroken, RelayTimeout):
             continue
         returns_in_time(reader.read_nowait)
@@ -418,7 +419,7 @@ def test_a_slab_of_random_words_is_read_within_its_bounds(relay: ShmRelay, data:
             ref = producer.refer(1, (num_rows,), "uint8", lease)
             returns_in_time(lambda ref: relay.credits_of(ref)(), ref)
             try:
-                reader = relay.read_stream_blocking(ref, DEADLINE_S)
+                reader = asyncio.run(relay.read_stream(ref, timeout_s=DEADLINE_S))
             except RelayBroken:
                 continue
             returns_in_time(reader.read_nowait)

@@ -14,7 +14,6 @@ From: HydraInfer, section 4.3 (migrate: admission by the target, the pull, the r
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -32,7 +31,7 @@ from torch import Tensor
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError, RelayTimeout
 from vllm_omni.kv.pages import CacheFormat, HeadRun, PagedCaches, match_heads
 from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
-from vllm_omni.relay.base import TIMEOUT_S, Clock
+from vllm_omni.relay.base import TIMEOUT_S
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.relay.slab import CHUNK_BYTES
 
@@ -255,11 +254,10 @@ class PageTarget:
         rank: this target's tensor-parallel rank.
     """
 
-    def __init__(self, hub: RelayHub, caches: PagedCaches, rank: int = 0, *, clock: Clock = time.monotonic):
+    def __init__(self, hub: RelayHub, caches: PagedCaches, rank: int):
         self._hub = hub
         self._caches = caches
         self._rank = rank
-        self._clock = clock
         self._pulls: dict[str, _Pull] = {}
         self._lock = threading.Lock()
         self._done: dict[str, bool] = {}  # request -> whether all its pages were pulled
@@ -271,16 +269,6 @@ class PageTarget:
         """Start to pull a request's pages."""
         pull = self._pulls[load.request_id] = _Pull(load)
         pull.running = self._threads.submit(self._run, pull)
-
-    def wait(self, timeout_s: float = PULL_TIMEOUT_S) -> None:
-        """Wait until every pull has ended.
-
-        Raises:
-            RelayTimeout: one has not ended in time.
-        """
-        running = [pull.running for pull in self._pulls.values() if pull.running is not None]
-        if concurrent.futures.wait(running, timeout_s).not_done:
-            raise RelayTimeout(f"pages are being pulled for more than {timeout_s:g} s")
 
     def cancel(self, request_id: str) -> None:
         """Stop a pull; it is done as soon as nothing writes into the request's blocks."""
@@ -327,14 +315,14 @@ class PageTarget:
         if first + num_pages > table.num_pages:
             raise RelayBroken(f"pages {first} to {first + num_pages} of {table.num_pages}")
         blocks = torch.tensor(pull.load.blocks, dtype=torch.int64)
-        deadline = self._clock() + PULL_TIMEOUT_S
+        deadline = time.monotonic() + PULL_TIMEOUT_S
         for group, of_target in enumerate(self._caches.format.groups):
             sources = [rank.groups[group] for rank in table.ranks]
             for run in match_heads(of_target, sources, self._rank):
                 for buffer, pages, of_blocks in sources[run.source_rank].overlaps(first, num_pages):
                     if pull.is_cancelled:
                         return
-                    if (seconds := deadline - self._clock()) <= 0:
+                    if (seconds := deadline - time.monotonic()) <= 0:
                         raise RelayTimeout(f"{num_pages} pages did not come within {PULL_TIMEOUT_S:g} s")
                     ref = table.ref(run.source_rank, group, buffer)
                     self._copy(ref, seconds, group, pages, blocks[of_blocks], run)

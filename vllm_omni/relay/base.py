@@ -117,15 +117,17 @@ class Relay(ABC):
         """
         tensor = self.get_nowait(ref)
         if tensor is None:
-            tensor = await wait_for(self._fetch(ref), timeout_s, f"a tensor of {ref.backend!r}")
+            tensor = await wait_for(self._fetch(ref, timeout_s), timeout_s, f"a tensor of {ref.backend!r}")
         return tensor
 
     def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
         """``get`` for a thread without an event loop."""
         tensor = self.get_nowait(ref)
-        return block_on(self._fetch(ref), timeout_s, f"a tensor of {ref.backend!r}") if tensor is None else tensor
+        if tensor is None:
+            tensor = block_on(self._fetch(ref, timeout_s), timeout_s, f"a tensor of {ref.backend!r}")
+        return tensor
 
-    async def _fetch(self, ref: TensorRef) -> torch.Tensor:
+    async def _fetch(self, ref: TensorRef, timeout_s: float) -> torch.Tensor:
         """Pull a tensor that is not at hand; runs on the I/O thread's loop."""
         raise NotImplementedError
 

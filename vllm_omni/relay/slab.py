@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni.errors import PoolExhausted
-from vllm_omni.messages.payload import Layout, TensorRef, dtype_name, make_layout
+from vllm_omni.messages.payload import Layout, TensorRef, check_ref, dtype_name, make_layout
 from vllm_omni.relay.base import LEASE_S, Clock, Relay, RelayStatistics, new_lease
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.pool import Block, BufferPool
@@ -115,6 +115,25 @@ class SlabRelay(Relay):
                 return not ref.lease
             lease.expires_at = self._clock() + self._lease_s
             return True
+
+    # -- consumer -----------------------------------------------------------------------------------------------------
+
+    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
+        layout = check_ref(ref, self.backend)
+        self.check_open()
+        if layout.num_bytes:
+            tensor = self.take(ref, layout)
+        else:
+            tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self.memory.device)
+        self._num_gets += tensor is not None
+        return tensor
+
+    async def _fetch(self, ref: TensorRef, timeout_s: float) -> torch.Tensor:
+        tensor = await self.fetch(ref, check_ref(ref, self.backend), timeout_s)
+        self._num_gets += 1
+        return tensor
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _place(self, request_id: str, tensor: torch.Tensor, layout: Layout) -> tuple[Block, int]:
         """Return the block and the offset of a tensor: its own if ``empty`` made it, otherwise those of a copy."""
@@ -240,7 +259,17 @@ class SlabRelay(Relay):
                 # A lease that has expired and is still being read is looked at again after a while.
                 self._start_timer(max(first - self._clock(), self._lease_s / 10))
 
-    # -- inner interface: what a backend implements; called with ``lock`` held ----------------------------------------
+    # -- inner interface: what a backend implements -------------------------------------------------------------------
+
+    @abstractmethod
+    def take(self, ref: TensorRef, layout: Layout) -> torch.Tensor | None:
+        """Return a tensor that is not empty; None if it is not at hand."""
+
+    @abstractmethod
+    async def fetch(self, ref: TensorRef, layout: Layout, timeout_s: float) -> torch.Tensor:
+        """Pull a tensor that is not at hand; on the I/O thread."""
+
+    # -- the same, called with ``lock`` held --------------------------------------------------------------------------
 
     @abstractmethod
     def locate(self, lease: Lease) -> bytes:

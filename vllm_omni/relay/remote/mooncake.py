@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import torch
 
 from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
-from vllm_omni.relay.base import LEASE_S, Clock
-from vllm_omni.relay.remote.one_sided import LANDING_BYTES, OneSidedRelay
-from vllm_omni.relay.remote.relay import HOST
-from vllm_omni.relay.slab import NUM_BYTES
+from vllm_omni.relay.remote.one_sided import OneSidedRelay
 
+PROTOCOL = "tcp"
 MAX_SESSION = 64  # characters
 
-_engines: dict[tuple[str, str], Any] = {}  # by host and protocol; destroying one takes a second
+_engines: dict[str, Any] = {}  # by host; destroying one takes a second
 _lock = threading.Lock()
 
 
-def _engine(host: str, protocol: str) -> Any:
+def _engine(host: str) -> Any:
     try:
         from mooncake.engine import TransferEngine
     except ImportError as exc:  # also raised where libibverbs, librdmacm or CUDA is missing
@@ -37,41 +34,23 @@ def _engine(host: str, protocol: str) -> Any:
             f"'mooncake', or the package mooncake-transfer-engine-non-cuda where there is no CUDA ({exc})"
         ) from exc
     with _lock:
-        engine = _engines.get((host, protocol))
+        engine = _engines.get(host)
         if engine is None:
             engine = TransferEngine()
-            if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-                raise RelayError(f"Mooncake's engine cannot use {protocol} at {host}")
-            _engines[host, protocol] = engine
+            if engine.initialize(host, "P2PHANDSHAKE", PROTOCOL, ""):
+                raise RelayError(f"Mooncake's engine cannot use {PROTOCOL} at {host}")
+            _engines[host] = engine
         return engine
 
 
 class MooncakeRelay(OneSidedRelay[str]):
-    """This process's transfer engine, and the sessions of the processes that it reads from.
-
-    Args:
-        protocol: Mooncake's: "tcp", "rdma", ...
-        num_bytes, landing_bytes, host, lease_s, clock: see ``OneSidedRelay``.
-    """
+    """This process's transfer engine, and the sessions of the processes that it reads from."""
 
     backend = "mooncake"
 
-    def __init__(
-        self,
-        num_bytes: int = NUM_BYTES,
-        *,
-        protocol: str = "tcp",
-        landing_bytes: int = LANDING_BYTES,
-        host: str = HOST,
-        lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic,
-    ):
-        self._protocol = protocol
-        self._registered: set[int] = set()  # addresses
-        super().__init__(num_bytes, landing_bytes=landing_bytes, host=host, lease_s=lease_s, clock=clock)
-
     def _start(self, host: str) -> None:
-        self._engine = _engine(host, self._protocol)
+        self._registered: set[int] = set()  # addresses
+        self._engine = _engine(host)
         self._session = f"{host}:{self._engine.get_rpc_port()}"
 
     def _stop(self) -> None:

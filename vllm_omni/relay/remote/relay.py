@@ -27,16 +27,16 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
-from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError
-from vllm_omni.messages.payload import Layout, TensorRef, check_ref
+from vllm_omni.errors import PoolExhausted, RelayClosed, RelayError
+from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
-from vllm_omni.relay.io_thread import block_on, io_thread, wait_for
+from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.remote.consumers import Consumers
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, TOKEN_BYTES, Location, encode, parse_location
 from vllm_omni.relay.remote.producer import Producer
 from vllm_omni.relay.remote.stream import RemoteReader, RemoteWriter
 from vllm_omni.relay.remote.wire import Complaints
-from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
+from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 HOST = "127.0.0.1"
@@ -50,7 +50,7 @@ class Marks:
     released: set[bytes] = field(default_factory=set)
 
 
-class RemoteRelay(SlabRelay, Streams):
+class RemoteRelay(Streams):
     """A slab that other hosts read from, and the connections to those that this one reads from.
 
     Args:
@@ -193,23 +193,15 @@ class RemoteRelay(SlabRelay, Streams):
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
-    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
-        layout = check_ref(ref, self.backend)
-        self.check_open()
-        if layout.num_bytes:
-            parse_location(ref)
-            return None
-        self._num_gets += 1
-        return torch.empty(layout.shape, dtype=layout.dtype)
+    def take(self, ref: TensorRef, layout: Layout) -> torch.Tensor | None:
+        parse_location(ref)  # an invalid one is an error at once
+        return None
 
-    async def _fetch(self, ref: TensorRef) -> torch.Tensor:
-        layout = check_ref(ref, self.backend)
+    async def fetch(self, ref: TensorRef, layout: Layout, timeout_s: float) -> torch.Tensor:
         producer = await self._connect(parse_location(ref))
         producer.check_size(layout.num_bytes)
         with producer.reading(ref.lease):
-            tensor = await self._pull(producer, ref, layout)
-        self._num_gets += 1
-        return tensor
+            return await self._pull(producer, ref, layout)
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if ref.lease and not self.is_closed:
@@ -255,18 +247,7 @@ class RemoteRelay(SlabRelay, Streams):
             writer = self._writers[lease.number] = RemoteWriter(self, ref, lease, self.slab)
         return writer
 
-    async def read_stream(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> StreamReader:
-        self.check_open()
-        return await wait_for(self._subscribe(ref), timeout_s, "a stream")
-
-    def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
-        self.check_open()
-        return block_on(self._subscribe(ref), timeout_s, "a stream")
-
-    async def _subscribe(self, ref: TensorRef) -> StreamReader:
-        layout = check_ref(ref, self.backend)
-        if not layout.num_bytes or not layout.shape:
-            raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
+    async def _subscribe(self, ref: TensorRef, layout: Layout, timeout_s: float) -> StreamReader:
         producer = await self._connect(parse_location(ref))
         producer.check_size(layout.num_bytes)
         reader = RemoteReader(ref, layout, producer.send, self.release)

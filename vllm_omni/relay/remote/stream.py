@@ -20,8 +20,8 @@ from vllm_omni.errors import RelayBroken, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote.messages import MAX_TEXT, Credit, End, Rows, ToConsumer
-from vllm_omni.relay.ring import RingReader, RingWriter
 from vllm_omni.relay.slab import Lease, SlabRelay
+from vllm_omni.relay.stream import StreamReader, StreamWriter
 
 ROWS_BYTES = 1 << 20  # of a message with several rows
 CREDIT_S = 0.002  # after this time less than half a window is given back, too
@@ -33,7 +33,7 @@ class Subscriber(Protocol):
     def send(self, peer: bytes, message: ToConsumer, body: memoryview | None = None) -> None: ...
 
 
-class RemoteWriter(RingWriter):
+class RemoteWriter(StreamWriter):
     """Rows [num_read, num_written) are in the ring; those before num_sent have been sent.
 
     Args:
@@ -120,7 +120,7 @@ class RemoteWriter(RingWriter):
         consumers.send(self._peer, rows, self._slab[start : start + num_rows * self._row_bytes])
 
 
-class RemoteReader(RingReader):
+class RemoteReader(StreamReader):
     """Queues rows as they arrive; they are copied once, when they are read.
 
     Args:

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
-from vllm_omni.messages.payload import TensorRef, check_ref, make_layout
+from vllm_omni.messages.payload import Layout, TensorRef, make_layout
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm.connection import Consumers, Producer
@@ -49,11 +49,11 @@ from vllm_omni.relay.shm.memory import (
     parse_location,
 )
 from vllm_omni.relay.shm.stream import HEADER_BYTES, ShmReader, ShmWriter
-from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay
+from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
 
-class ShmRelay(SlabRelay, Streams):
+class ShmRelay(Streams):
     """One slab of this process, and those of the producers that it reads from. Linux.
 
     Args:
@@ -167,30 +167,15 @@ class ShmRelay(SlabRelay, Streams):
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
-    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
-        layout = check_ref(ref, self.backend)
-        self.check_open()
-        self._num_gets += 1
-        if not layout.num_bytes:
-            return torch.empty(layout.shape, dtype=layout.dtype)
+    def take(self, ref: TensorRef, layout: Layout) -> torch.Tensor | None:
         location = parse_location(ref)
         source = self._source(location)
         return None if source is None else source.take(location, ref.lease, layout)
 
-    async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        tensor = self.get_nowait(ref)
-        if tensor is not None:
-            return tensor
-        layout, location = check_ref(ref, self.backend), parse_location(ref)
+    async def fetch(self, ref: TensorRef, layout: Layout, timeout_s: float) -> torch.Tensor:
+        location = parse_location(ref)
         source = await asyncio.to_thread(self._connect, location.address, timeout_s)
         return source.take(location, ref.lease, layout)
-
-    def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        tensor = self.get_nowait(ref)
-        if tensor is not None:
-            return tensor
-        layout, location = check_ref(ref, self.backend), parse_location(ref)
-        return self._connect(location.address, timeout_s).take(location, ref.lease, layout)
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if not ref.lease or self.is_closed:
@@ -242,16 +227,9 @@ class ShmRelay(SlabRelay, Streams):
     ) -> StreamWriter:
         return ShmWriter(self, *self.open_ring(request_id, row_shape, dtype, credits, HEADER_BYTES))
 
-    async def read_stream(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> StreamReader:
-        if self._source(parse_location(ref)) is None:
-            await asyncio.to_thread(self._connect, parse_location(ref).address, timeout_s)
-        return self.read_stream_blocking(ref, timeout_s)
-
-    def read_stream_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> StreamReader:
-        layout, location = check_ref(ref, self.backend), parse_location(ref)
-        if not ref.shape or not layout.num_bytes:
-            raise RelayBroken(f"a stream's reference has the shape {list(ref.shape)}")
-        source = self._source(location) or self._connect(location.address, timeout_s)
+    async def _subscribe(self, ref: TensorRef, layout: Layout, timeout_s: float) -> StreamReader:
+        location = parse_location(ref)
+        source = self._source(location) or await asyncio.to_thread(self._connect, location.address, timeout_s)
         num_bytes = HEADER_BYTES + layout.num_bytes
         source.take(location, ref.lease, make_layout(torch.uint8, (num_bytes,)))
         return ShmReader(self, source, ref, layout)

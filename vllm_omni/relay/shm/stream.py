@@ -12,7 +12,6 @@ import torch
 
 from vllm_omni.errors import RelayBroken, RelayClosed
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.ring import RingReader, RingWriter
 from vllm_omni.relay.shm.memory import (
     NUM_READ,
     NUM_WRITTEN,
@@ -24,6 +23,7 @@ from vllm_omni.relay.shm.memory import (
     parse_location,
 )
 from vllm_omni.relay.slab import Lease, typed_view
+from vllm_omni.relay.stream import StreamReader, StreamWriter
 
 if TYPE_CHECKING:
     from vllm_omni.relay.shm.relay import ShmRelay
@@ -35,7 +35,7 @@ HEADER_BYTES = 256
 OPEN, ENDED, FAILED = range(3)
 
 
-class ShmWriter(RingWriter):
+class ShmWriter(StreamWriter):
     def __init__(self, relay: ShmRelay, ref: TensorRef, lease: Lease):
         super().__init__(relay, ref, lease, HEADER_BYTES)
         self._relay = relay
@@ -77,7 +77,7 @@ class ShmWriter(RingWriter):
             self._relay.wake_readers()
 
 
-class ShmReader(RingReader):
+class ShmReader(StreamReader):
     """Raises ``RelayBroken`` if the reference does not name a stream."""
 
     def __init__(self, relay: ShmRelay, source: Readable, ref: TensorRef, layout: Layout):

@@ -13,23 +13,26 @@ before it releases. Each side waits for the work that it has queued; events betw
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import ctypes
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import torch
 
 from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
-from vllm_omni.messages.payload import Layout, TensorRef, check_ref
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
-from vllm_omni.relay.cuda_ipc.memory import HANDLE_BYTES, DeviceMemory, find_device, uuid_of
+from vllm_omni.messages.payload import Layout, TensorRef
+from vllm_omni.relay.base import LEASE_S, Clock
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
+
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+LAZY_ENABLE_PEER_ACCESS = 1  # the only flag
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -150,27 +153,15 @@ class CudaIpcRelay(SlabRelay):
 
     # -- consumer -----------------------------------------------------------------------------------------------------
 
-    def get_nowait(self, ref: TensorRef) -> torch.Tensor | None:
-        layout = check_ref(ref, self.backend)
-        self.check_open()
-        if not layout.num_bytes:
-            self._num_gets += 1
-            return torch.empty(layout.shape, dtype=layout.dtype, device=self.memory.device)
+    def take(self, ref: TensorRef, layout: Layout) -> torch.Tensor | None:
         held = _parse(ref)
         ticket = self._control.get_nowait(held)
         return None if ticket is None else self._take(ref, layout, held, ticket)
 
-    async def get(self, ref: TensorRef, *, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        tensor = self.get_nowait(ref)
-        return await asyncio.to_thread(self.get_blocking, ref, timeout_s) if tensor is None else tensor
-
-    def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
-        tensor = self.get_nowait(ref)
-        if tensor is not None:
-            return tensor
+    async def fetch(self, ref: TensorRef, layout: Layout, timeout_s: float) -> torch.Tensor:
         held = _parse(ref)
-        ticket = self._control.get_blocking(held, timeout_s)
-        return self._take(ref, check_ref(ref, self.backend), held, ticket)
+        ticket = await self._control.get(held, timeout_s=timeout_s)
+        return self._take(ref, layout, held, ticket)
 
     def _take(self, ref: TensorRef, layout: Layout, held: TensorRef, data: torch.Tensor) -> torch.Tensor:
         try:
@@ -178,14 +169,12 @@ class CudaIpcRelay(SlabRelay):
             fits = ticket.num_bytes == layout.num_bytes and ticket.lease == ref.lease
             if not fits or not 0 <= ticket.offset <= ticket.slab_bytes - ticket.num_bytes:
                 raise RelayBroken(f"a reference needs {layout.num_bytes} bytes, {ticket.num_bytes} were put")
-            view = typed_view(self._open(ticket), ticket.offset, layout)
+            return typed_view(self._open(ticket), ticket.offset, layout)
         except BaseException as exc:
             self._control.release(held)
             if isinstance(exc, msgspec.DecodeError | RuntimeError):
                 raise RelayBroken(f"the producer's slab cannot be opened: {exc}") from exc
             raise
-        self._num_gets += 1
-        return view
 
     def _open(self, ticket: Ticket) -> dict[torch.dtype, torch.Tensor]:
         with self.lock:
@@ -219,3 +208,68 @@ def _parse(ref: TensorRef) -> TensorRef:
         return decode_ref(ref.location)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RelayBroken(f"a reference has a malformed location: {exc}") from exc
+
+
+# -- memory on a GPU that other processes can open -------------------------------------------------------------------
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+def _cuda(function: str, *args: Any) -> None:
+    """Call the CUDA runtime that torch has loaded; it keeps the current device by thread, as torch does."""
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    if (code := getattr(runtime, function)(*args)) != 0:
+        raise RuntimeError(f"{function} failed with cudaError {code}")
+
+
+class DeviceMemory:
+    """A slab on a GPU, allocated or opened by this process, for as long as a tensor refers to it.
+
+    Args:
+        handle: of another process's; None: allocate one.
+    """
+
+    def __init__(self, num_bytes: int, device: int, handle: bytes | None = None):
+        pointer = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context
+            if handle is None:
+                _cuda("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            else:
+                theirs = _Handle.from_buffer_copy(handle)
+                _cuda("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+        self._free = "cudaFree" if handle is None else "cudaIpcCloseMemHandle"
+        self._pointer = pointer
+        self._device = device
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer.value, False),
+            "version": 2,
+        }
+
+    def share(self) -> bytes:
+        handle = _Handle()
+        with torch.cuda.device(self._device):
+            _cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+        return bytes(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_free"):
+            with contextlib.suppress(Exception), torch.cuda.device(self._device):  # the context may be gone at exit
+                _cuda(self._free, self._pointer)
+
+
+def uuid_of(device: int) -> str:
+    """Return a GPU's UUID: processes may number GPUs differently."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def find_device(gpu: str) -> int:
+    """Return the index of a GPU. Raises ``RelayBroken`` if this process does not see it."""
+    for device in range(torch.cuda.device_count()):
+        if uuid_of(device) == gpu:
+            return device
+    raise RelayBroken(f"a tensor lies on GPU {gpu}, which this process does not see")
