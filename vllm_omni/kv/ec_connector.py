@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -56,7 +57,7 @@ MAX_ANNOUNCED = 256
 # -- a request's parameters -------------------------------------------------------------------------------------------
 
 
-class ECParams(NamedTuple):
+class ECParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's ``ec_transfer_params``, checked."""
 
     encode_only: bool = False
@@ -65,33 +66,25 @@ class ECParams(NamedTuple):
 
 def parse_params(request: Request) -> ECParams:
     """Check a request's ``ec_transfer_params``. Raises ``InvalidRequest``."""
-    given = request.ec_transfer_params
-    if given is None:
-        return ECParams()
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f"ec_transfer_params: a {type(given).__name__}; must be a mapping")
-    if unknown := sorted(set(given) - {"encode_only", "images"}):
-        raise InvalidRequest(f"ec_transfer_params: unknown {', '.join(unknown)}; known are encode_only, images")
-    images = given.get("images") or {}
+    try:
+        params = msgspec.convert(request.ec_transfer_params or {}, ECParams, builtin_types=(bytes,))
+    except msgspec.ValidationError as exc:
+        known = ", ".join(ECParams.__struct_fields__)
+        raise InvalidRequest(f"ec_transfer_params: {exc}; known are {known}") from exc
     identifiers = {feature.identifier for feature in request.mm_features}
-    if not isinstance(images, Mapping) or not all(
-        isinstance(name, str) and isinstance(payload, bytes) for name, payload in images.items()
-    ):
-        raise InvalidRequest("ec_transfer_params.images: must map identifiers to packed payloads (bytes)")
-    encode_only = bool(given.get("encode_only"))
-    if encode_only and not identifiers:
+    if params.encode_only and not identifiers:
         raise InvalidRequest("ec_transfer_params: encode_only, and the request has nothing to encode")
-    for name in sorted(identifiers if encode_only else images):
+    for name in sorted(identifiers if params.encode_only else params.images):
         if is_counter(name):
             raise InvalidRequest(
                 f"ec_transfer_params: {name!r} is a counter and names another image in another engine; "
                 "give multi_modal_uuids made from the content"
             )
-    if unknown := sorted(set(images) - identifiers):
+    if unknown := sorted(set(params.images) - identifiers):
         raise InvalidRequest(
             f"ec_transfer_params.images: the request has no {unknown[0]!r}; it has {sorted(identifiers)}"
         )
-    return ECParams(encode_only, dict(images))
+    return params
 
 
 # -- between scheduler and workers ------------------------------------------------------------------------------------

@@ -222,11 +222,7 @@ class RelayKVConnector(KVConnectorBase_V1):
 
 def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise ConfigError(f"RelayKVConnector moves the caches of tensor-parallel ranks: {name} must be 1")
     groups = kv_cache_config.kv_cache_groups

@@ -58,19 +58,16 @@ def _copy_pages(gathers: bool, slots: Tensor, pages: Tensor, flat: Tensor, path:
     scatters_slowly = not gathers and (unit == torch.uint8 or torch.get_num_threads() == 1)
     library = _choose(path, slots.device, is_faster=flat.nbytes <= _ONE_THREAD_BYTES or scatters_slowly)
     if library is None:
-        _copy_with_torch(gathers, rows.view(unit), pages.to(slots.device), flat_rows.view(unit))
+        rows, flat_rows, indices = rows.view(unit), flat_rows.view(unit), pages.to(slots.device)
+        if gathers:
+            torch.index_select(rows, 0, indices, out=flat_rows)
+        else:
+            rows.index_copy_(0, indices, flat_rows)
         return
     name = "omni_gather_pages" if gathers else "omni_scatter_pages"
     to, source = (flat, slots) if gathers else (slots, flat)
     sizes = pages.numel(), size * slots.itemsize, strides[0] * slots.itemsize, shape[0]
     native.call(library, name, to.data_ptr(), source.data_ptr(), pages.data_ptr(), *sizes)
-
-
-def _copy_with_torch(gathers: bool, rows: Tensor, indices: Tensor, flat: Tensor) -> None:
-    if gathers:
-        torch.index_select(rows, 0, indices, out=flat)
-    else:
-        rows.index_copy_(0, indices, flat)
 
 
 def _copy_unit(*tensors: Tensor) -> torch.dtype:

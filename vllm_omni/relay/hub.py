@@ -9,6 +9,7 @@ From: vLLM-Omni (paper), section 3.4: inline for small payloads, another transpo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -63,7 +64,6 @@ class RelayHub:
         self._prefault = prefault
         self._inline = InlineRelay()
         self._relays: dict[str, Relay] = {"inline": self._inline}
-        self._publisher: Relay | None = None
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -71,7 +71,7 @@ class RelayHub:
 
     def prepare(self) -> None:
         """Make the slab now instead of with the first tensor."""
-        self._get_publisher()
+        self._relay(self.options.transport)
 
     def publish(self, request_id: str, tree: Any) -> Payload:
         """Put every tensor of nested containers; never waits.
@@ -94,7 +94,7 @@ class RelayHub:
         """Publish one tensor: inline if it is small or there is no room."""
         if tensor.numel() * tensor.element_size() > self.options.inline_bytes:
             try:
-                return self._get_publisher().put_nowait(request_id, tensor, num_readers=self.options.num_readers)
+                return self._publisher.put_nowait(request_id, tensor, num_readers=self.options.num_readers)
             except PoolExhausted as exc:
                 if not self._has_warned:
                     self._has_warned = True
@@ -113,7 +113,7 @@ class RelayHub:
             PoolExhausted: there is no room; with ``is_final`` there never will be.
         """
         is_small = tensor.numel() * tensor.element_size() <= self.options.inline_bytes
-        relay = self._inline if is_small else self._get_publisher()
+        relay = self._inline if is_small else self._publisher
         return relay.put_nowait(request_id, tensor, num_readers=num_readers)
 
     def lease(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, TensorRef]:
@@ -125,7 +125,7 @@ class RelayHub:
             PoolExhausted: there is no room; with ``is_final`` there never will be. ``abort`` takes back other leases.
             ConfigError: the transport is inline, which has no buffers.
         """
-        relay = self._get_publisher()
+        relay = self._publisher
         if relay is self._inline:
             raise ConfigError('the "inline" relay has no buffers; name another transport, for example "shm" or "tcp"')
         buffer = relay.empty(request_id, shape, dtype)
@@ -134,25 +134,23 @@ class RelayHub:
     @property
     def num_bytes_leased(self) -> int:
         """Bytes of ``options.num_bytes`` that are put and not yet released."""
-        return self._get_publisher().statistics().num_bytes_leased
+        return self._publisher.statistics().num_bytes_leased
 
     def renew(self, ref: TensorRef) -> bool:
         """See ``Relay.renew``."""
-        return self._get_publisher().renew(ref)
+        return self._publisher.renew(ref)
 
     def abort(self, request_id: str) -> None:
         """See ``Relay.abort``."""
-        self._get_publisher().abort(request_id)
+        self._publisher.abort(request_id)
 
     def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
         """Open a stream of rows like this one; None if the transport has no streams, or no room for one."""
-        publisher = self._get_publisher()
-        if not isinstance(publisher, Streams):
-            return None
-        try:
-            return publisher.open_stream(request_id, tuple(row.shape), row.dtype, credits=self.options.credits)
-        except PoolExhausted:
-            return None
+        publisher = self._publisher
+        if isinstance(publisher, Streams):
+            with contextlib.suppress(PoolExhausted):
+                return publisher.open_stream(request_id, tuple(row.shape), row.dtype, credits=self.options.credits)
+        return None
 
     def finish_stream(self, writer: StreamWriter, rows: torch.Tensor | None = None) -> None:
         """End a stream behind the rows that are left, without waiting for the reader to make room for them."""
@@ -173,7 +171,7 @@ class RelayHub:
 
     def get_blocking(self, ref: TensorRef, timeout_s: float = TIMEOUT_S) -> torch.Tensor:
         """See ``Relay.get``: read-only, valid until it is released."""
-        return self._reader(ref.backend).get_blocking(ref, timeout_s)
+        return self._relay(ref.backend).get_blocking(ref, timeout_s)
 
     def pull_blocking(self, payload: Payload, timeout_s: float = TIMEOUT_S) -> Any:
         """Pull what was published; its tensors are read-only, and valid until ``release_payload``."""
@@ -184,7 +182,7 @@ class RelayHub:
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         """See ``Relay.release``."""
         if ref.lease:
-            self._reader(ref.backend).release(ref, for_all=for_all)
+            self._relay(ref.backend).release(ref, for_all=for_all)
 
     def release_payload(self, payload: Payload, *, for_all: bool = False) -> None:
         """Release a payload's tensors and streams; an invalid reference does not stop the others."""
@@ -219,33 +217,24 @@ class RelayHub:
         for relay in relays:
             relay.close()
 
-    def _get_publisher(self) -> Relay:
-        with self._lock:
-            if self._publisher is None:
-                name = self.options.transport
-                if name != "inline":
-                    self._relays[name] = self._make(name, self.options.num_bytes)
-                self._publisher = self._relays[name]
-            return self._publisher
+    @property
+    def _publisher(self) -> Relay:
+        return self._relay(self.options.transport)
 
-    def _make(self, backend: str, num_bytes: int) -> Relay:
-        return make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
-
-    def _reader(self, backend: str) -> Relay:
+    def _relay(self, backend: str) -> Relay:
+        """Return the relay of a backend, made at its first use. There is one of each: the publisher reads, too."""
         with self._lock:
             relay = self._relays.get(backend)
             if relay is None:
                 if backend not in BACKENDS:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
-                # There is one relay of a backend: the publisher reads, too.
                 num_bytes = self.options.num_bytes if backend == self.options.transport else 0
-                relay = self._relays[backend] = self._make(backend, num_bytes)
-                if num_bytes:
-                    self._publisher = relay
+                relay = make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
+                self._relays[backend] = relay
             return relay
 
     def _streams(self, ref: TensorRef) -> Streams:
-        relay = self._reader(ref.backend)
+        relay = self._relay(ref.backend)
         if not isinstance(relay, Streams):
             raise RelayBroken(f"the backend {ref.backend!r} has no streams")
         return relay

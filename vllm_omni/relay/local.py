@@ -24,7 +24,7 @@ _relays: weakref.WeakValueDictionary[bytes, LocalRelay] = weakref.WeakValueDicti
 
 
 @dataclass(slots=True)
-class _Held:
+class Held:
     tensor: torch.Tensor
     request_id: str
     num_readers: int
@@ -44,7 +44,7 @@ class LocalRelay(Relay):
         super().__init__()
         self._token = secrets.token_bytes(16)
         self._check_versions = check_versions
-        self._held: dict[int, _Held] = {}
+        self.held: dict[int, Held] = {}  # by lease; for the relay that reads
         _relays[self._token] = self
 
     def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
@@ -54,21 +54,21 @@ class LocalRelay(Relay):
             # Inference tensors have no count of changes.
             version = tensor._version if self._check_versions and not tensor.is_inference() else None
             lease = new_lease()
-            self._held[lease] = _Held(tensor.detach(), request_id, num_readers, version)
+            self.held[lease] = Held(tensor.detach(), request_id, num_readers, version)
             self._num_puts += 1
             self._num_bytes += tensor.numel() * tensor.element_size()
         return TensorRef(self.backend, tuple(tensor.shape), dtype, self._token, lease)
 
     def renew(self, ref: TensorRef) -> bool:
         with self.lock:
-            return ref.lease in self._held
+            return ref.lease in self.held
 
     def get_nowait(self, ref: TensorRef) -> torch.Tensor:
         layout = check_ref(ref, self.backend)
         self.check_open()
         self._num_gets += 1
         producer = _relays.get(ref.location)
-        held = producer.lookup(ref.lease) if producer is not None else None
+        held = producer.held.get(ref.lease) if producer is not None else None
         if held is None:
             raise RelayBroken("the tensor is not in this process: released, aborted, or put in another process")
         if held.tensor.dtype != layout.dtype or tuple(held.tensor.shape) != layout.shape:
@@ -77,38 +77,29 @@ class LocalRelay(Relay):
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         producer = _relays.get(ref.location)
-        if producer is not None:
-            producer.release_one(ref.lease, for_all)
-
-    # -- inner interface: for the relay that reads --------------------------------------------------------------------
-
-    def lookup(self, lease: int) -> _Held | None:
-        """Return what was put under a lease; None once it has ended."""
-        return self._held.get(lease)
-
-    def release_one(self, lease: int, for_all: bool) -> None:
-        """Count one reader's release of a lease."""
-        with self.lock:
-            held = self._held.get(lease)
+        if producer is None:
+            return
+        with producer.lock:
+            held = producer.held.get(ref.lease)
             if held is None:
                 return
             held.num_readers -= 1
             if not held.num_readers or for_all:
-                del self._held[lease]
+                del producer.held[ref.lease]
         if held.version is not None and held.tensor._version != held.version:
             raise RelayBroken(f"request {held.request_id}: a tensor was changed between put and release")
 
     def abort(self, request_id: str) -> None:
         with self.lock:
-            for lease in [lease for lease, held in self._held.items() if held.request_id == request_id]:
-                del self._held[lease]
+            for lease in [lease for lease, held in self.held.items() if held.request_id == request_id]:
+                del self.held[lease]
 
     def statistics(self) -> RelayStatistics:
         with self.lock:
-            num_bytes = sum(held.tensor.numel() * held.tensor.element_size() for held in self._held.values())
-            return RelayStatistics(self._num_puts, self._num_gets, self._num_bytes, len(self._held), num_bytes)
+            num_bytes = sum(held.tensor.numel() * held.tensor.element_size() for held in self.held.values())
+            return RelayStatistics(self._num_puts, self._num_gets, self._num_bytes, len(self.held), num_bytes)
 
     def close(self) -> None:
         super().close()
         _relays.pop(self._token, None)
-        self._held.clear()
+        self.held.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module
 from typing import NamedTuple
 
@@ -107,16 +108,9 @@ def why_not(backend: str, placement: Placement) -> str | None:
 def _probe(backend: str) -> None:
     """Carry a test tensor from one relay to another, in this process."""
     sent = torch.arange(PROBE_BYTES // 8)
-    producer = make_relay(backend, 2 * PROBE_BYTES)
-    try:
-        consumer = make_relay(backend, 0)
-        try:
-            ref = producer.put_nowait("probe", sent)
-            arrived = consumer.get_blocking(ref, PROBE_TIMEOUT_S)
-            if not torch.equal(arrived.cpu(), sent):
-                raise RuntimeError("a tensor arrived changed")
-            consumer.release(ref)
-        finally:
-            consumer.close()
-    finally:
-        producer.close()
+    with closing(make_relay(backend, 2 * PROBE_BYTES)) as producer, closing(make_relay(backend, 0)) as consumer:
+        ref = producer.put_nowait("probe", sent)
+        arrived = consumer.get_blocking(ref, PROBE_TIMEOUT_S)
+        if not torch.equal(arrived.cpu(), sent):
+            raise RuntimeError("a tensor arrived changed")
+        consumer.release(ref)

@@ -76,9 +76,6 @@ class MooncakeRelay(OneSidedRelay[str]):
             raise ValueError(f"a session's name of {len(peer)} bytes")
         return peer.decode()
 
-    def _forget_remote(self, remote: str) -> None:
-        pass
-
     async def _read(self, remote: str, address: int, memory: torch.Tensor) -> None:
         status = await asyncio.to_thread(
             self._engine.transfer_sync_read, remote, memory.data_ptr(), address, memory.numel()

@@ -109,9 +109,9 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
     def _open(self, peer: bytes) -> Remote:
         """Connect to a producer's library. May raise anything."""
 
-    @abstractmethod
     def _forget_remote(self, remote: Remote) -> None:
         """Called when the producer is gone."""
+        return
 
     @abstractmethod
     async def _read(self, remote: Remote, address: int, memory: torch.Tensor) -> None:

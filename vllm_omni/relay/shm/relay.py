@@ -174,8 +174,7 @@ class ShmRelay(Streams):
 
     async def fetch(self, ref: TensorRef, layout: Layout, timeout_s: float) -> torch.Tensor:
         location = parse_location(ref)
-        source = await asyncio.to_thread(self._connect, location.address, timeout_s)
-        return source.take(location, ref.lease, layout)
+        return (await self._reach(location, timeout_s)).take(location, ref.lease, layout)
 
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         if not ref.lease or self.is_closed:
@@ -197,6 +196,10 @@ class ShmRelay(Streams):
     def _source(self, location: Location) -> Readable | None:
         """The slab that a tensor lies in, if it is mapped already."""
         return self._own if location.address == self.address else self._producers.get(location.address)
+
+    async def _reach(self, location: Location, timeout_s: float) -> Readable:
+        source = self._source(location)
+        return await asyncio.to_thread(self._connect, location.address, timeout_s) if source is None else source
 
     def _connect(self, address: str, timeout_s: float) -> Readable:
         with self.lock:
@@ -229,7 +232,7 @@ class ShmRelay(Streams):
 
     async def _subscribe(self, ref: TensorRef, layout: Layout, timeout_s: float) -> StreamReader:
         location = parse_location(ref)
-        source = self._source(location) or await asyncio.to_thread(self._connect, location.address, timeout_s)
+        source = await self._reach(location, timeout_s)
         num_bytes = HEADER_BYTES + layout.num_bytes
         source.take(location, ref.lease, make_layout(torch.uint8, (num_bytes,)))
         return ShmReader(self, source, ref, layout)
