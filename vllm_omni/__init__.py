@@ -4,6 +4,7 @@
 itself needs no vLLM.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -18,20 +19,20 @@ if TYPE_CHECKING:
     Omni = OmniLLM
 
 
+_LAZY = {
+    "AsyncOmni": "vllm_omni.entrypoints.async_omni:AsyncOmni",
+    "DiffusionParams": "vllm_omni.config.diffusion_params:DiffusionParams",
+    "Omni": "vllm_omni.entrypoints.omni_llm:OmniLLM",
+    "OmniLLM": "vllm_omni.entrypoints.omni_llm:OmniLLM",
+}
+
+
 def __getattr__(name: str) -> object:
-    if name == "DiffusionParams":
-        from vllm_omni.config.diffusion_params import DiffusionParams
-
-        return DiffusionParams
-    if name not in ("AsyncOmni", "Omni", "OmniLLM"):
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_omni.compat import require_vllm
+    if name != "DiffusionParams":
+        from vllm_omni.compat import require_vllm
 
-    require_vllm(f"vllm_omni.{name}")
-    if name == "AsyncOmni":
-        from vllm_omni.entrypoints.async_omni import AsyncOmni
-
-        return AsyncOmni
-    from vllm_omni.entrypoints.omni_llm import OmniLLM
-
-    return OmniLLM
+        require_vllm(f"vllm_omni.{name}")
+    module, _, attribute = _LAZY[name].partition(":")
+    return getattr(import_module(module), attribute)

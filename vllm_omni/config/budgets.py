@@ -5,14 +5,15 @@ From: HydraInfer, section 4.2 (budgets under the TPOT SLO).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field
+
+from vllm_omni.config.checks import Count, Problem, check_section
 from vllm_omni.errors import ConfigError
 from vllm_omni.messages.slo import SHARE_OF_GAPS, Slo
-from vllm_omni.names import suggest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,35 +25,31 @@ ENCODE_IN, SLICES, THREAD = "encode_in", "slices", "thread"
 """Key of an ``epd`` section, and where images are encoded: between the steps, or in a thread beside them."""
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of the parts of an iteration, as an engine logs them. ``epd.cost.CostModel`` computes with them."""
 
-    step_s: float  # of any language batch
-    decode_s: float  # per decoding token
-    decode_context_s: float  # per token that a decode attends to
-    prefill_token_s: float
-    prefill_pair_s: float  # per pair of a token and one that it attends to
-    encode_s: float  # of any batch of images
-    embed_s: float  # per embedding of an image
-
-    @classmethod
-    def parse(cls, values: Any, name: str) -> Self:
-        """Read the configuration value called ``name``.
-
-        Raises:
-            ConfigError: not a mapping of these keys to seconds.
-        """
-        known = [one.name for one in fields(cls)]
-        if not isinstance(values, Mapping) or set(values) != set(known):
-            raise ConfigError(f"{name} = {values!r}: must be a mapping with {', '.join(known)}, as the log gives it")
-        for key, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}.{key} = {value!r}: must be a number of seconds, not negative")
-        return cls(**values)
+    step_s: Seconds  # of any language batch
+    decode_s: Seconds  # per decoding token
+    decode_context_s: Seconds  # per token that a decode attends to
+    prefill_token_s: Seconds
+    prefill_pair_s: Seconds  # per pair of a token and one that it attends to
+    encode_s: Seconds  # of any batch of images
+    embed_s: Seconds  # per embedding of an image
 
     def __post_init__(self) -> None:
         assert min(astuple(self)) >= 0, "binary search needs a cost that never falls"
+
+
+def _check_costs(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    names = [one.name for one in fields(Costs)]
+    if values is not None and set(values) != set(names):
+        raise Problem(f"must be a mapping with {', '.join(names)}, as the log gives it")
+    return values and check_section(Costs, values)
 
 
 @dataclass(frozen=True)
@@ -62,41 +59,28 @@ class EPDConfig:
     Either both budgets are fixed, or they follow from ``tpot_ms`` and the measured costs of batches.
     """
 
-    token_budget: int | None = None  # tokens of the language model in one iteration
-    image_budget: int | None = None  # embeddings in one batch of images
-    num_encode_layers: int | None = None  # of the encoder, beside one iteration with tokens; None: to the end
-    tpot_ms: float | None = None  # default for requests without their own
-    ttft_ms: float | None = None
-    tpot_share: float = SHARE_OF_GAPS  # of a request's gaps must keep the TPOT; the others may be spent
+    token_budget: Count | None = None  # tokens of the language model in one iteration
+    image_budget: Count | None = None  # embeddings in one batch of images
+    num_encode_layers: Count | None = None  # of the encoder, beside one iteration with tokens; None: to the end
+    tpot_ms: Positive | None = None  # default for requests without their own
+    ttft_ms: Positive | None = None
+    # Share of a request's gaps that must keep the TPOT; the others may be spent.
+    tpot_share: Annotated[float, Field(gt=0, le=1)] = SHARE_OF_GAPS
     # Share of the TPOT that an iteration is planned to take. On two cores of a shared host, one iteration in a hundred
     # takes 1.4 times the median of the same batch, and the way to the client is part of a gap, too.
-    margin: float = 0.7
-    min_prefill_tokens: int = 16  # an iteration's prefill is never planned shorter, so that no prompt starves
-    patience: int = 64  # steps in a row for which an encode, or a request that is too late, is deferred
-    cost: Costs | None = None  # of this machine, if measured before; None: measured at the start
-    profile_s: float = 5.0  # limit of that measurement; 0: the first iterations are measured instead
-    encode_in: str = SLICES  # between the steps of the language model, or in a THREAD beside them
+    margin: Positive = 0.7
+    min_prefill_tokens: Count = 16  # an iteration's prefill is never planned shorter, so that no prompt starves
+    patience: Count = 64  # steps in a row for which an encode, or a request that is too late, is deferred
+    # ``Costs`` of this machine, if measured before; None: measured at the start
+    cost: Annotated[dict[str, float] | None, AfterValidator(_check_costs)] = None
+    profile_s: Seconds = 5.0  # limit of that measurement; 0: the first iterations are measured instead
+    encode_in: Literal["slices", "thread"] = SLICES  # between the steps of the language model, or beside them
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            self._check_number(one.name, getattr(self, one.name))
-        if self.tpot_share > 1:
-            raise ConfigError(f"{EPD_CONFIG}.tpot_share = {self.tpot_share}: a share of the gaps, at most 1")
-        if self.encode_in not in (SLICES, THREAD):
-            raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN}: {suggest(str(self.encode_in), (SLICES, THREAD))}")
         if self.encode_in == THREAD and not self.is_on:
             raise ConfigError(f"{EPD_CONFIG}.{ENCODE_IN} = {THREAD!r}: needs budgets: give tpot_ms as well")
         if self.tpot_ms is None and (self.token_budget is None) != (self.image_budget is None):
             raise ConfigError(f"{EPD_CONFIG}: give both token_budget and image_budget, or tpot_ms")
-
-    @staticmethod
-    def _check_number(name: str, value: object) -> None:
-        if value is None or name in ("cost", ENCODE_IN):
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{EPD_CONFIG}.{name} = {value!r}: must be a number")
-        if value <= 0 and not (name == "profile_s" and value == 0):
-            raise ConfigError(f"{EPD_CONFIG}.{name} = {value}: must be greater than 0")
 
     @property
     def is_on(self) -> bool:
@@ -109,10 +93,11 @@ class EPDConfig:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> EPDConfig:
-        if unknown := sorted(set(values) - set(BUDGET_KEYS)):
-            raise ConfigError(f"{EPD_CONFIG}: unknown {', '.join(unknown)}; known are {', '.join(sorted(BUDGET_KEYS))}")
-        cost = values.get("cost")
-        return cls(**{**values, "cost": Costs.parse(cost, f"{EPD_CONFIG}.cost") if cost is not None else None})
+        """Read the budgets of an ``epd`` section; raises ``ConfigError`` for a wrong one."""
+        try:
+            return cls(**check_section(cls, values))
+        except Problem as exc:
+            raise ConfigError(exc.below(EPD_CONFIG, values)) from None
 
 
 BUDGET_KEYS = tuple(one.name for one in fields(EPDConfig))

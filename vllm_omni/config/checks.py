@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -43,16 +43,15 @@ class Problem(ValueError):
         super().__init__(message)
         self.path = path
 
-    @property
-    def suffix(self) -> str:
-        """The path for the end of a key: ``.engine_args.PD``."""
-        return "".join(f".{key}" for key in self.path)
-
-    def value(self, whole: Any) -> Any:
-        """The value at the path."""
+    def at(self, place: str, whole: Any) -> str:
+        """The message with the value at the path inside ``whole``, and that value's place."""
         for key in self.path:
             whole = _item(whole, key)
-        return whole
+        return f"{place} = {whole!r}: {self}"
+
+    def below(self, place: str, whole: Any) -> str:
+        """As ``at``, where ``place`` is that of ``whole``: the path follows it."""
+        return self.at(".".join((place, *self.path)), whole)
 
 
 def check_field(schema: type, name: str, value: object) -> Any:
@@ -67,19 +66,19 @@ def check_field(schema: type, name: str, value: object) -> Any:
         raise translate(exc, value) from None
 
 
-def check_section(schema: type, section: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
-    """Check a mapping whose keys are fields of a class; the values of ``others`` are not checked.
+def check_section(schema: type, section: Mapping[str, Any], *others: type) -> dict[str, Any]:
+    """Check a mapping whose keys are fields of a class, or of one of several.
 
     Raises:
         Problem: an unknown key, or a value that does not fit.
     """
+    schemas = {name: one for one in (schema, *others) for name in _hints(one)}
     checked = {}
-    known = (*_hints(schema), *others)
     for key, value in section.items():
-        if key not in known:
-            raise Problem(f"unknown key: {suggest(key, known)}", key)
+        if key not in schemas:
+            raise Problem(f"unknown key: {suggest(key, schemas)}", key)
         try:
-            checked[key] = check_field(schema, key, value) if key in _hints(schema) else value
+            checked[key] = check_field(schemas[key], key, value)
         except Problem as exc:
             raise Problem(str(exc), key, *exc.path) from None
     return checked

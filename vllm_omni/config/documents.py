@@ -23,12 +23,12 @@ KeyPath = tuple[str, ...]  # keys from the top of a document
 
 
 class Document(NamedTuple):
-    """One layer of a deployment: a file, a mapping or keywords."""
+    """One layer of a deployment: a file, a mapping, keywords or a flag."""
 
-    source: str  # a file's name, or "overrides"; empty for keywords and flags
+    source: str  # a file's name, "overrides", the keyword "epd", the text of a flag; empty for engine arguments
     values: dict[str, Any]
     lines: dict[KeyPath, int]  # of each key, from 1; empty unless it came from a file
-    kind: Literal["bundled", "file", "overrides", "argument"] = "file"
+    kind: Literal["bundled", "file", "overrides", "argument", "stage"] = "file"
 
     def origin(self, path: KeyPath) -> Origin:
         """Where the value of a key comes from."""
@@ -38,6 +38,10 @@ class Document(NamedTuple):
         """The place of a key, for a message: ``deploy.yaml:12: stages.thinker.dtype``."""
         if not self.source:
             return f"engine argument {path[-1]!r}"
+        if self.kind == "stage":
+            return f"--stage {'.'.join(path[1:])}"
+        if self.kind == "argument":  # text for "epd" itself holds the instances
+            return "epd" if path[3:] == ("instances",) else ".".join(path[2:])
         line = f":{self.lines[path]}" if path in self.lines else ""
         return f"{self.source}{line}: {'.'.join(path)}"
 

@@ -5,14 +5,14 @@ From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
-from vllm_omni.config.budgets import BUDGET_KEYS
+from vllm_omni.config.budgets import BUDGET_KEYS, EPDConfig
 from vllm_omni.config.checks import NumBytes, Problem, Seconds, Transport, check_section
 from vllm_omni.config.vllm_args import check_engine_args
 from vllm_omni.names import suggest
@@ -65,7 +65,7 @@ def _read_instances(value: object) -> object:
         except Problem as exc:
             raise Problem(str(exc)) from None  # the path leads into the text
     else:
-        mix = check_instances(_mapping(value))
+        mix = _read_mix(_mapping(value).items())
     return {str(kind): number for kind, number in mix.items()}
 
 
@@ -152,31 +152,23 @@ def parse_instances(text: str) -> dict[Tasks, int]:
     Raises:
         Problem: another form, an unknown kind, no instance, or a task that no instance does.
     """
-    instances: dict[Tasks, int] = {}
+    pairs = []
     for part in text.split(","):
         name, colon, number = (one.strip() for one in part.partition(":"))
         if not name or (colon and not number.isdecimal()):
             raise Problem(f"{part.strip()!r}: must be KIND:NUMBER, as in E:1,PD:1")
-        kind = _kind(name)
-        if kind in instances:
-            raise Problem(f"{kind} is given twice: give {kind}:{instances[kind] + int(number or 1)}")
-        instances[kind] = int(number) if colon else 1
-    return check_instances({str(kind): number for kind, number in instances.items()})
+        pairs.append((name, int(number) if colon else 1))
+    return _read_mix(pairs)
 
 
-def check_instances(instances: Mapping[str, Any]) -> dict[Tasks, int]:
-    """Check a mix and read its kinds; ``DP`` is ``PD``.
-
-    Raises:
-        Problem: see ``parse_instances``.
-    """
+def _read_mix(pairs: Iterable[tuple[str, Any]]) -> dict[Tasks, int]:
     mix: dict[Tasks, int] = {}
-    for name, number in instances.items():
+    for name, number in pairs:
         kind = _kind(name)
         if type(number) is not int or not 1 <= number <= MAX_INSTANCES:
             raise Problem(f"{name} = {number!r}: must be a number of instances, from 1 to {MAX_INSTANCES}", name)
         if kind in mix:
-            raise Problem(f"{name}: {kind} is given twice", name)
+            raise Problem(f"{kind} is given twice: give {kind}:{mix[kind] + number}", name)
         mix[kind] = number
     for task in Tasks.PD:
         if mix and not any(task in kind for kind in mix):
@@ -226,9 +218,9 @@ def _kind(name: str) -> Tasks:
 
 
 def check_epd_section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a section and return it with ``instances`` as a mapping. The scheduler checks the budgets.
+    """Check a section and return it with ``instances`` as a mapping.
 
     Raises:
         Problem: a key or value is wrong.
     """
-    return check_section(EPDDeployment, section, others=BUDGET_KEYS)
+    return check_section(EPDDeployment, section, EPDConfig)

@@ -21,9 +21,9 @@ A stage's own setting, in the same layer or a later one, wins over it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_omni import envs
 from vllm_omni.config.checkpoint import default_deployment, read_model_type, supported, supported_model_types
@@ -87,20 +87,32 @@ def load_config(
         layers.append(Document("overrides", with_string_keys(keys), {}, "overrides"))
     if engine_args:
         layers.append(Document("", {"engine_args": engine_args}, {}, "argument"))
+    if epd is not None:
+        section = {"instances": epd} if isinstance(epd, str) else epd
+        layers.append(Document("epd", {"stages": {"0": {"epd": section}}}, {}, "argument"))
+    layers += map(_read_flag, stage_overrides)
     for layer in layers:
         layer.reject_unknown_keys((), TOP_LEVEL_KEYS)
 
     model_type, origin = _choose_model_type(model, layers, engine_args.get("revision"))
-    bundled = read_yaml_file(default_deployment(model_type))
-    draft = _Draft(bundled._replace(kind="bundled"))
+    draft = _Draft(read_yaml_file(default_deployment(model_type))._replace(kind="bundled"))
     draft.origins[("model_type",)] = origin
     for layer in layers:
         draft.overlay(layer)
-    if epd is not None:
-        draft.set_epd({"instances": epd} if isinstance(epd, str) else epd)
-    for text in stage_overrides:
-        draft.set_by_flag(text)
     return draft.build(model, model_type)
+
+
+def _read_flag(text: str) -> Document:
+    """Read ``NAME.KEY=VALUE``; ``KEY`` may have a second part: ``talker.default_sampling_params.top_k=2``."""
+    target, equals, scalar = text.partition("=")
+    ref, dot, key = target.strip().partition(".")
+    if not (equals and dot and ref and key):
+        raise ConfigError(f"--stage {text!r}: must be NAME.KEY=VALUE, for example thinker.max_num_seqs=8")
+    value = parse_yaml(scalar, f"--stage {text!r}").values["value"]
+    head, dot, rest = key.partition(".")
+    if dot and head not in SECTIONS:
+        raise ConfigError(f"--stage {text!r}: only {', '.join(SECTIONS)} have keys below them")
+    return Document(text, {"stages": {ref: {head: {rest: value} if dot else value}}}, {}, "stage")
 
 
 def find_config(
@@ -157,80 +169,47 @@ class _Draft:
         self.overlay(bundled)
 
     def overlay(self, layer: Document) -> None:
-        """Apply a file, a mapping or keywords."""
+        """Apply a file, a mapping, keywords or a flag."""
         for key, value in layer.mapping("engine_args").items():
-            path = ("engine_args", key)
-            try:
-                check_engine_args({key: value})
-            except Problem as exc:
-                more = exc.path[1:]  # the first is the key itself
-                raise ConfigError(f"{layer.at((*path, *more))} = {exc.value({key: value})!r}: {exc}") from None
-            for name in self._stages_of_engine_arg(key, layer.at(path)):
+            _check(layer, ("engine_args",), {key: value}, check_engine_args)
+            for name in self._stages_of_engine_arg(key, layer.at(("engine_args", key))):
                 self.stages[name]["engine_args"][key] = value
-                self.origins["stages", name, "engine_args", key] = layer.origin(path)
+                self.origins["stages", name, "engine_args", key] = layer.origin(("engine_args", key))
         for ref in layer.mapping("stages"):
-            name = self.names[stage_index(ref, self.names, layer.at(("stages", ref)))]
-            place = _Place(("stages", ref), layer.at, layer.origin)
-            for key, value in layer.mapping("stages", ref).items():
-                self._set(name, key, value, place)
+            at = ("stages", ref)
+            name = self.names[stage_index(ref, self.names, layer.at(at))]
+            for key, value in layer.mapping(*at).items():
+                self._set(layer, at, name, key, value)
         for edge in layer.mapping("edges"):
             self._overlay_edge(layer, edge)
 
-    def set_by_flag(self, text: str) -> None:
-        """Set one ``NAME.KEY=VALUE``; ``KEY`` may have a second part: ``talker.default_sampling_params.top_k=2``."""
-        target, equals, scalar = text.partition("=")
-        ref, dot, key = target.strip().partition(".")
-        if not (equals and dot and ref and key):
-            raise ConfigError(f"--stage {text!r}: must be NAME.KEY=VALUE, for example {self.names[0]}.max_num_seqs=8")
-        name = self.names[stage_index(ref, self.names, f"--stage {text!r}")]
-        value = parse_yaml(scalar, f"--stage {text!r}").values["value"]
-        head, dot, rest = key.partition(".")
-        if dot and head in SECTIONS:
-            value = {rest: value}
-        elif dot:
-            raise ConfigError(f"--stage {text!r}: only {', '.join(SECTIONS)} have keys below them")
-        origin = Origin("stage", text)
-        self._set(name, head, value, _Place((ref,), lambda path: f"--stage {'.'.join(path)}", lambda _: origin))
-
-    def set_epd(self, section: Mapping[str, Any]) -> None:
-        """Set keys of the first stage's ``epd`` section, from the flag or keyword ``epd``."""
-        origin = Origin("argument", "epd")
-        if self._engine_type(self.names[0]) != "ar":
-            raise ConfigError(
-                f"epd: the first stage, {self.names[0]!r}, is not a language model: it has one kind of instance"
-            )
-
-        def at(path: KeyPath) -> str:  # text for "epd" itself holds the instances
-            return ".".join(path[:1] if path[1:] == ("instances",) else path)
-
-        self._set(self.names[0], "epd", section, _Place((), at, lambda _: origin))
-
     def build(self, model: str, model_type: str) -> OmniConfig:
-        stages = []
-        for stage_id, (name, values) in enumerate(self.stages.items()):
-            stages.append(StageConfig(stage_id=stage_id, name=name, **{"model": model, **values}))
+        stages = [
+            StageConfig(stage_id=stage_id, name=name, **{"model": model, **values})
+            for stage_id, (name, values) in enumerate(self.stages.items())
+        ]
         edges = [EdgeConfig(source=s, target=t, **values) for (s, t), values in self.edges.items()]
         return OmniConfig(
             model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges), origins=self.origins
         )
 
-    def _set(self, name: str, key: str, value: object, place: _Place) -> None:
+    def _set(self, layer: Document, at: KeyPath, name: str, key: str, value: object) -> None:
         """Set one key of a stage: a field of ``StageConfig``, or an engine argument directly under the stage."""
-        if key not in STAGE_KEYS:
-            if key not in known_engine_args():
-                valid = (*STAGE_KEYS, *known_engine_args())
-                raise ConfigError(f"{place.at(key)}: unknown key {key!r} of stage {name!r}: {suggest(key, valid)}")
-            key, value, place = "engine_args", {key: value}, place._replace(omits_section=True)
-        try:
-            checked = check_stage_field(key, value, self._engine_type(name))
-        except Problem as exc:
-            raise ConfigError(f"{place.at(key, *exc.path)} = {exc.value(value)!r}: {exc}") from None
+        if key in STAGE_KEYS:
+            at = (*at, key)
+        elif key in known_engine_args():
+            key, value = "engine_args", {key: value}
+        else:
+            valid = (*STAGE_KEYS, *known_engine_args())
+            raise ConfigError(f"{layer.at((*at, key))}: unknown key {key!r} of stage {name!r}: {suggest(key, valid)}")
+        engine_type = self._engine_type(name)
+        checked = _check(layer, at, value, lambda value: check_stage_field(key, value, engine_type))
         if key in SECTIONS:
             self.stages[name][key].update(checked)
-            self.origins.update({("stages", name, key, one): place.origin(key, one) for one in checked})
+            self.origins.update({("stages", name, key, one): layer.origin((*at, one)) for one in checked})
         else:
             self.stages[name][key] = checked
-            self.origins["stages", name, key] = place.origin(key)
+            self.origins["stages", name, key] = layer.origin(at)
 
     def _engine_type(self, name: str) -> str:
         return str(self.stages[name].get("engine_type", "ar"))
@@ -247,22 +226,21 @@ class _Draft:
         return self.names[:1]
 
     def _overlay_edge(self, layer: Document, edge: str) -> None:
-        source, target = self._ends_of(edge, layer.at(("edges", edge)))
-        layer.reject_unknown_keys(("edges", edge), EDGE_FIELDS)
-        layer.reject_unknown_keys(("edges", edge, "chunks"), CHUNK_KEYS)
+        at = ("edges", edge)
+        source, target = self._ends_of(edge, layer.at(at))
+        layer.reject_unknown_keys(at, EDGE_FIELDS)
+        layer.reject_unknown_keys((*at, "chunks"), CHUNK_KEYS)
+        path = ("edges", f"{source}->{target}")
         values = self.edges.setdefault((source, target), {"transport": "auto", "chunks": {}})
-        self.origins["edges", f"{source}->{target}", "transport"] = layer.origin(("edges", edge, "transport"))
-        for path, value in _edge_values(layer, edge):
-            key = path[0]
-            try:
-                checked = check_field(EdgeConfig, key, {path[1]: value} if path[1:] else value)
-            except Problem as exc:
-                raise ConfigError(f"{layer.at(('edges', edge, *path))} = {value!r}: {exc}") from None
-            if path[1:]:
+        self.origins[*path, "transport"] = layer.origin((*at, "transport"))
+        for key, value in layer.mapping(*at).items():
+            checked = _check(layer, (*at, key), value, lambda value, key=key: check_field(EdgeConfig, key, value))
+            if key == "chunks":
                 values[key].update(checked)
+                self.origins.update({(*path, key, one): layer.origin((*at, key, one)) for one in checked})
             else:
                 values[key] = checked
-            self.origins["edges", f"{source}->{target}", *path] = layer.origin(("edges", edge, *path))
+                self.origins[*path, key] = layer.origin((*at, key))
 
     def _ends_of(self, edge: str, where: str) -> tuple[str, str]:
         source, arrow, target = (part.strip() for part in edge.partition("->"))
@@ -276,28 +254,9 @@ class _Draft:
         return source, target
 
 
-class _Place(NamedTuple):
-    """Where the keys of a stage are given, for messages and for origins."""
-
-    stage: KeyPath  # the path of the stage itself
-    describe: Callable[[KeyPath], str]
-    find_origin: Callable[[KeyPath], Origin]
-    omits_section: bool = False  # an engine argument stands directly under the stage
-
-    def at(self, *keys: str) -> str:
-        return self.describe(self._path(keys))
-
-    def origin(self, *keys: str) -> Origin:
-        return self.find_origin(self._path(keys))
-
-    def _path(self, keys: KeyPath) -> KeyPath:
-        return (*self.stage, *(keys[1:] if self.omits_section else keys))
-
-
-def _edge_values(layer: Document, edge: str) -> Iterator[tuple[KeyPath, object]]:
-    """The values that a document sets for an edge; chunks one by one."""
-    for key, value in layer.mapping("edges", edge).items():
-        if key != "chunks":
-            yield (key,), value
-    for key, value in layer.mapping("edges", edge, "chunks").items():
-        yield ("chunks", key), value
+def _check(layer: Document, at: KeyPath, value: object, check: Callable[[Any], Any]) -> Any:
+    """Check the value at a place of a layer; raises ``ConfigError`` with the place."""
+    try:
+        return check(value)
+    except Problem as exc:
+        raise ConfigError(exc.at(layer.at((*at, *exc.path)), value)) from None

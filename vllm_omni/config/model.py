@@ -105,7 +105,7 @@ class StageConfig:
             try:
                 object.__setattr__(self, key, check_stage_field(key, value, self.engine_type))
             except Problem as exc:
-                raise self._error(f"{key}{exc.suffix} = {exc.value(value)!r}: {exc}") from None
+                raise self._error(exc.below(key, value)) from None
         self._check_sections()
         self._check_engine()
 
@@ -192,8 +192,7 @@ class EdgeConfig:
             try:
                 check_field(EdgeConfig, key, value)
             except Problem as exc:
-                where = f"edge {self.source}->{self.target}: {key}{exc.suffix}"
-                raise ConfigError(f"{where} = {exc.value(value)!r}: {exc}") from None
+                raise ConfigError(f"edge {self.source}->{self.target}: {exc.below(key, value)}") from None
 
 
 EDGE_FIELDS = tuple(one.name for one in fields(EdgeConfig) if one.name not in ("source", "target"))

@@ -119,8 +119,8 @@ def _make_sampling_params(stage: str, values: Mapping[str, Any]) -> SamplingPara
     try:
         params: SamplingParams = make_sampling_params(values)
     except Problem as exc:
-        where = f"{exc.suffix[1:]} = {exc.value(values)!r}: " if exc.path else ""
-        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {where}{exc}") from exc
+        said = exc.at(".".join(exc.path), values) if exc.path else str(exc)
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}") from exc
     _check_seed(stage, params.seed)
     return params
 

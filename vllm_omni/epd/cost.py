@@ -5,8 +5,8 @@ From: HydraInfer, section 4.2 (profiling at start) and tables 1 and 2 (what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -83,9 +83,9 @@ class CostModel(Costs):
     """
 
     @classmethod
-    def of(cls, costs: Costs | None) -> CostModel | None:
+    def of(cls, costs: Mapping[str, float] | None) -> CostModel | None:
         """Compute with configured costs, if there are any."""
-        return cls(*astuple(costs)) if costs is not None else None
+        return cls(**costs) if costs is not None else None
 
     def language_s(self, load: LanguageLoad) -> float:
         if not load.num_decodes and not load.num_prefill_tokens:

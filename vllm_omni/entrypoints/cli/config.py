@@ -178,19 +178,15 @@ def _resolved(vllm_config: VllmConfig, key: str) -> Any:
 
 
 def _describe(origin: Origin) -> str:
-    match origin.kind:
-        case "bundled":
-            return f"bundled {Path(origin.source).name}:{origin.line}"
-        case "file":
-            return f"{origin.source}:{origin.line}"
-        case "overrides":
-            return "--stage-overrides"
-        case "argument":
-            return f"--{origin.source.replace('_', '-')}"
-        case "stage":
-            return f"--stage {origin.source}"
-        case "checkpoint":
-            return f"{origin.source}/config.json"
+    source = origin.source
+    return {
+        "bundled": f"bundled {Path(source).name}:{origin.line}",
+        "file": f"{source}:{origin.line}",
+        "overrides": "--stage-overrides",
+        "argument": f"--{source.replace('_', '-')}",
+        "stage": f"--stage {source}",
+        "checkpoint": f"{source}/config.json",
+    }[origin.kind]
 
 
 def _plain(value: Any) -> Any:
@@ -237,15 +233,12 @@ def _print_json(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO)
 def _print_yaml(deployment: OmniConfig, values: Sequence[Value], stdout: TextIO) -> None:
     print(f"# Deployment of {deployment.model} by vllm-omni {__version__}; a file for --deploy-config.", file=stdout)
     print("# Values behind a # are defaults, or cannot be set.", file=stdout)
-    above: tuple[str, ...] = ()
+    printed = set()
     for one in values:
-        parents = one.path[:-1]
-        common = next((i for i, (a, b) in enumerate(zip(above, parents, strict=False)) if a != b), None)
-        start = min(len(above), len(parents)) if common is None else common
-        for depth in range(start, len(parents)):
-            key = parents[depth]
-            print(f"{'  ' * depth}{key}:", file=stdout)
-        above = parents
-        line = f"{one.path[-1]}: {dump_value(one.value)}"
-        shown = line if one.is_set else f"# {line}"
-        print(f"{'  ' * len(parents)}{shown}  # {one.origin}", file=stdout)
+        for depth, key in enumerate(one.path[:-1]):
+            parent = one.path[: depth + 1]
+            if parent not in printed:
+                printed.add(parent)
+                print(f"{'  ' * depth}{key}:", file=stdout)
+        indent = "  " * (len(one.path) - 1) + ("" if one.is_set else "# ")
+        print(f"{indent}{one.path[-1]}: {dump_value(one.value)}  # {one.origin}", file=stdout)

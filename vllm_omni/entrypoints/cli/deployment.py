@@ -168,7 +168,7 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
     group.add_argument(
         "--stage-overrides",
         metavar="JSON",
-        type=_json_mapping,
+        type=json_object,
         help='The same keys as JSON; stages by name or id: \'{"talker": {"max_num_seqs": 8}}\'.',
     )
     group.add_argument(
@@ -193,11 +193,12 @@ def add_engine_flags(parser: DeploymentParser) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def _json_mapping(text: str) -> Mapping[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """For ``type`` of an argument."""
     try:
-        value = json.loads(text)
+        value: object = json.loads(text)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object of stages")
+        raise argparse.ArgumentTypeError("must be a JSON object")
     return value

@@ -3,12 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.entrypoints.cli.deployment import json_object
 from vllm_omni.entrypoints.cli.output import (
     answer_path,
     check_writable,
@@ -24,46 +25,43 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 
 TEXT_OPTIONS = ("system", "speaker", "max_tokens", "use_audio_in_video")
 """Options, by attribute, that have no effect on a diffusion pipeline."""
-DIFFUSION_OPTIONS = {
-    "negative_prompt": "--negative-prompt",
-    "size": "--size",
-    "steps": "--steps",
-    "num_outputs": "--num-outputs",
-    "guidance_scale": "--guidance-scale",
-    "true_cfg_scale": "--true-cfg-scale",
-    "num_frames": "--num-frames",
-    "fps": "--fps",
-    "extra_args": "--extra-args",
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.lower().partition("x")
+    try:
+        return int(width), int(height)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be WIDTHxHEIGHT, for example 1024x768") from None
+
+
+DIFFUSION_OPTIONS: Mapping[str, tuple[str, str, Callable[[str], object], str]] = {
+    "negative_prompt": ("--negative-prompt", "TEXT", str, "What the result must not show."),
+    "size": ("--size", "WxH", _size, "Pixels, for example 1024x768."),
+    "num_inference_steps": ("--steps", "N", int, "Denoise steps."),
+    "num_outputs_per_prompt": ("-n --num-outputs", "N", int, "How many outputs; output i has the seed + i."),
+    "guidance_scale": ("--guidance-scale", "X", float, "How closely to follow the prompt."),
+    "true_cfg_scale": ("--true-cfg-scale", "X", float, "Likewise, by a second pass with the negative prompt."),
+    "num_frames": ("--num-frames", "N", int, "Frames of a video."),
+    "fps": ("--fps", "N", int, "Frames per second of a video."),
+    "extra_args": ("--extra-args", "JSON", json_object, "Further arguments of the pipeline's call, by name."),
 }
-"""Options that are for a diffusion pipeline only: attribute -> flag."""
+"""Options for a diffusion pipeline only: field of ``DiffusionParams`` (or the size) -> flags, metavar, type, help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "Diffusion", "Options of a diffusion pipeline; the defaults are the pipeline's own."
     )
-    group.add_argument("--negative-prompt", metavar="TEXT", help="What the result must not show.")
-    group.add_argument("--size", metavar="WxH", type=_size, help="Pixels, for example 1024x768.")
-    group.add_argument("--steps", metavar="N", type=int, help="Denoise steps.")
-    group.add_argument(
-        "-n", "--num-outputs", metavar="N", type=int, help="How many outputs; output i has the seed + i."
-    )
-    group.add_argument("--guidance-scale", metavar="X", type=float, help="How closely to follow the prompt.")
-    group.add_argument(
-        "--true-cfg-scale", metavar="X", type=float, help="Likewise, by a second pass with the negative prompt."
-    )
-    group.add_argument("--num-frames", metavar="N", type=int, help="Frames of a video.")
-    group.add_argument("--fps", metavar="N", type=int, help="Frames per second of a video.")
-    group.add_argument(
-        "--extra-args", metavar="JSON", type=_mapping, help="Further arguments of the pipeline's call, by name."
-    )
+    for name, (flags, metavar, parse, text) in DIFFUSION_OPTIONS.items():
+        group.add_argument(*flags.split(), dest=name, metavar=metavar, type=parse, help=text)
 
 
 def reject_diffusion_options(options: argparse.Namespace) -> None:
     """Raise ``ConfigError`` if an option is given for a model that is not a diffusion pipeline."""
-    for name, flag in DIFFUSION_OPTIONS.items():
+    for name, (flags, *_) in DIFFUSION_OPTIONS.items():
         if getattr(options, name) is not None:
-            raise ConfigError(f"{flag}: this model is not a diffusion pipeline")
+            raise ConfigError(f"{flags.split()[-1]}: this model is not a diffusion pipeline")
 
 
 def generate_media(config: OmniConfig, modality: str, options: argparse.Namespace, prompt: str, stdout: TextIO) -> None:
@@ -119,19 +117,8 @@ def _reject_others(options: argparse.Namespace, modality: str) -> None:
 
 
 def _read_params(config: OmniConfig, options: argparse.Namespace) -> DiffusionParams:
-    given = {
-        "negative_prompt": options.negative_prompt,
-        "num_inference_steps": options.steps,
-        "num_outputs_per_prompt": options.num_outputs,
-        "seed": options.sampling_seed,
-        "guidance_scale": options.guidance_scale,
-        "true_cfg_scale": options.true_cfg_scale,
-        "num_frames": options.num_frames,
-        "fps": options.fps,
-        "extra_args": options.extra_args,
-    }
-    if options.size is not None:
-        given["width"], given["height"] = options.size
+    given = {name: getattr(options, name) for name in DIFFUSION_OPTIONS} | {"seed": options.sampling_seed}
+    given["width"], given["height"] = given.pop("size") or (None, None)
     try:
         params = DiffusionParams.of({name: value for name, value in given.items() if value is not None})
         params.validate(config.stages[0].diffusion_config.limits)
@@ -153,21 +140,3 @@ def _as_data(output: OmniRequestOutput, config: OmniConfig, modality: str, paths
             file["num_channels"], file["num_samples"] = media["audio"][index].shape
             file["sample_rate"] = media["sample_rate"]
     return {"model": config.model, modality: files, "stage_seconds": stage_seconds(output)}
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, _, height = text.lower().partition("x")
-    try:
-        return int(width), int(height)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be WIDTHxHEIGHT, for example 1024x768") from None
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
