@@ -6,6 +6,7 @@ worker. What is replaced at run time stands in ``vllm_patches.py``.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 ARCHITECTURES = {
@@ -17,19 +18,12 @@ ARCHITECTURES = {
 }
 
 
-_registered = False
-
-
+@functools.cache
 def register() -> None:
     """Register our architectures and our configuration format, and log through vLLM's logger. Idempotent.
 
     In a process of a stage, also end the process with its parent.
     """
-    global _registered
-    if _registered:
-        return
-    _registered = True
-
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.config import register_config_parser
 

@@ -490,7 +490,7 @@ def test_a_directory_with_a_model_index_is_one_diffusion_stage(pipeline):
 def test_a_model_index_without_a_pipeline_is_rejected(tmp_path):
     for text in ["", "{", "[1]", "{}", '{"_class_name": 3}']:
         (tmp_path / "model_index.json").write_text(text)
-        with rejected(ConfigError, r"model_index.json: names no pipeline of diffusers", text):
+        with rejected(ConfigError, r"model_index.json: (names no pipeline of diffusers|not a JSON object)", text):
             config.read_model_index(str(tmp_path))
 
 

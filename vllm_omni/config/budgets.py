@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 EPD_CONFIG = "epd"
 """Key of a stage's ``additional_config`` for its budgets, and the name of the section in error messages."""
 
-ENCODE_IN, SLICES, THREAD = "encode_in", "slices", "thread"
+ENCODE_IN: Final = "encode_in"
+SLICES: Final = "slices"
+THREAD: Final = "thread"
 """Key of an ``epd`` section, and where images are encoded: between the steps, or in a thread beside them."""
 
 

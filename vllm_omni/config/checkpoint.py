@@ -54,7 +54,8 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         path = _find_model_file(model, "config.json", revision)
     else:
         return DIFFUSERS
-    model_type, architectures = _read_config(path)
+    config = _read_json(path)
+    model_type, architectures = config.get("model_type"), config.get("architectures")
     if model_type in supported_model_types():
         return str(model_type)
     if isinstance(architectures, list) and any(one in _vllm_architectures() for one in architectures):
@@ -63,14 +64,16 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     raise ConfigError(f"{path}: model_type = {model_type!r} is not supported{nor}: {supported(str(model_type))}")
 
 
-def _read_config(path: Path) -> tuple[Any, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        return config.get("model_type"), config.get("architectures")
-    except (ValueError, AttributeError) as exc:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from None
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return values
 
 
 def _vllm_architectures() -> Iterable[str]:
@@ -85,13 +88,10 @@ def read_model_index(model: str, *, revision: str | None = None) -> dict[str, An
         ConfigError: there is none, or it names no pipeline.
     """
     path = _find_model_file(model, MODEL_INDEX, revision)
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(index["_class_name"], str):
-            raise TypeError(f"_class_name = {index['_class_name']!r} is not a name")
-    except (ValueError, KeyError, TypeError, OSError) as exc:
-        raise ConfigError(f"{path}: names no pipeline of diffusers: {exc!r}") from exc
-    return dict(index)
+    index = _read_json(path)
+    if not isinstance(index.get("_class_name"), str):
+        raise ConfigError(f"{path}: names no pipeline of diffusers: _class_name = {index.get('_class_name')!r}")
+    return index
 
 
 def _find_model_file(model: str, name: str, revision: str | None) -> Path:

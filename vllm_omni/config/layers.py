@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ class _Draft:
         values = self.edges.setdefault((source, target), {"transport": "auto", "chunks": {}})
         self.origins[*path, "transport"] = layer.origin((*at, "transport"))
         for key, value in layer.mapping(*at).items():
-            checked = _check(layer, (*at, key), value, lambda value, key=key: check_field(EdgeConfig, key, value))
+            checked = _check(layer, (*at, key), value, partial(check_field, EdgeConfig, key))
             if key == "chunks":
                 values[key].update(checked)
                 self.origins.update({(*path, key, one): layer.origin((*at, key, one)) for one in checked})

@@ -106,32 +106,23 @@ class StageConfig:
                 object.__setattr__(self, key, check_stage_field(key, value, self.engine_type))
             except Problem as exc:
                 raise self._error(exc.below(key, value)) from None
-        self._check_sections()
-        self._check_engine()
-
-    def _check_sections(self) -> None:
-        if self.diffusion and not self.is_diffusion:
-            raise self._error(
-                "diffusion: only a stage with engine_type 'diffusion' has this section, and this one is "
-                f"{self.engine_type!r}"
-            )
-        if self.epd and not (self.is_autoregressive and self.stage_id == 0):
-            raise self._error(
-                "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
-                "'ar'"
-            )
-        if self.epd and self.vllm_config is not None:
-            raise self._error("epd: cannot be combined with a ready vllm_config; give engine_args instead")
-
-    def _check_engine(self) -> None:
-        if self.vllm_config is not None and self.engine_args:
-            raise self._error("give engine_args or a ready vllm_config, not both")
-        if self.vllm_config is None and not self.model:
-            raise self._error("model: the path of a checkpoint is needed (or a ready vllm_config)")
-        if self.executor_class is not None and "distributed_executor_backend" in self.engine_args:
-            raise self._error(
-                "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them"
-            )
+        is_ready = self.vllm_config is not None
+        reads_prompt = self.is_autoregressive and self.stage_id == 0
+        sets_executor = self.executor_class is not None and "distributed_executor_backend" in self.engine_args
+        for message, is_wrong in {
+            "diffusion: only a stage with engine_type 'diffusion' has this section, and this one is "
+            f"{self.engine_type!r}": self.diffusion and not self.is_diffusion,
+            "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
+            "'ar'": self.epd and not reads_prompt,
+            "epd: cannot be combined with a ready vllm_config; give engine_args instead": self.epd and is_ready,
+            "give engine_args or a ready vllm_config, not both": self.engine_args and is_ready,
+            "model: the path of a checkpoint is needed (or a ready vllm_config)": not self.model and not is_ready,
+            "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
+                sets_executor
+            ),
+        }.items():
+            if is_wrong:
+                raise self._error(message)
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"stage {self.name!r}: {message}")

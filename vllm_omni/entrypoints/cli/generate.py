@@ -150,19 +150,19 @@ class _AppendMedia(argparse.Action):
 
 
 def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
-    has_text, has_file = options.prompt is not None, options.prompt_file is not None
-    if not (has_text or has_file):
-        parser.error("no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE")
-    if has_text and has_file:
-        parser.error("--prompt and --prompt-file are alternatives: give one of them")
-    if options.use_audio_in_video:
-        kinds = {kind for kind, _ in options.media}
-        if "video" not in kinds:
-            parser.error("--use-audio-in-video: there is no --video")
-        if "audio" in kinds:
-            parser.error("--use-audio-in-video: not with --audio: the model would take every sound for a video's")
-    if "codec_ids" in (options.modalities or ()) and not options.json:
-        parser.error("--modalities codec_ids: only with --json")
+    kinds = {kind for kind, _ in options.media}
+    prompts = [options.prompt, options.prompt_file]
+    for message, is_wrong in {
+        "no prompt: give --prompt TEXT, --prompt - (stdin) or --prompt-file FILE": prompts == [None, None],
+        "--prompt and --prompt-file are alternatives: give one of them": None not in prompts,
+        "--use-audio-in-video: there is no --video": options.use_audio_in_video and "video" not in kinds,
+        "--use-audio-in-video: not with --audio: the model would take every sound for a video's": (
+            options.use_audio_in_video and "audio" in kinds
+        ),
+        "--modalities codec_ids: only with --json": "codec_ids" in (options.modalities or ()) and not options.json,
+    }.items():
+        if is_wrong:
+            parser.error(message)
 
 
 def _words(text: str) -> list[str]:
