@@ -144,7 +144,7 @@ def test_node_called_twice_reads_both_sources_of_a_field():
     reply = a.run(x=x)
     b.run(x=reply.y)
     graph.output(y=b.run(x=reply.z).y)
-    assert [str(edge) for edge in parse(graph).nodes["b.run"].inputs["x"]] == [
+    assert [str(edge) for edge in parse(graph).nodes["b.run"].slots] == [
         "a.run.y -> b.run.x",
         "a.run.z -> b.run.x",
     ]
@@ -400,8 +400,8 @@ def test_plan_lists_nodes_in_topological_order():
 
 def test_plan_keeps_the_transfer_function_on_its_edge():
     plan = parse(make_speech_graph(to_talker=convert))
-    assert plan.nodes["talker.generate"].inputs["rows"][0].transfer is convert
-    assert plan.nodes["token2wav.decode"].inputs["codes"][0].transfer is None
+    assert plan.nodes["talker.generate"].slots[0].transfer is convert
+    assert plan.nodes["token2wav.decode"].slots[0].transfer is None
 
 
 def test_several_fields_of_one_predecessor_meet_in_a_bucket_of_its_activation():

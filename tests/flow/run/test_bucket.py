@@ -4,9 +4,9 @@ from tests.flow.builders import spin
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import EndReason, Frame
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
+from vllm_omni.flow.run.activation import chain
 from vllm_omni.flow.run.bucket import Bucket, BucketState
 from vllm_omni.flow.run.frame import SlotEos, Termination, Trace
-from vllm_omni.flow.run.reading import chain
 
 
 def make_bucket(fields, counts=None, depth=0, loops=()):

@@ -72,14 +72,6 @@ class NodePlan:
     loops_around: tuple[int, ...] = ()  # loops that this node is part of
 
     @property
-    def inputs(self) -> Mapping[str, tuple[Edge, ...]]:
-        """Input field -> the edges that feed it."""
-        fields: dict[str, tuple[Edge, ...]] = {}
-        for edge in self.slots:
-            fields[edge.target_field] = (*fields.get(edge.target_field, ()), edge)
-        return fields
-
-    @property
     def num_choices(self) -> int:
         """The number of groups that start no iteration of a loop."""
         return sum(group.loop is None for group in self.groups)

@@ -46,16 +46,13 @@ class RoundRobin:
         return replicas[next(self._next) % len(replicas)]
 
 
-class LeastOutstanding:
+class LeastOutstanding(RoundRobin):
     """The replica with the fewest outstanding activations; among equals, one after the other."""
-
-    def __init__(self) -> None:
-        self._next = itertools.count()
 
     async def choose(self, replicas: Sequence[Replica], outstanding: Mapping[str, int], session: str | None) -> Replica:
         least = min(outstanding.get(one.replica_id, 0) for one in replicas)
         idle = [one for one in replicas if outstanding.get(one.replica_id, 0) == least]
-        return idle[next(self._next) % len(idle)]
+        return await super().choose(idle, outstanding, session)
 
 
 class SessionLoadBalance:
@@ -153,9 +150,7 @@ class ReplicatedNode:
                 async for emission in emissions:
                     yield emission
         finally:
-            self.outstanding[replica.replica_id] -= 1
-            if not self.outstanding[replica.replica_id]:
-                del self.outstanding[replica.replica_id]
+            self.outstanding -= Counter([replica.replica_id])  # without those of zero
 
     async def _serve_by_all(self, replicas: Sequence[Replica], activation: Activation) -> AsyncGenerator[Yield, None]:
         tees = {name: _Tee(chunks, len(replicas)) for name, chunks in activation.inputs.items()}

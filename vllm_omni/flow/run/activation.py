@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 from vllm_omni.flow.graph.plan import NodePlan
 from vllm_omni.flow.graph.transfer import CallInfo, Chunk
 from vllm_omni.flow.run.activity import Activity
-from vllm_omni.flow.run.bucket import Bucket
+from vllm_omni.flow.run.bucket import Bucket, Slot
 from vllm_omni.flow.run.frame import ITERATION, EdgeCredit, EndReason, Trace
 from vllm_omni.flow.run.node import Activation, Node
 from vllm_omni.flow.run.outbound import Outbound
-from vllm_omni.flow.run.reading import chain, transfer
 from vllm_omni.flow.run.scope import CallScope
 
 NO_PARAMETERS: Mapping[str, Any] = {}
@@ -112,3 +111,43 @@ class ActivationRun:
                 await emissions.aclose()
         if not self.cancelled:
             out.end(EndReason.EMPTY)
+
+
+# ---- inputs ----
+
+
+async def chain(slots: Sequence[AsyncIterator[Chunk]], limit: int | None) -> AsyncGenerator[Chunk, None]:
+    """Concatenate the edges of one field, up to ``limit`` chunks."""
+    seq = 0
+    for chunks in slots:
+        if seq == limit:
+            return
+        async for chunk in chunks:
+            yield Chunk(chunk.payload, seq, chunk.last or seq + 1 == limit)
+            seq += 1
+            if seq == limit:
+                return
+
+
+async def transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
+    """Run an edge's transfer function lazily, in the consumer's task; number its chunks and name it in its errors."""
+    edge = slot.edge
+    assert edge.transfer is not None
+    try:
+        async with AsyncExitStack() as cleanup:
+            converted = edge.transfer(slot.stream, info)
+            if isinstance(converted, AsyncGenerator):
+                await cleanup.enter_async_context(aclosing(converted))
+            seq = 0
+            async for chunk in converted:
+                if chunk.last:
+                    # Before the chunk is processed: the edge's remaining frames must not wait for that.
+                    await cleanup.aclose()
+                    slot.abandon()
+                yield chunk if chunk.seq == seq else Chunk(chunk.payload, seq, chunk.last)
+                if chunk.last:
+                    return
+                seq += 1
+    except Exception as exc:
+        exc.add_note(f"in transfer function {getattr(edge.transfer, '__qualname__', edge.transfer)!r} on edge {edge}")
+        raise

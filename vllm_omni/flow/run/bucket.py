@@ -4,7 +4,6 @@ From: Omni-Flow section 3.2 (definition of a bucket), 3.2.3 (activate_by_count),
 """
 
 import enum
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +38,6 @@ class Slot:
     error: Exception | None = None
     termination: Termination | None = None  # the least of the parts that ended without a frame
     windows: dict[int, ReceiveWindow] | None = None  # producing activation -> its window
-    credited: deque[ReceiveWindow | None] | None = None  # with windows: those of the chunks that wait to be read
     is_abandoned: bool = False  # the activation runs, but has stopped reading it
 
     @property
@@ -50,8 +48,6 @@ class Slot:
     def add_window(self, origin: int, window: ReceiveWindow) -> None:
         if self.windows is None:
             self.windows = {}
-            self.credited = deque([None] * len(self.stream))
-            self.stream.on_read = self._on_read
         self.windows[origin] = window
         if self.is_abandoned:
             window.lift()
@@ -60,10 +56,8 @@ class Slot:
         """Stop reading: drop the frames that are here or will arrive, and hold no producer back."""
         self.is_abandoned = True
         self.stream.clear()
-        if self.windows is not None and self.credited is not None:
-            self.credited.clear()
-            for window in self.windows.values():
-                window.lift()
+        for window in self.windows.values() if self.windows is not None else ():
+            window.lift()
 
     def take(self, due: Sequence[Frame], *, is_final: bool) -> None:
         """Append frames that are due.
@@ -75,10 +69,9 @@ class Slot:
         for frame in due:
             if frame.reason is EndReason.NONE:
                 if not self.is_abandoned:
-                    if self.windows is not None and self.credited is not None:
-                        self.credited.append(self.windows.get(frame.origin))
+                    window = None if self.windows is None else self.windows.get(frame.origin)
                     is_last = done and is_final and frame is due[-1]
-                    self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last))
+                    self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last), window)
                 self.num_frames += 1
             else:
                 termination = frame.trace.termination
@@ -92,12 +85,6 @@ class Slot:
     def open_windows(self) -> None:
         if self.windows is not None:
             open_all(self.windows.values())
-
-    def _on_read(self, _: Chunk) -> None:
-        assert self.credited is not None
-        window = self.credited.popleft()
-        if window is not None:
-            window.on_read()
 
 
 class Bucket:

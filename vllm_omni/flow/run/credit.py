@@ -34,7 +34,7 @@ class ReceiveWindow:
         if seq >= self.num_received:
             self.num_received = seq + 1
 
-    def on_read(self, _: object = None) -> None:
+    def on_read(self) -> None:
         """Count a frame that the reader took. Credit costs a message, so it is granted half a window at a time."""
         self._num_read += 1
         if self._limit - self._num_read <= self.size // 2:

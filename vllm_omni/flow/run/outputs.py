@@ -1,6 +1,5 @@
 """The outputs of a call: frames of all producing activations, in order, for one reader."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +43,7 @@ class CallOutputs:
         self._on_end = on_end
         self._on_error = on_error
         self._open = {name: _Output() for name in sorted(names)}
-        self._frames: Stream[OutputFrame] = Stream(self._on_read, self._on_wait)
-        self._credited: deque[ReceiveWindow | None] = deque()  # windows of the frames that wait to be read
+        self._frames: Stream[OutputFrame] = Stream(self._on_wait)
 
     @property
     def open(self) -> list[str]:
@@ -85,7 +83,6 @@ class CallOutputs:
 
     def drop_unread(self) -> None:
         self._frames.clear()
-        self._credited.clear()
 
     def finish(self, error: Exception | None) -> None:
         """End the iteration behind the unread frames, with ``error`` if there is one."""
@@ -96,7 +93,8 @@ class CallOutputs:
         for frame in due:
             if frame.reason is EndReason.NONE:
                 is_last = done and frame is due[-1]
-                self._put(OutputFrame(name, frame.payload, output.num_frames, is_last), output.windows[frame.origin])
+                made = OutputFrame(name, frame.payload, output.num_frames, is_last)
+                self._frames.put_nowait(made, output.windows[frame.origin])
                 output.num_frames += 1
                 output.reason = EndReason.NONE if frame.last else EndReason.EMPTY
             elif frame.reason is EndReason.ERROR:
@@ -109,21 +107,12 @@ class CallOutputs:
                 reason = output.reason
                 if output.num_frames and reason is not EndReason.CANCEL:
                     reason = EndReason.EMPTY
-                self._put(OutputFrame(name, None, output.num_frames, True, reason), None)
+                self._frames.put_nowait(OutputFrame(name, None, output.num_frames, True, reason))
             del self._open[name]
             self._on_end(name)
 
-    def _put(self, frame: OutputFrame, window: ReceiveWindow | None) -> None:
-        self._credited.append(window)
-        self._frames.put_nowait(frame)
-
     def _grant(self, source: str, activation_id: int, output: str, limit: int) -> None:
         self._link.send(EdgeCredit(self._call_id, source, activation_id, ENTRY, 0, output, limit))
-
-    def _on_read(self, _: OutputFrame) -> None:
-        window = self._credited.popleft()
-        if window is not None:
-            window.on_read()
 
     def _on_wait(self) -> None:
         for output in self._open.values():

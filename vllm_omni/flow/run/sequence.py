@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from vllm_omni.flow.run.credit import ReceiveWindow
+
 T = TypeVar("T")
 SeqId: TypeAlias = int  # 0, 1, 2, ... per edge and path, written by the producer
 
@@ -71,16 +73,14 @@ class Stream(Generic[T]):
     Cancelling the reader loses nothing.
 
     Args:
-        on_read: called with each item that the reader takes.
         on_wait: called whenever the reader starts to wait because the queue is empty.
     """
 
-    __slots__ = ("_error", "_finished", "_items", "_waiter", "on_read", "on_wait")
+    __slots__ = ("_error", "_finished", "_items", "_waiter", "on_wait")
 
-    def __init__(self, on_read: Callable[[T], None] | None = None, on_wait: Callable[[], None] | None = None) -> None:
-        self.on_read = on_read
+    def __init__(self, on_wait: Callable[[], None] | None = None) -> None:
         self.on_wait = on_wait
-        self._items: deque[T] = deque()
+        self._items: deque[tuple[T, ReceiveWindow | None]] = deque()
         self._finished = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -88,8 +88,9 @@ class Stream(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def put_nowait(self, item: T) -> None:
-        self._items.append(item)
+    def put_nowait(self, item: T, window: ReceiveWindow | None = None) -> None:
+        """Append an item; ``window`` is notified when the reader takes it."""
+        self._items.append((item, window))
         if self._waiter is not None:
             self._wake(self._waiter)
 
@@ -97,13 +98,13 @@ class Stream(Generic[T]):
         """Mark the end; behind the last item the reader stops, or gets ``error`` at every further read."""
         self._finished = True
         self._error = error
-        self.on_read = self.on_wait = None  # the producer has ended and needs no more credit
+        self.on_wait = None
         if self._waiter is not None:
             self._wake(self._waiter)
 
     def peek(self) -> T:
         """The next item, without removing it; the queue must not be empty."""
-        return self._items[0]
+        return self._items[0][0]
 
     def clear(self) -> None:
         """Drop all unread items."""
@@ -127,9 +128,9 @@ class Stream(Generic[T]):
                 await self._waiter
             finally:
                 self._waiter = None
-        item = self._items.popleft()
-        if self.on_read is not None:
-            self.on_read(item)
+        item, window = self._items.popleft()
+        if window is not None and not self._finished:  # otherwise the producer has ended and needs no more credit
+            window.on_read()
         return item
 
     @property
