@@ -1,8 +1,6 @@
 """A graph over several processes: a ``RoleHost`` serves a node there, and the entry's runtime has a
 ``RemoteController`` for it.
 
-Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` use this module.
-
 The entry owns calls, deadlines and aborts; hosts own activations, and report their start and end to the entry. A host
 that dies fails only the calls that need it (``GraphRuntime.lose``).
 """

@@ -1,7 +1,4 @@
-"""A link over ZMQ between processes and hosts.
-
-Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` use this link.
-"""
+"""A link over ZMQ between processes and hosts."""
 
 from __future__ import annotations
 

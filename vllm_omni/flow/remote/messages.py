@@ -1,7 +1,4 @@
-"""Messages between the entry's runtime and hosts of roles, besides frames.
-
-Not yet served: a server runs all controllers in its front end; tests and ``benchmarks/relay.py`` send these.
-"""
+"""Messages between the entry's runtime and hosts of roles, besides frames."""
 
 from __future__ import annotations
 

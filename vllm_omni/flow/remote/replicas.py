@@ -1,7 +1,5 @@
 """One role with several replicas: choose the one that serves an activation.
 
-Not yet served: only tests use it; the instances of a server's first stage have their own router (``epd/router.py``).
-
 From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
 """
 

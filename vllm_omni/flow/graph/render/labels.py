@@ -62,11 +62,7 @@ def is_critical(edge: Edge, group: GroupPlan | None) -> bool:
 
 
 def node_kinds(node: NodePlan) -> list[str]:
-    kinds = {
-        "join": is_join(node),
-        "session": node.scheduling is Scheduling.SESSION,
-        "header": bool(node.loops),
-    }
+    kinds = {"join": is_join(node), "session": node.scheduling is Scheduling.SESSION, "header": bool(node.loops)}
     return [kind for kind, holds in kinds.items() if holds]
 
 

@@ -27,8 +27,8 @@ def to_text(plan: StaticPlan) -> str:
 
 
 def _node(node: NodePlan) -> Iterator[str]:
-    marks = traits(node)
-    yield f"  {node.name} ({', '.join(marks)})" if marks else f"  {node.name}"
+    marks = ", ".join(traits(node))
+    yield f"  {node.name}" + (f" ({marks})" if marks else "")
     indent = "    " if is_single_edge(node) else "      "
     for group in node.groups:
         if not is_single_edge(node):
@@ -38,13 +38,9 @@ def _node(node: NodePlan) -> Iterator[str]:
 
 
 def _input(edge: Edge, group: GroupPlan) -> str:
-    marks = [
-        *(["per frame"] if edge.per_frame else []),
-        *(["critical"] if is_critical(edge, group) else []),
-        *([f"loop {group.loop}"] if edge.is_back else []),
-    ]
-    line = f"{edge.target_field} <- {source(edge)}"
-    return f"{line} ({', '.join(marks)})" if marks else line
+    kinds = {"per frame": edge.per_frame, "critical": is_critical(edge, group), f"loop {group.loop}": edge.is_back}
+    marks = ", ".join(kind for kind, holds in kinds.items() if holds)
+    return f"{edge.target_field} <- {source(edge)}" + (f" ({marks})" if marks else "")
 
 
 def _type(spec: Field) -> str:

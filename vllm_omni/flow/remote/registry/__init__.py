@@ -1,7 +1,5 @@
 """Registries of replicas: they join, send heartbeats, and leave.
 
-Not yet served: only tests use them.
-
 From: Omni-Flow section 3.5, Service Discovery & Load Balancing.
 """
 

@@ -1,7 +1,5 @@
 """The registry of several processes and hosts, in Redis (extra ``redis``).
 
-Not yet served: only tests use it.
-
 Keys, behind a prefix:
 
     instances:<role>            hash: replica id -> its JSON
