@@ -5,6 +5,7 @@ From: HydraInfer, section 4.2 (budgets by binary search under the TPOT SLO).
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 
@@ -77,14 +78,7 @@ hundred rows; CUDA graphs are captured for some sizes, and batches are padded to
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
     """Find the largest number up to ``limit`` that fits, by bisection; 0 if none does."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 class SloBudgets(Budgets):

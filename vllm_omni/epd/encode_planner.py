@@ -22,18 +22,14 @@ from vllm_omni.messages.images import EncodeItem, EncodeReport
 from vllm_omni.messages.timeline import Mark
 
 
+@dataclass(eq=False)
 class EncodePacing:
-    """Defers encodes that would delay a first token, for at most ``patience`` steps in a row.
+    """Defers encodes that would delay a first token, for at most ``patience`` steps in a row."""
 
-    Args:
-        is_threaded: images are encoded in a thread, and take no time of an iteration.
-    """
-
-    def __init__(self, config: EPDConfig, deadlines: Deadlines, *, is_threaded: bool) -> None:
-        self._config = config
-        self._deadlines = deadlines
-        self._is_threaded = is_threaded
-        self.num_deferrals = 0  # in a row
+    config: EPDConfig
+    deadlines: Deadlines
+    is_threaded: bool  # images are encoded in a thread, and take no time of an iteration
+    num_deferrals: int = 0  # in a row
 
     def num_embeds(
         self, budgets: Budgets, step: Iteration, requests: Collection[Request], limit_s: float | None
@@ -45,8 +41,8 @@ class EncodePacing:
             requests: in the step.
             limit_s: planned duration of the iteration.
         """
-        max_embeds = budgets.num_embeds(step.load, None if self._is_threaded else limit_s)
-        if self.num_deferrals < self._config.patience and self._delays_first_token(budgets, step, requests, max_embeds):
+        max_embeds = budgets.num_embeds(step.load, None if self.is_threaded else limit_s)
+        if self.num_deferrals < self.config.patience and self._delays_first_token(budgets, step, requests, max_embeds):
             self.num_deferrals += 1
             return None
         return max_embeds
@@ -59,13 +55,13 @@ class EncodePacing:
         self, budgets: Budgets, step: Iteration, requests: Collection[Request], max_embeds: int
     ) -> bool:
         """Whether an encode now would delay the step's prefills in a way that matters."""
-        if not step.load.num_prefill_tokens or not self._config.is_on:
+        if not step.load.num_prefill_tokens or not self.config.is_on:
             return False
-        if self._config.tpot_ms is None:
+        if self.config.tpot_ms is None:
             return True
         # With SLOs, only a first token matters that is in time without the encode and late with it.
         without_s, with_s = (budgets.seconds_alone(step.load, num_embeds) for num_embeds in (0, max_embeds))
-        return self._deadlines.is_first_token_made_late(requests, step.scheduled_at, without_s, with_s)
+        return self.deadlines.is_first_token_made_late(requests, step.scheduled_at, without_s, with_s)
 
 
 class _Next(Enum):
@@ -84,48 +80,33 @@ class _Plan:
     num_embeds: int = 0
 
 
+@dataclass(eq=False)
 class EncodePlanner:
     """Starts encodes and pulls in the order of the requests. At most one batch of encodes is in flight.
 
     No request waits forever, down to a cache of one image: the first request that cannot continue without an image may
     take the room of all requests behind it, and of its own later images, and never of a request before it. So an image
     that is ready stays until its request has used it, or a request before it needs the room.
-
-    Args:
-        is_rejected: fails a request whose image has another size in the cache (request, index, identifier, size in the
-            cache, size), and says whether it did.
-        on_start: called when an image starts to be encoded or pulled.
-        on_end: called when an image is ready or lost.
     """
 
-    def __init__(
-        self,
-        cache: ImageCache,
-        needs: ImageNeeds,
-        tasks: EncodeTasks,
-        pulls: ImagePulls,
-        relay: ImageRelay | None,
-        *,
-        is_rejected: Callable[[Request, int, str, int, int], bool],
-        on_start: Callable[[str, Mark], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        self._cache = cache
-        self._needs = needs
-        self._tasks = tasks
-        self._pulls = pulls
-        self._relay = relay
-        self._is_rejected = is_rejected
-        self._on_start = on_start
-        self._on_end = on_end
-        self.num_embeds_in_flight = 0  # of the last batch
-        self.failures: dict[str, Failure] = {}  # request -> why it cannot continue; taken by the scheduler
-        self._in_flight: dict[str, str] = {}  # identifier -> request that its encode was started for
-        self._suspects: set[str] = set()  # identifiers of a batch that the encoder failed on
+    cache: ImageCache
+    needs: ImageNeeds
+    tasks: EncodeTasks
+    pulls: ImagePulls
+    relay: ImageRelay | None
+    # Fails a request whose image has another size in the cache (request, index, identifier, size in the cache, size),
+    # and says whether it did.
+    is_rejected: Callable[[Request, int, str, int, int], bool]
+    on_start: Callable[[str, Mark], None]  # an image starts to be encoded or pulled
+    on_end: Callable[[str], None]  # an image is ready or lost
+    num_embeds_in_flight: int = 0  # of the last batch
+    failures: dict[str, Failure] = field(default_factory=dict)  # request -> why it cannot continue; for the scheduler
+    _in_flight: dict[str, str] = field(default_factory=dict)  # identifier -> request that its encode was started for
+    _suspects: set[str] = field(default_factory=set)  # identifiers of a batch that the encoder failed on
 
     @property
     def is_encoding(self) -> bool:
-        return len(self._cache.in_flight) > len(self._pulls)
+        return len(self.cache.in_flight) > len(self.pulls)
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -146,13 +127,13 @@ class EncodePlanner:
             self.num_embeds_in_flight = sum(item.num_embeds for item in plan.batch)
             self._in_flight = {item.feature.identifier: item.request_id for item in plan.batch}
             for identifier in self._in_flight:
-                self._on_start(identifier, Mark.ENCODE_BEGAN)
+                self.on_start(identifier, Mark.ENCODE_BEGAN)
         return plan.batch
 
     def _fill(self, plan: _Plan) -> None:
         for place, request in enumerate(plan.order):
-            task = self._tasks.get(request.request_id)
-            needed = self._needs.needed(request) if task is None else list(task.missing.values())
+            task = self.tasks.get(request.request_id)
+            needed = self.needs.needed(request) if task is None else list(task.missing.values())
             for index in needed:
                 match self._plan_image(plan, place, index, needed):
                     case _Next.END:
@@ -161,19 +142,19 @@ class EncodePlanner:
                         break
 
     def _plan_image(self, plan: _Plan, place: int, index: int, needed: Sequence[int]) -> _Next:
-        cache, request = self._cache, plan.order[place]
+        cache, request = self.cache, plan.order[place]
         identifier = request.mm_features[index].identifier
         size = request.get_num_encoder_embeds(index)
         known = cache.get_cached_num_encoder_embeds(request, index)
         if known is not None:  # ready, or in flight
-            if self._is_rejected(request, index, identifier, known, size):
+            if self.is_rejected(request, index, identifier, known, size):
                 return _Next.REQUEST
             cache.refer(request, index)
-            self._tasks.order_put(request, identifier)
+            self.tasks.order_put(request, identifier)
             return _Next.IMAGE
         if cache.is_elsewhere(identifier):
             return _Next.IMAGE
-        source = self._pulls.source_of(request.request_id, identifier)
+        source = self.pulls.source_of(request.request_id, identifier)
         if source is None and (obstacle := self._find_obstacle(plan, request, index, size)) is not None:
             return obstacle
         if not cache.can_start(request, index):
@@ -197,26 +178,26 @@ class EncodePlanner:
         is_full = plan.num_embeds + size > plan.max_embeds or names & self._suspects
         if not plan.batch or not is_full:
             return None
-        if not self._pulls.has_sources:
+        if not self.pulls.has_sources:
             return _Next.END
         plan.max_embeds = None  # the batch is complete; pulls of requests behind this one still start
         return _Next.REQUEST
 
     def _start(self, plan: _Plan, request: Request, index: int, size: int, source: bytes | None) -> None:
         feature = request.mm_features[index]
-        is_in_runner = not self._cache.start(request, index)
+        is_in_runner = not self.cache.start(request, index)
         if source is not None and not is_in_runner:
-            self._on_start(feature.identifier, Mark.PULL_BEGAN)
-            self._pulls.start(request.request_id, feature.identifier, source, size)
+            self.on_start(feature.identifier, Mark.PULL_BEGAN)
+            self.pulls.start(request.request_id, feature.identifier, source, size)
             return
         if not is_in_runner:
             plan.batch.append(EncodeItem(request.request_id, feature))
             plan.num_embeds += size
-        self._tasks.order_put(request, feature.identifier)
+        self.tasks.order_put(request, feature.identifier)
 
     def _make_room(self, plan: _Plan, place: int, needed: Sequence[int]) -> bool:
         """Make room for the first image needed, at the cost of requests behind, whose images are encoded again."""
-        cache, request = self._cache, plan.order[place]
+        cache, request = self.cache, plan.order[place]
         if request.request_id not in plan.scheduled:
             # Images that it needed before the prefix cache had their tokens, by another request.
             for index in cache.get_cached_input_ids(request) - set(needed):
@@ -255,11 +236,11 @@ class EncodePlanner:
             self._fail(identifier, message, was_alone=len(report.failed) == 1, alive=alive)
         for identifier in report.encoded:
             self._suspects.discard(identifier)
-            self._cache.finish(identifier)
-            self._on_end(identifier)
+            self.cache.finish(identifier)
+            self.on_end(identifier)
             started_for = self._in_flight.pop(identifier, "")
-            if self._relay is not None and started_for in alive:
-                self._relay.count_encode(started_for)
+            if self.relay is not None and started_for in alive:
+                self.relay.count_encode(started_for)
 
     def _fail(self, identifier: str, message: str, *, was_alone: bool, alive: Collection[str]) -> None:
         """Fail the request for which an image was encoded; for other requests, it is encoded again.
@@ -267,7 +248,7 @@ class EncodePlanner:
         If the batch had several images, any of them may be the cause: each is encoded again, alone.
         """
         self._lose(identifier)
-        self._cache.lose(identifier)
+        self.cache.lose(identifier)
         started_for = self._in_flight.pop(identifier, "")
         if not was_alone:
             self._suspects.add(identifier)
@@ -278,28 +259,28 @@ class EncodePlanner:
 
     def take_transfers(self, report: TransferReport) -> list[str]:
         """Process the puts and pulls that ended; returns the encode tasks that are complete."""
-        ready, lost = self._pulls.take(report)
+        ready, lost = self.pulls.take(report)
         for identifier in ready:
-            self._on_end(identifier)
+            self.on_end(identifier)
         for identifier in lost:
             self._lose(identifier)
-        complete, failures = self._tasks.take_puts(report)
+        complete, failures = self.tasks.take_puts(report)
         self.failures |= failures
         return complete
 
     def _lose(self, identifier: str) -> None:
-        self._on_end(identifier)
-        self._tasks.forget_orders(identifier)
+        self.on_end(identifier)
+        self.tasks.forget_orders(identifier)
 
     def remove(self, request_id: str) -> None:
-        self._tasks.remove(request_id)
-        self._pulls.remove(request_id)
-        self._needs.remove(request_id)
+        self.tasks.remove(request_id)
+        self.pulls.remove(request_id)
+        self.needs.remove(request_id)
         self.failures.pop(request_id, None)
 
     def reset(self) -> None:
         """Forget what is in flight: the cache has been emptied."""
-        self._pulls.reset()
+        self.pulls.reset()
         self._in_flight.clear()
         self._suspects.clear()
-        self._tasks.forget_orders(None)
+        self.tasks.forget_orders(None)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from vllm_omni.epd.engine_request import ImageCache, Request
 
 
+@dataclass(eq=False)
 class ImageNeeds:
-    """Remembers the prefix-cache hits of waiting requests, as looking them up hashes and searches each block.
+    """Remembers the prefix-cache hits of waiting requests, as looking them up hashes and searches each block."""
 
-    Args:
-        num_cached_tokens: tokens of a waiting request that the prefix cache has.
-        num_external_tokens: tokens of a waiting request whose KV pages will be pulled.
-    """
-
-    def __init__(
-        self,
-        cache: ImageCache,
-        num_cached_tokens: Callable[[Request], int],
-        num_external_tokens: Callable[[Request], int],
-    ) -> None:
-        self._cache = cache
-        self._num_cached_tokens = num_cached_tokens
-        self._num_external_tokens = num_external_tokens
-        self._known_hits: dict[str, int] = {}
+    cache: ImageCache
+    num_cached_tokens: Callable[[Request], int]  # of a waiting request, that the prefix cache has
+    num_external_tokens: Callable[[Request], int]  # of a waiting request, whose KV pages will be pulled
+    _known_hits: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Requests whose hits are remembered."""
@@ -41,10 +32,10 @@ class ImageNeeds:
         """
         if request.num_computed_tokens or not request.mm_features:
             return request.num_computed_tokens
-        if num_external := self._num_external_tokens(request):
+        if num_external := self.num_external_tokens(request):
             return num_external - 1  # the last one is computed again
         if is_fresh or request.request_id not in self._known_hits:
-            self._known_hits[request.request_id] = self._num_cached_tokens(request)
+            self._known_hits[request.request_id] = self.num_cached_tokens(request)
         return self._known_hits[request.request_id]
 
     def needed(self, request: Request) -> list[int]:
@@ -74,7 +65,7 @@ class ImageNeeds:
         )
 
     def is_available(self, request: Request, index: int) -> bool:
-        return self._cache.is_ready(request, index) or self._cache.is_elsewhere(request.mm_features[index].identifier)
+        return self.cache.is_ready(request, index) or self.cache.is_elsewhere(request.mm_features[index].identifier)
 
     @staticmethod
     def _behind(request: Request, num_computed: int) -> Iterator[int]:

@@ -29,7 +29,6 @@ class StoredImage:
     num_bytes: int
     stored_at: float
     num_users: int = 1  # requests that may still read the embeddings
-    is_kept: bool = False
 
 
 class ImageStoreStatistics(NamedTuple):
@@ -85,7 +84,6 @@ class ImageStore:
             self._make_room(source, num_bytes)
             self._images[identifier] = image
             self._num_bytes[source] = self._num_bytes.get(source, 0) + num_bytes
-            image.is_kept = True
         return image
 
     def give_back(self, image: StoredImage) -> None:
@@ -116,9 +114,8 @@ class ImageStore:
     def _drop(self, image: StoredImage) -> None:
         del self._images[image.identifier]
         self._num_bytes[image.source] -= image.num_bytes
-        image.is_kept = False
         self._release_unused(image)
 
     def _release_unused(self, image: StoredImage) -> None:
-        if not image.num_users and not image.is_kept:
+        if not image.num_users and self._images.get(image.identifier) is not image:
             self._release(image.payload)

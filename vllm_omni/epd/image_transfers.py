@@ -26,20 +26,17 @@ class EncodeTask:
     deadline: float | None = None  # for room in the relay; None: the task does not wait for room
 
 
+@dataclass(eq=False)
 class EncodeTasks:
     """The encode tasks of an engine, in no queue of vLLM's: only their images are scheduled.
 
     A task needs room in the cache for an image only while the image is encoded and put into the relay.
-
-    Args:
-        relay: takes the images; None: the engine has no encode tasks.
     """
 
-    def __init__(self, relay: ImageRelay | None, cache: ImageCache, clock: Callable[[], float]) -> None:
-        self._relay = relay
-        self._cache = cache
-        self._clock = clock
-        self._tasks: dict[str, EncodeTask] = {}
+    relay: ImageRelay | None  # takes the images; None: the engine has no encode tasks
+    cache: ImageCache
+    clock: Callable[[], float]
+    _tasks: dict[str, EncodeTask] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -77,9 +74,9 @@ class EncodeTasks:
         """Order that an image, which is in the cache or will be, is put into the relay, if the request is a task."""
         task = self._tasks.get(request.request_id)
         if task is not None and identifier not in task.ordered:
-            assert self._relay is not None
+            assert self.relay is not None
             task.ordered.add(identifier)
-            self._relay.start_put(request.request_id, identifier)
+            self.relay.start_put(request.request_id, identifier)
 
     def forget_orders(self, identifier: str | None) -> None:
         """Cancel the orders that wait for an image (None: for any), which will not come."""
@@ -99,15 +96,15 @@ class EncodeTasks:
 
     def _end_put(self, put: Put, payload: bytes) -> bool:
         """Whether it was the last image of its task."""
-        assert self._relay is not None
+        assert self.relay is not None
         task = self._tasks.get(put.request_id)
         if task is None:  # aborted meanwhile
-            self._relay.release(payload)
+            self.relay.release(payload)
             return False
-        self._relay.add_image(*put, payload)
+        self.relay.add_image(*put, payload)
         for index, feature in enumerate(task.request.mm_features):
             if feature.identifier == put.identifier:
-                self._cache.free_encoder_input(task.request, index)
+                self.cache.free_encoder_input(task.request, index)
         if task.missing.pop(put.identifier, None) is None:
             return False
         task.ordered.discard(put.identifier)
@@ -119,32 +116,28 @@ class EncodeTasks:
         task = self._tasks.get(put.request_id)
         if task is None:
             return None
-        assert self._relay is not None
+        assert self.relay is not None
         task.ordered.discard(put.identifier)
         if rejection.is_final:
             return Failure(f"the embeddings of image {put.identifier!r} cannot be put: {rejection.message}")
-        timeout_s = self._relay.put_timeout_s
+        timeout_s = self.relay.put_timeout_s
         if task.deadline is None:
-            task.deadline = self._clock() + timeout_s
-        elif self._clock() > task.deadline:
+            task.deadline = self.clock() + timeout_s
+        elif self.clock() > task.deadline:
             return Failure(f"no room in the relay within {timeout_s:g} s: {rejection.message}")
         return None
 
 
+@dataclass(eq=False)
 class ImagePulls:
-    """Where the images of requests are, and which of them are being pulled.
+    """Where the images of requests are, and which of them are being pulled."""
 
-    Args:
-        num_ranks: ranks that pull each image, each for itself.
-    """
-
-    def __init__(self, relay: ImageRelay | None, cache: ImageCache, num_ranks: int) -> None:
-        self._relay = relay
-        self._cache = cache
-        self._num_ranks = num_ranks
-        self._sources: dict[str, dict[str, bytes]] = {}  # request -> identifier -> payload
-        self._in_flight: dict[str, str] = {}  # identifier -> request whose payload is pulled
-        self._num_ranks_done: Counter[str] = Counter()  # by identifier in flight
+    relay: ImageRelay | None
+    cache: ImageCache
+    num_ranks: int  # that pull each image, each for itself
+    _sources: dict[str, dict[str, bytes]] = field(default_factory=dict)  # request -> identifier -> payload
+    _in_flight: dict[str, str] = field(default_factory=dict)  # identifier -> request whose payload is pulled
+    _num_ranks_done: Counter[str] = field(default_factory=Counter)  # by identifier in flight
 
     def __len__(self) -> int:
         """Images in flight."""
@@ -165,9 +158,9 @@ class ImagePulls:
         return self._sources.get(request_id, {}).get(identifier)
 
     def start(self, request_id: str, identifier: str, payload: bytes, num_embeds: int) -> None:
-        assert self._relay is not None
+        assert self.relay is not None
         self._in_flight[identifier] = request_id
-        self._relay.start_pull(identifier, payload, num_embeds)
+        self.relay.start_pull(identifier, payload, num_embeds)
 
     def take(self, report: TransferReport) -> tuple[list[str], list[str]]:
         """Process the pulls that ended: identifiers that are ready, and identifiers that are lost.
@@ -181,14 +174,14 @@ class ImagePulls:
     def _add_rank(self, identifier: str, num_ranks: int) -> bool:
         self._num_ranks_done[identifier] += num_ranks
         is_known = identifier in self._in_flight
-        if is_known and self._num_ranks_done[identifier] < self._num_ranks:
+        if is_known and self._num_ranks_done[identifier] < self.num_ranks:
             return False
         del self._num_ranks_done[identifier]
         if is_known:
             del self._in_flight[identifier]
-            self._cache.finish(identifier)
+            self.cache.finish(identifier)
         else:  # forgotten meanwhile
-            self._cache.drop(identifier)
+            self.cache.drop(identifier)
         return is_known
 
     def _lose(self, identifier: str) -> bool:
@@ -197,7 +190,7 @@ class ImagePulls:
         if request_id is None:
             return False
         self._sources.get(request_id, {}).pop(identifier, None)
-        self._cache.lose(identifier)
+        self.cache.lose(identifier)
         return True
 
     def reset(self) -> None:

@@ -16,7 +16,6 @@ Embeddings of images that are elsewhere (``kv/ec_connector.py``) are pulled in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -184,13 +183,6 @@ class EPDScheduler(StreamScheduler):
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         self.timelines.note_queued(request)
-
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        finished = super().finish_requests(request_ids, finished_status)
-        if finished_status is RequestStatus.FINISHED_ABORTED and self.relay_ec is not None:
-            ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
-            self.relay_ec.abort_announced(ids - {request.request_id for request in finished})
-        return finished
 
     def get_request_counts(self) -> tuple[int, int]:
         num_running, num_waiting = super().get_request_counts()

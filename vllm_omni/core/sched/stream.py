@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.timeline import RequestTimelines
 from vllm_omni.errors import RelayError
+from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.kv.kv_connector import RelayKVConnector
 from vllm_omni.messages.payload import Payload, TensorRef, decode, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
@@ -206,10 +207,12 @@ class StreamScheduler(Scheduler):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
-        if finished_status is RequestStatus.FINISHED_ABORTED and isinstance(self.connector, RelayKVConnector):
+        if finished_status is RequestStatus.FINISHED_ABORTED:
             # Upstream ignores requests that had just ended; their last output may never have been read.
             ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
-            self.connector.abort_announced(ids - {request.request_id for request in finished})
+            for connector in (self.connector, self.ec_connector):
+                if isinstance(connector, RelayKVConnector | RelayECConnector):
+                    connector.abort_announced(ids - {request.request_id for request in finished})
         return finished
 
     def num_external_tokens(self, request: Request) -> int:
