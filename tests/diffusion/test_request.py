@@ -55,11 +55,12 @@ def test_a_request_without_guidance_logs_no_warning_of_diffusers(load_tiny, capf
     assert "true_cfg_scale" not in arguments(pipeline, negative_prompt="grey")
 
 
-def test_several_outputs_have_seeds_of_their_own_under_the_pipelines_argument(load_tiny):
-    for name, word in (("qwen-image", "images"), ("wan2.2-t2v", "videos"), ("stable-audio", "waveforms")):
-        given = arguments(load_tiny(name), seed=3, num_outputs_per_prompt=2)
-        assert given[f"num_{word}_per_prompt"] == 2
-        assert [generator.initial_seed() for generator in given["generator"]] == [3, 4]
+def test_each_output_is_a_call_with_its_own_seed(load_tiny):
+    pipeline = load_tiny("qwen-image")
+    request = DiffusionRequest("a fox", params=DiffusionParams(seed=3, num_outputs_per_prompt=2))
+    given = [pipeline_arguments(pipeline, request, index) for index in range(2)]
+    assert [arguments.pop("generator").initial_seed() for arguments in given] == [3, 4]
+    assert given[0] == given[1] == {"prompt": "a fox", "true_cfg_scale": 1.0, "output_type": "pt"}
 
 
 def test_without_a_seed_one_is_chosen_at_random(load_tiny):

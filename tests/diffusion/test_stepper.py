@@ -1,10 +1,12 @@
 import gc
+import inspect
 import logging
 import weakref
 
 import msgspec
 import pytest
 import torch
+from diffusers import FluxImg2ImgPipeline, LTXImageToVideoPipeline, StableDiffusion3Img2ImgPipeline
 
 from tests.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
 from tests.diffusion.requests import difference, make_request, results, run, run_diffusers
@@ -127,10 +129,26 @@ def test_a_pipeline_with_a_u_net_and_noise_in_every_step_is_merged(load_tiny):
         assert difference(ours[name], run_diffusers(pipeline, request)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["qwen-image", "wan2.2-t2v", "z-image", "sd3", "stable-audio"])
-def test_output_i_of_several_equals_a_request_with_seed_plus_i(name, load_tiny, make_stepper):
+# The last three draw noise for the latents of their input image, too, in one call from one generator for all outputs.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen-image", None),
+        ("wan2.2-t2v", None),
+        ("z-image", None),
+        ("stable-audio", None),
+        ("flux", FluxImg2ImgPipeline),
+        ("sd3", StableDiffusion3Img2ImgPipeline),
+        ("ltx", LTXImageToVideoPipeline),
+    ],
+)
+def test_output_i_of_several_equals_a_request_with_seed_plus_i(name, kind, load_tiny, make_stepper):
     pipeline = load_tiny(name)
     stepper = make_stepper(name)
+    if kind is not None:
+        parameters = inspect.signature(kind.__init__).parameters
+        pipeline = kind(**{part: value for part, value in pipeline.components.items() if part in parameters})
+        stepper = PipelineStepper(pipeline, rules=stepper.rules)
     requests = {"both": make_request(pipeline, 0, seed=5, num_outputs_per_prompt=2)}
     requests |= {f"lone{index}": make_request(pipeline, 0, seed=5 + index) for index in range(2)}
     ours = results(run(stepper, requests))
@@ -141,7 +159,36 @@ def test_output_i_of_several_equals_a_request_with_seed_plus_i(name, load_tiny, 
             for kind, value in ours["both"].items()
         }
         assert difference(of_both, lone) < TOLERANCE
-    assert max(stepper.statistics().widths) == 3
+    assert max(stepper.statistics().widths) == 4
+
+
+def test_a_pipeline_that_makes_one_output_is_called_once_for_each():
+    pipeline = make_ddpm()
+    params = make_request(pipeline, 0, seed=5, num_inference_steps=2).params
+    both = DiffusionRequest("", params=msgspec.structs.replace(params, num_outputs_per_prompt=2))
+    ours = results(run(PipelineStepper(pipeline), {"both": both}))["both"]["images"]
+    for index in range(2):
+        lone = DiffusionRequest("", params=msgspec.structs.replace(params, seed=5 + index))
+        assert torch.equal(ours[index : index + 1], run_diffusers(pipeline, lone)["images"])
+
+
+def test_outputs_beyond_max_rows_run_in_parts_and_end_with_their_request(pipeline, make_stepper):
+    stepper = make_stepper("qwen-image", max_rows=2)
+    stepper.add("a", make_request(pipeline, 0, num_outputs_per_prompt=3))
+    assert stepper.step(["a"])["a"].num_rows == 3
+    assert stepper.statistics().widths == {2: 1, 1: 1}
+    stepper.abort("a")
+    assert not stepper.running
+
+
+def test_a_request_fails_when_one_of_its_outputs_does(pipeline, make_stepper):
+    stepper = make_stepper("qwen-image", merge=False)
+    stepper.add("a", make_request(pipeline, 0, num_outputs_per_prompt=2))
+    stepper.step(["a"])
+    first, second = stepper.running["a"].calls
+    second.pending.kwargs["hidden_states"] = None
+    assert isinstance(stepper.step(["a"])["a"].error, AttributeError | TypeError)
+    assert first.has_ended and not stepper.running
 
 
 def test_without_a_seed_two_requests_differ(pipeline, make_stepper):
@@ -205,7 +252,7 @@ def test_when_a_merged_forward_fails_only_the_request_at_fault_fails(pipeline, m
     for name, request in requests.items():
         stepper.add(name, request)
     stepper.step(["0", "1", "2"])
-    poisoned = stepper.running["1"].call.pending.kwargs["hidden_states"][0, 0, 0].item()
+    poisoned = stepper.running["1"].calls[0].pending.kwargs["hidden_states"][0, 0, 0].item()
     forward = pipeline.transformer.forward
 
     def fail_on_poison(hidden_states, **kwargs):
@@ -239,7 +286,7 @@ def test_after_the_last_request_no_tensor_is_held(pipeline, make_stepper):
             if outcome.has_ended:
                 running.remove(name)
             else:
-                call = stepper.running[name].call
+                call = stepper.running[name].calls[0]
                 held += [weakref.ref(call), weakref.ref(call.pending.kwargs["hidden_states"])]
                 del call
             del outcome

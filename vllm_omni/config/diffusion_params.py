@@ -26,6 +26,7 @@ _SERVER_ARGS = {
     "num_images_per_prompt": "num_outputs_per_prompt",
     "num_videos_per_prompt": "num_outputs_per_prompt",
     "num_waveforms_per_prompt": "num_outputs_per_prompt",
+    "num_designs_per_prompt": "num_outputs_per_prompt",
     "output_type": "output_type",
     "callback": "progress",
     "callback_on_step_end": "progress",

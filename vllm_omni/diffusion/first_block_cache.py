@@ -30,7 +30,7 @@ class RowKey(NamedTuple):
     request_id: str
     component: str  # name of the denoiser in its pipeline: "transformer", "transformer_2"
     branch: str  # distinguishes the calls of one step: "cond", "uncond"
-    row: int  # among the rows of this request in this call
+    row: int  # among the rows of all outputs of this request in this step
 
 
 class RowStep(NamedTuple):

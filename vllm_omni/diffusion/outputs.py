@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,17 @@ def collect(pipeline: Any, result: Any, output_type: OutputType) -> dict[str, An
         else:
             output[kind] = _to_pixels(fields[name], kind, output_type)
     return output
+
+
+def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the results of several calls along N."""
+    first, *others = outputs
+    if not others:
+        return dict(first)
+    return {
+        name: torch.cat([one[name] for one in outputs]) if isinstance(value, Tensor) else value
+        for name, value in first.items()
+    }
 
 
 def sample_rate(pipeline: Any) -> int:

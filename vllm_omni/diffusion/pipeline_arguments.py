@@ -28,8 +28,7 @@ SAME_NAME = (
     "true_cfg_scale",
     "num_frames",
 )
-# Names that pipelines give to the number of outputs, to input images, and to the frame rate.
-NUM_OUTPUTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "num_designs_per_prompt")
+# Names that pipelines give to input images and to the frame rate.
 IMAGES = ("image", "input_images")
 FRAME_RATES = ("frame_rate", "fps")
 # Pipelines that need an image although ``image`` has a default in their signatures.
@@ -53,8 +52,10 @@ def needs_image(pipeline: Any) -> bool:
     return bool(NEEDS_IMAGE.search(type(pipeline).__name__)) or parameter.default is inspect.Parameter.empty
 
 
-def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, Any]:
-    """Keyword arguments for the ``__call__`` of ``pipeline``; without a seed, one is chosen at random.
+def pipeline_arguments(pipeline: Any, request: DiffusionRequest, output_index: int = 0) -> dict[str, Any]:
+    """Keyword arguments for the ``__call__`` of ``pipeline`` that makes one of the request's outputs.
+
+    The noise is that of ``seed + output_index``; without a seed, one is chosen at random.
 
     Raises:
         InvalidRequest: the pipeline does not accept an argument, a value or this number of images.
@@ -65,7 +66,13 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest) -> dict[str, An
     arguments = _value_arguments(name, accepted, request)
     _check_size(pipeline, arguments)
     arguments |= _image_arguments(pipeline, accepted, request.images)
-    arguments |= _output_arguments(name, accepted, params)
+    if "generator" in accepted:
+        import torch
+
+        seed = secrets.randbits(63) if params.seed is None else params.seed + output_index
+        arguments["generator"] = torch.Generator().manual_seed(seed)  # on the CPU: the same noise for every device
+    if "output_type" in accepted:
+        arguments["output_type"] = OUTPUT_TYPES[params.output_type]
     for parameter, value in params.extra_args.items():
         if parameter not in accepted or parameter in arguments:
             known = [other for other in accepted if other not in arguments]
@@ -140,23 +147,3 @@ def _image_arguments(pipeline: Any, accepted: Accepted, images: Sequence[Image.I
     if len(images) == 2 and "last_image" in accepted:
         return {parameter: images[0], "last_image": images[1]}
     raise InvalidRequest(f"{name} takes one input image, got {len(images)}")
-
-
-def _output_arguments(name: str, accepted: Accepted, params: DiffusionParams) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    num_outputs = params.num_outputs_per_prompt
-    if num_outputs > 1:
-        parameter = next((count for count in NUM_OUTPUTS if count in accepted), None)
-        if parameter is None:
-            raise InvalidRequest(f"{name} makes one output for a prompt, not {num_outputs}")
-        arguments[parameter] = num_outputs
-    if "generator" in accepted:
-        import torch
-
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        # On the CPU, so that the noise is the same for every device. Not every pipeline accepts a list of one.
-        generators = [torch.Generator().manual_seed(seed + index) for index in range(num_outputs)]
-        arguments["generator"] = generators if num_outputs > 1 else generators[0]
-    if "output_type" in accepted:
-        arguments["output_type"] = OUTPUT_TYPES[params.output_type]
-    return arguments

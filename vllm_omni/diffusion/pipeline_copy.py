@@ -97,7 +97,7 @@ def with_generator(step: Callable[..., Any], generator: Any) -> Callable[..., An
     @functools.wraps(step)
     def own_step(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        if "generator" not in given and (not isinstance(generator, list) or len(generator) == len(given["sample"])):
+        if "generator" not in given:
             kwargs["generator"] = generator
         return step(*args, **kwargs)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_omni.diffusion.call_batcher import RunningRequest
 from vllm_omni.diffusion.pipeline_arguments import parameters_of
+from vllm_omni.diffusion.suspended_call import SuspendedCall
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,9 @@ class Previewer:
         self._pipeline = pipeline
         self._is_enabled = True
 
-    def add_to(self, running: RunningRequest) -> None:
-        """Make the pipeline set ``running.preview`` every ``preview_every`` steps; call before the request starts."""
-        arguments = running.call.arguments
-        every = running.request.params.preview_every
+    def add_to(self, call: SuspendedCall, every: int) -> None:
+        """Make the pipeline set ``call.preview`` every so many steps (0: never); ``call`` has not started."""
+        arguments = call.arguments
         if not every or not self._is_enabled:
             return
         if "callback_on_step_end" not in parameters_of(self._pipeline):
@@ -37,10 +36,10 @@ class Previewer:
         height, width = arguments.get("height"), arguments.get("width")
 
         def show(pipeline: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            is_last = step + 1 == running.call.progress.num_steps  # the picture itself follows
+            is_last = step + 1 == call.progress.num_steps  # the picture itself follows
             if (step + 1) % every == 0 and not is_last and self._is_enabled:
                 try:
-                    running.preview = decode_preview(pipeline, values["latents"], height, width)
+                    call.preview = decode_preview(pipeline, values["latents"], height, width)
                 except Exception as exc:
                     self._disable(f"{exc}")
             return {}

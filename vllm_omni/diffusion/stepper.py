@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_omni.diffusion import outputs
-from vllm_omni.diffusion.call_batcher import CallBatcher, RunningRequest, StepperStatistics, rows_of
+from vllm_omni.diffusion.call_batcher import CallBatcher, StepperStatistics, rows_of
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.merge_check import find_merging_rules
 from vllm_omni.diffusion.merge_rules import MergeRule
@@ -18,7 +18,7 @@ from vllm_omni.diffusion.pipeline_arguments import pipeline_arguments
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 from vllm_omni.diffusion.previews import Previewer
 from vllm_omni.diffusion.request import DiffusionRequest
-from vllm_omni.diffusion.suspended_call import SuspendedCall, forget_frames
+from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forget_frames
 from vllm_omni.errors import InvalidRequest
 
 
@@ -31,13 +31,33 @@ class StepOutcome:
     output: dict[str, Any] | None = None  # set at the end: see ``outputs.collect``
     error: Exception | None = None  # the request failed; InvalidRequest if the pipeline rejected its arguments
     preview: Tensor | None = None  # uint8 [H, W, 3], decoded in this step
-    num_rows: int = 0  # of the pending call; 0: not known, its denoiser is not in the table of merge rules
-    num_bytes: int = 0  # tensors of that call
-    num_cache_bytes: int = 0  # needed for its cache entries, all branches; 0: its denoiser is not cached
+    num_rows: int = 0  # of the pending calls; one for an output whose denoiser is not in the table of merge rules
+    num_bytes: int = 0  # tensors of those calls
+    num_cache_bytes: int = 0  # needed for its cache entries, all outputs and branches; 0: its denoiser is not cached
 
     @property
     def has_ended(self) -> bool:
         return self.output is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that was added to a stepper and has not ended."""
+
+    request: DiffusionRequest
+    calls: list[SuspendedCall]  # one for each output: pipelines differ in what several outputs of a call share
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or all(call.has_ended for call in self.calls)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((call.error for call in self.calls if call.error is not None), None)
+
+    @property
+    def pending(self) -> list[PendingCall]:
+        return [call.pending for call in self.calls if call.pending is not None]
 
 
 class PipelineStepper:
@@ -45,7 +65,7 @@ class PipelineStepper:
 
     Args:
         pipeline: loaded, on its device.
-        max_rows: of a forward; a request with more rows makes its forwards alone.
+        max_rows: of a forward; the outputs of a request with more rows make their forwards in parts.
         cache: computes the denoisers that it supports.
         merge: False: one request per forward, and no check at the start.
         rules: merge rule of each component, from an earlier check of the same weights; None: check now.
@@ -78,43 +98,45 @@ class PipelineStepper:
             InvalidRequest: the pipeline does not accept the request.
         """
         assert request_id not in self.running, f"request {request_id} is already here"
-        arguments = pipeline_arguments(self._pipeline, request)
-        running = RunningRequest(request_id, request, SuspendedCall(self._copies, arguments))
-        self._previewer.add_to(running)
-        self.running[request_id] = running
+        calls = [
+            SuspendedCall(self._copies, pipeline_arguments(self._pipeline, request, index), request_id, index)
+            for index in range(request.params.num_outputs_per_prompt)
+        ]
+        self._previewer.add_to(calls[0], request.params.preview_every)
+        self.running[request_id] = RunningRequest(request, calls)
 
     def abort(self, request_id: str) -> None:
         """Remove a request and free its tensors; does nothing for an unknown one."""
         running = self.running.pop(request_id, None)
         if running is not None:
             with torch.no_grad():
-                running.call.cancel()
+                for call in running.calls:
+                    call.cancel()
             self.drop_cache(request_id)
 
     def step(self, request_ids: Sequence[str]) -> dict[str, StepOutcome]:
-        """Call the denoiser once for each request.
+        """Call the denoiser once for each output of each request.
 
-        A new request encodes its text first; a request whose last denoise step this was decodes its output. A request
-        that has ended, with an output or an error, is removed.
+        A new request encodes its text first; a request whose last denoise step this was decodes its outputs. A request
+        that has ended, with its outputs or an error, is removed.
 
         Raises:
             KeyError: a request was not added, or has ended.
         """
         assert len(set(request_ids)) == len(request_ids), "a request makes one step at a time"
-        chosen = [self.running[request_id] for request_id in request_ids]
+        chosen = {request_id: self.running[request_id] for request_id in request_ids}
+        calls = [call for running in chosen.values() for call in running.calls]
         with torch.no_grad():  # per thread, and left by the pipelines in any order: see suspended_call.py
-            for running in chosen:
-                if not running.has_started:
-                    running.has_started = True
-                    running.call.resume()
-            self._run_until_denoiser(chosen)
-            self._batcher.run([running for running in chosen if running.call.pending is not None])
-            self._run_until_denoiser(chosen)
-            outcomes = {running.request_id: self._outcome(running) for running in chosen}
+            for call in calls:
+                if not call.has_started:
+                    call.resume()
+            self._run_until_denoiser(calls)
+            self._batcher.run([call for call in calls if call.pending is not None])
+            self._run_until_denoiser(calls)
+            outcomes = {request_id: self._outcome(request_id, running) for request_id, running in chosen.items()}
         for request_id, outcome in outcomes.items():
             if outcome.has_ended:
-                del self.running[request_id]
-                self.drop_cache(request_id)
+                self.abort(request_id)  # where one output has failed, the others have not ended
         return outcomes
 
     def grant_cache(self, request_id: str, num_bytes: int) -> None:
@@ -131,46 +153,48 @@ class PipelineStepper:
     def statistics(self) -> StepperStatistics:
         return self._batcher.statistics()
 
-    def _run_until_denoiser(self, chosen: Sequence[RunningRequest]) -> None:
-        """Compute texts, images and previews until each request waits for a denoiser or has ended."""
-        while waiting := [r for r in chosen if r.call.pending is not None and not r.call.pending.is_denoiser]:
+    def _run_until_denoiser(self, calls: Sequence[SuspendedCall]) -> None:
+        """Compute texts, images and previews until each call waits for a denoiser or has ended."""
+        while waiting := [call for call in calls if call.pending is not None and not call.pending.is_denoiser]:
             self._batcher.run(waiting)
 
-    def _outcome(self, running: RunningRequest) -> StepOutcome:
-        call = running.call
-        output, error = self._end(running) if call.has_ended else (None, None)
-        preview, running.preview = running.preview, None
+    def _outcome(self, request_id: str, running: RunningRequest) -> StepOutcome:
+        output, error = self._end(running) if running.has_ended else (None, None)
+        first, pending = running.calls[0], running.pending
+        preview, first.preview = first.preview, None
         return StepOutcome(
-            step_index=call.progress.step_index,
-            num_steps=call.progress.num_steps,
+            step_index=min(call.progress.step_index for call in running.calls),
+            num_steps=first.progress.num_steps,
             output=output,
             error=error,
             preview=preview,
-            num_rows=0 if call.pending is None else rows_of(call.pending),
-            num_bytes=0 if call.pending is None else num_bytes(call.pending.kwargs),
-            num_cache_bytes=self._num_cache_bytes(running),
+            num_rows=sum(rows_of(call) or 1 for call in pending),
+            num_bytes=num_bytes([call.kwargs for call in pending]),
+            num_cache_bytes=self._num_cache_bytes(request_id, running),
         )
 
     def _end(self, running: RunningRequest) -> tuple[dict[str, Any] | None, Exception | None]:
-        """The output of a request that has ended, or its error."""
-        call, output, error = running.call, None, running.call.error
+        """The outputs of a request that has ended, or its error."""
+        error = running.error
         if error is None:
             try:
-                output = outputs.collect(self._pipeline, call.result, running.request.params.output_type)
+                output_type = running.request.params.output_type
+                parts = [outputs.collect(self._pipeline, call.result, output_type) for call in running.calls]
+                return outputs.join(parts), None
             except Exception as exc:
                 error = forget_frames(exc)
-            call.result = None
-        is_rejected = isinstance(error, ValueError | TypeError) and not call.has_denoised
+        has_denoised = any(call.has_denoised for call in running.calls)
+        is_rejected = isinstance(error, ValueError | TypeError) and not has_denoised
         if is_rejected and not isinstance(error, InvalidRequest):
             error = InvalidRequest(f"{type(self._pipeline).__name__}: {error}")
-        return output, error
+        return None, error
 
-    def _num_cache_bytes(self, running: RunningRequest) -> int:
+    def _num_cache_bytes(self, request_id: str, running: RunningRequest) -> int:
         if self._cache is None:
             return 0
         threshold = running.request.params.cache_threshold
         is_on = self._cache.threshold if threshold is None else threshold
-        return self._cache.num_bytes(running.request_id) if is_on else 0
+        return self._cache.num_bytes(request_id) if is_on else 0
 
 
 def num_bytes(value: Any) -> int:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
@@ -147,7 +147,7 @@ class CountingBar:
 
 
 class SuspendedCall:
-    """One request's call of a pipeline. Resumed from one thread only, under ``torch.no_grad()``.
+    """A pipeline's call for one output of a request. Resumed from one thread only, under ``torch.no_grad()``.
 
     ``pending`` is the network call that it waits for; None before the first ``resume`` and after the end. After the end
     either ``error`` is set, or ``result`` is what the pipeline returned.
@@ -156,7 +156,12 @@ class SuspendedCall:
         MissingDependency: greenlet is not installed.
     """
 
-    def __init__(self, copies: PipelineCopies, arguments: Mapping[str, Any]):
+    def __init__(
+        self, copies: PipelineCopies, arguments: Mapping[str, Any], request_id: str = "", output_index: int = 0
+    ):
+        self.request_id = request_id
+        self.output_index = output_index
+        self.preview: Tensor | None = None  # uint8 [H, W, 3], decoded since the last step
         self.pending: PendingCall | None = None
         self.result: Any = None
         self.error: Exception | None = None
@@ -167,6 +172,10 @@ class SuspendedCall:
         self._copies = copies
         self._greenlets = import_greenlet("a diffusion stage")
         self._greenlet: Any = None
+
+    @property
+    def has_started(self) -> bool:
+        return self._greenlet is not None or self.has_ended
 
     def resume(self, value: Any = None) -> PendingCall | None:
         """Run to the next network call or to the end.

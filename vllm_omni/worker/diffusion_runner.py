@@ -96,7 +96,11 @@ class DiffusionModelRunner:
         outcomes = self._step([one for one in scheduled if one not in failures], failures)
         payloads = self._publish(outcomes, failures)
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
-        pending = {one: self._call_size(one, outcome) for one, outcome in outcomes.items() if not outcome.has_ended}
+        pending = {
+            request_id: CallSize(outcome.num_rows, outcome.num_bytes, outcome.num_cache_bytes)
+            for request_id, outcome in outcomes.items()
+            if not outcome.has_ended
+        }
         for request_id in (*ended, *failures):
             self.requests.pop(request_id, None)
         return make_output(scheduled, payloads, ended=ended, failures=failures, pending=pending)
@@ -160,10 +164,6 @@ class DiffusionModelRunner:
         if outcome.preview is not None:
             return self.hub.publish(request_id, {"preview": outcome.preview, **progress})
         return Payload(values=progress) if is_step and running.params.progress else None
-
-    def _call_size(self, request_id: str, outcome: StepOutcome) -> CallSize:
-        num_rows = outcome.num_rows or self.requests[request_id].params.num_outputs_per_prompt
-        return CallSize(num_rows, outcome.num_bytes, outcome.num_cache_bytes)
 
     # -- called by vLLM's worker ------------------------------------------------------------------------------------
 
