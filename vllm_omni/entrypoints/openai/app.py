@@ -22,13 +22,13 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.chat_completion import api_router as upstream_chat
 from vllm.entrypoints.openai.completion import api_router as upstream_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
+from vllm_omni.entrypoints.openai.errors import add_error_handlers, error_body
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
     OmniChatCompletionRequest,
@@ -36,7 +36,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     SpeechRequest,
 )
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, Overloaded, StageFailed, StageUnavailable
+from vllm_omni.errors import ConfigError, StageFailed
 
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
@@ -77,7 +77,7 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
 )
 async def create_completion(request: OmniCompletionRequest, raw_request: Request) -> Response | None:
     """Upstream's route, with an SLO."""
-    request.check_slo()
+    request.check()
     response: Response | None = await upstream_completion.create_completion(request, raw_request)
     return response
 
@@ -111,7 +111,7 @@ async def health(raw_request: Request) -> JSONResponse:
     try:
         await omni.check_health()
     except StageFailed as exc:
-        return JSONResponse(_error_body(exc, HTTPStatus.SERVICE_UNAVAILABLE) | {"stages": stages}, 503)
+        return JSONResponse(error_body(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) | {"stages": stages}, 503)
     return JSONResponse({"stages": stages})
 
 
@@ -175,13 +175,13 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
-        _add_handler(app)
+        add_error_handlers(app)
         return app
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
     _replace_routes(app, router)
-    _add_handler(app)
+    add_error_handlers(app)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
@@ -191,11 +191,6 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
     )
     return app
-
-
-def _add_handler(app: FastAPI) -> None:
-    app.exception_handler(OmniError)(_on_omni_error)
-    app.middleware_stack = None  # it has been built, and knows no handler that came later: have it built anew
 
 
 def _replace_routes(app: FastAPI, ours: APIRouter) -> None:
@@ -209,19 +204,3 @@ def _replace_routes(app: FastAPI, ours: APIRouter) -> None:
 
 def _operations(route: BaseRoute) -> set[tuple[str, str]]:
     return {(route.path, method) for method in route.methods} if isinstance(route, APIRoute) else set()
-
-
-async def _on_omni_error(raw_request: Request, exc: Exception) -> JSONResponse:
-    """Our errors in vLLM's shape: 400 where the request is at fault, 503 where it may be tried again, else 500."""
-    status = HTTPStatus.INTERNAL_SERVER_ERROR
-    if isinstance(exc, ValueError):
-        status = HTTPStatus.BAD_REQUEST
-    elif isinstance(exc, StageUnavailable | Overloaded):
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-    return JSONResponse(_error_body(exc, status), status.value)
-
-
-def _error_body(exc: Exception, status: HTTPStatus) -> dict[str, Any]:
-    kind = f"{status.phrase.replace(' ', '')}{'' if status.phrase.endswith('Error') else 'Error'}"
-    param = exc.param if isinstance(exc, InvalidRequest) else None
-    return create_error_response(str(exc), err_type=kind, status_code=status, param=param).model_dump()

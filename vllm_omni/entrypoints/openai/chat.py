@@ -97,7 +97,7 @@ class OmniServingChat(OpenAIServingChat):
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
 
     def _check(self, request: OmniChatCompletionRequest) -> None:
-        request.check_slo()
+        request.check()
         known = self.omni.orchestrator.pipeline.modalities
         for modality in request.modalities or ():
             if modality not in known:

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.entrypoints.openai.errors import invalid_body, shorten
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.names import suggest
 
 MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
 DEFAULT_NUM_STEPS = 50  # of most pipelines; one that makes fewer steps sends fewer previews than requested
@@ -140,16 +140,7 @@ def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
     try:
         return body.model_validate(values)
     except ValidationError as exc:
-        error = exc.errors(include_url=False)[0]
-        name = str(error["loc"][0])
-        if error["type"] == "extra_forbidden":
-            raise InvalidRequest(f"unknown field {name!r}: {suggest(name, body.model_fields)}", param=name) from None
-        if error["type"] == "missing":
-            raise InvalidRequest(f"{name}: is missing", param=name) from None
-        said = error["msg"][0].lower() + error["msg"][1:]
-        raise InvalidRequest(
-            f"{'.'.join(map(str, error['loc']))} = {_short(error['input'])}: {said}", param=name
-        ) from None
+        raise invalid_body(exc.errors(include_url=False), body) from None
 
 
 def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
@@ -171,11 +162,6 @@ def read_size(size: str) -> dict[str, int]:
         return {}
     if (match := re.fullmatch(r"(-?\d{1,9})[xX](-?\d{1,9})", size.strip())) is None:
         raise InvalidRequest(
-            f"size = {_short(size)}: must be 'auto' or WIDTHxHEIGHT, for example 1024x768", param="size"
+            f"size = {shorten(size)}: must be 'auto' or WIDTHxHEIGHT, for example 1024x768", param="size"
         )
     return {"width": int(match[1]), "height": int(match[2])}
-
-
-def _short(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 80 else f"{said[:77]}..."

@@ -20,13 +20,13 @@ from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
+from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.images import data_url
 from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
 from vllm_omni.media.image import IMAGE_FORMATS
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.names import suggest
 
 
 class OmniServingImageChat:
@@ -44,11 +44,7 @@ class OmniServingImageChat:
         if modality == "video":
             raise InvalidRequest(f"video output is not available in chat: POST {ROUTES['video']}", param="model")
         fields = read_body(ImageChatRequest, values)
-        for name in fields.model_extra or ():
-            if name not in ChatCompletionRequest.model_fields:
-                raise InvalidRequest(
-                    f"unknown field {name!r}: {suggest(name, ImageChatRequest.model_fields)}", param=name
-                )
+        check_fields(fields, ChatCompletionRequest.model_fields)
         for wanted in fields.modalities or ():
             if wanted not in (modality, "text"):
                 raise InvalidRequest(

@@ -1,13 +1,24 @@
 """Request bodies: vLLM's, extended by modalities, speech and SLOs."""
 
-from typing import Any
+import inspect
+from typing import Any, Literal
 
+from openai.types import completion_create_params as completion
+from openai.types.chat import completion_create_params as chat
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.entrypoints.openai.errors import check_fields
+from vllm_omni.media.audio import SPEEDS
 from vllm_omni.messages.slo import SLO_ARGS, Slo
+
+OPENAI_FIELDS = {
+    *inspect.get_annotations(chat.CompletionCreateParamsBase),
+    *inspect.get_annotations(completion.CompletionCreateParamsBase),
+}
+"""Fields of OpenAI's requests for text; those that vLLM does not know have no effect."""
 
 
 class AudioOutput(BaseModel):
@@ -28,8 +39,9 @@ class _RequestWithSlo(BaseModel):
         'latter (0.9): {"ttft_ms": 1000, "tpot_ms": 50, "tpot_share": 0.99}, or some of them.',
     )
 
-    def check_slo(self) -> None:
-        """Raise ``InvalidRequest`` for an SLO that is not valid."""
+    def check(self) -> None:
+        """Raise ``InvalidRequest`` for an unknown field, or an SLO that is not valid."""
+        check_fields(self, ignored=OPENAI_FIELDS)
         Slo.parse(self.slo)
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
@@ -84,13 +96,13 @@ class SpeechRequest(BaseModel):
     voice: str | Voice | None = Field(default=None, description="A speaker of the checkpoint; its first by default.")
     instructions: str | None = Field(default=None, description="How to speak it.")
     response_format: str = "mp3"
-    speed: float = 1.0
-    stream_format: str | None = Field(
+    speed: float = Field(default=1.0, ge=SPEEDS[0], le=SPEEDS[1])
+    stream_format: Literal["audio", "sse"] | None = Field(
         default=None,
         description='"audio": bytes as they are encoded; "sse": events; by default, one whole file.',
     )
     seed: int | None = Field(default=None, description="The random seed of every stage that samples.")
-    max_new_tokens: int | None = Field(default=None, description="Tokens of the speech, at most.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of the speech, at most.")
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )

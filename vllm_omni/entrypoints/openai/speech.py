@@ -16,18 +16,15 @@ from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
 from vllm_omni.entrypoints.openai.sse import chain, event
-from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
-from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS, AudioEncoder
+from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
-
-STREAM_FORMATS = ("audio", "sse")
 
 
 class Speech:
@@ -92,7 +89,7 @@ class OmniServingSpeech:
         if isinstance(unknown_model, ErrorResponse):
             return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
         self._engine.check_admission()
-        _check(request)
+        check_fields(request)
         self._engine.check_available(["audio"])
         audio_format = find_format("audio", AUDIO_FORMATS, request.response_format)
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
@@ -161,17 +158,3 @@ class OmniServingSpeech:
                 logger.exception("speech failed while it was streamed")
                 error = BaseServing.create_error_response(exc).error.model_dump()
                 yield event({"type": "speech.audio.error", "error": error})
-
-
-def _check(request: SpeechRequest) -> None:
-    for name in request.model_extra or ():
-        raise InvalidRequest(f"unknown field {name!r}: {suggest(name, SpeechRequest.model_fields)}")
-    if request.stream_format not in (None, *STREAM_FORMATS):
-        raise InvalidRequest(
-            f"unknown stream_format {request.stream_format!r}: {suggest(request.stream_format, STREAM_FORMATS)}"
-        )
-    slowest, fastest = SPEEDS
-    if not slowest <= request.speed <= fastest:
-        raise InvalidRequest(f"speed = {request.speed:g}: valid: {slowest:g} to {fastest:g}")
-    if request.max_new_tokens is not None and request.max_new_tokens < 1:
-        raise InvalidRequest(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")

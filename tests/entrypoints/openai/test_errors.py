@@ -1,0 +1,101 @@
+"""Errors over HTTP have OpenAI's shape, say what is valid, and blame the right field."""
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException
+
+from vllm_omni.entrypoints.openai.errors import add_error_handlers
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
+from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
+
+APP = FastAPI()
+add_error_handlers(APP)
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@APP.post("/v1/chat/completions")
+async def chat(request: OmniChatCompletionRequest) -> None:
+    request.check()
+
+
+@APP.post("/v1/audio/speech")
+async def speech(request: SpeechRequest) -> None:
+    raise InvalidRequest("unknown voice", param="voice")
+
+
+@APP.get("/raises/{name}")
+async def raises(name: str) -> None:
+    raise {
+        "overloaded": Overloaded("later"),
+        "failed": StageFailed("talker", "died"),
+        "recursion": RecursionError("too deep"),
+        "forbidden": HTTPException(403, "not for you"),
+    }[name]
+
+
+async def ask(method: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    transport = httpx.ASGITransport(APP)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        response = await client.request(method, path, **body)
+    return response.status_code, response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("chat/completions", {**CHAT, "modalites": ["text"]}, "modalites", "did you mean 'modalities'?"),
+        ("chat/completions", {**CHAT, "audio": {"vocie": "x"}}, "audio.vocie", "did you mean 'voice'?"),
+        ("chat/completions", {**CHAT, "max_tokens": "many"}, "max_tokens", "max_tokens = 'many': input should be"),
+        ("chat/completions", {}, "messages", "messages: is missing"),
+        ("audio/speech", {"inptu": "x"}, "input", "input: is missing"),
+        ("audio/speech", {"input": "x", "speed": 5}, "speed", "speed = 5: input should be less than or equal to 4"),
+        ("audio/speech", {"input": "x", "stream_format": "see"}, "stream_format", "should be 'audio' or 'sse'"),
+        ("audio/speech", {"input": "x"}, "voice", "unknown voice"),
+    ],
+)
+async def test_a_wrong_field_is_named_with_what_is_valid(
+    path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    status, error = await ask("POST", f"/v1/{path}", json=body)
+    assert (status, error["code"], error["type"], error["param"]) == (400, 400, "BadRequestError", param)
+    assert message in error["message"]
+
+
+async def test_fields_of_openai_that_have_no_effect_are_accepted() -> None:
+    transport = httpx.ASGITransport(APP)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "store": False, "service_tier": "auto"})
+    assert response.status_code == 200
+
+
+async def test_a_body_that_is_no_json_is_rejected() -> None:
+    headers = {"content-type": "application/json"}
+    for content, message in ((b"{", "not valid JSON"), (b"[" * 100_000, "")):
+        status, error = await ask("POST", "/v1/audio/speech", content=content, headers=headers)
+        assert status == 400 and message in error["message"], error
+
+
+async def test_an_unknown_route_or_method_is_answered_with_the_valid_ones() -> None:
+    status, error = await ask("POST", "/v1/chat/completion", json=CHAT)
+    assert (status, error["type"]) == (404, "NotFoundError")
+    assert "did you mean '/v1/chat/completions'?" in error["message"]
+    status, error = await ask("GET", "/v1/chat/completions")
+    assert (status, error["type"]) == (405, "MethodNotAllowedError")
+    assert "must be POST" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "kind", "message"),
+    [
+        ("overloaded", 503, "ServiceUnavailableError", "later"),
+        ("failed", 500, "InternalServerError", "stage 'talker': died"),
+        ("recursion", 400, "BadRequestError", "nested too deeply"),
+        ("forbidden", 403, "ForbiddenError", "not for you"),
+    ],
+)
+async def test_an_error_has_the_status_of_its_fault(name: str, status: int, kind: str, message: str) -> None:
+    code, error = await ask("GET", f"/raises/{name}")
+    assert (code, error["code"], error["type"]) == (status, status, kind)
+    assert message in error["message"]

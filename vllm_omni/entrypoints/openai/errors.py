@@ -1,0 +1,124 @@
+"""Errors in OpenAI's shape, whether a request's handler, pydantic or the web framework raised them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from inspect import isclass
+from typing import Any, get_args
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as RoutingError
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+
+from vllm_omni.errors import InvalidRequest, OmniError, Overloaded, StageUnavailable
+from vllm_omni.names import suggest
+
+MAX_REPORTED = 3  # of the mistakes in one body
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer these errors here; vLLM's own handlers answer its own."""
+    app.exception_handler(OmniError)(_on_omni_error)
+    app.exception_handler(RequestValidationError)(_on_validation_error)
+    for error in (HTTPException, RoutingError):
+        app.exception_handler(error)(_on_http_error)
+    app.exception_handler(RecursionError)(_on_recursion_error)
+    app.middleware_stack = None  # already built, without these handlers: have it built anew
+
+
+def error_body(message: str, status: HTTPStatus, param: str | None = None) -> dict[str, Any]:
+    kind = f"{status.phrase.replace(' ', '')}{'' if status.phrase.endswith('Error') else 'Error'}"
+    body: dict[str, Any] = create_error_response(message, kind, status, param).model_dump()
+    return body
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> InvalidRequest:
+    """The error for a body that pydantic rejected; ``body`` is its type."""
+    errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")  # a misspelt field, then the missing
+    said = list(dict.fromkeys(_mistake(error, body) for error in errors))
+    more = f"; and {len(said) - MAX_REPORTED} more" if len(said) > MAX_REPORTED else ""
+    return InvalidRequest("; ".join(said[:MAX_REPORTED]) + more, param=_param(errors[0]))
+
+
+def check_fields(request: BaseModel, ignored: Iterable[str] = ()) -> None:
+    """Raise ``InvalidRequest`` for a field that the body's class does not have; ``ignored`` are accepted, too."""
+    for name in request.model_extra or ():
+        if name not in ignored:
+            fields = type(request).model_fields
+            raise InvalidRequest(f"unknown field {name!r}: {suggest(name, fields)}", param=name)
+
+
+def shorten(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= 80 else f"{said[:77]}..."
+
+
+def _param(error: Mapping[str, Any]) -> str:
+    return clean_loc_for_param(error["loc"]).removeprefix("body.")
+
+
+def _mistake(error: Mapping[str, Any], body: Any) -> str:
+    param = _param(error)
+    if error["type"] == "extra_forbidden":
+        *path, name = (part for part in error["loc"] if part != "body")
+        return f"unknown field {param!r}: {suggest(name, _fields_at(body, path))}"
+    if error["type"] == "missing":
+        return f"{param}: is missing"
+    if error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error['ctx']['error']}"
+    said = error["msg"].removeprefix("Value error, ")
+    return f"{param} = {shorten(error['input'])}: {said[0].lower()}{said[1:]}"
+
+
+def _fields_at(body: Any, path: Iterable[str | int]) -> Iterable[str]:
+    """The names of the fields of the object at a path within a body."""
+    models = _models(body)
+    for part in path:
+        fields = [one.model_fields[str(part)] for one in models if part in one.model_fields]
+        models = [model for field in fields for model in _models(field.annotation)]
+    return [name for one in models for name in one.model_fields]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [one for one in (annotation, *get_args(annotation)) if isclass(one) and issubclass(one, BaseModel)]
+
+
+async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
+    """400 where the request is at fault, 503 where it may be tried again, else 500."""
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    if isinstance(exc, ValueError):
+        status = HTTPStatus.BAD_REQUEST
+    elif isinstance(exc, StageUnavailable | Overloaded):
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+    param = exc.param if isinstance(exc, InvalidRequest) else None
+    return JSONResponse(error_body(str(exc), status, param), status)
+
+
+async def _on_validation_error(raw_request: Request, exc: Exception) -> JSONResponse:
+    assert isinstance(exc, RequestValidationError)
+    route = raw_request.scope.get("route")
+    field = route.body_field if isinstance(route, APIRoute) else None
+    return await _on_omni_error(raw_request, invalid_body(exc.errors(), field and field.field_info.annotation))
+
+
+async def _on_http_error(raw_request: Request, exc: Exception) -> JSONResponse:
+    """Errors of the framework; the router's own say neither what exists nor what is allowed."""
+    assert isinstance(exc, RoutingError)
+    status, said = HTTPStatus(exc.status_code), exc.detail
+    path = raw_request.url.path
+    if said == HTTPStatus.NOT_FOUND.phrase:
+        paths = sorted({route.path for route in raw_request.app.routes if hasattr(route, "path")})
+        said = f"there is no route {path}: {suggest(path, paths)}"
+    elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+        said = f"{raw_request.method} {path}: the method must be {(exc.headers or {}).get('Allow')}"
+    return JSONResponse(error_body(said, status), status, exc.headers)
+
+
+async def _on_recursion_error(raw_request: Request, exc: Exception) -> JSONResponse:
+    return await _on_omni_error(raw_request, InvalidRequest("the body is nested too deeply, or refers to itself"))
