@@ -78,7 +78,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
     allowed = config.stages[0].engine_args["allowed_local_media_path"]
     media = [read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
 
-    content = [*(one.part for one in media), {"type": "text", "text": prompt}]
+    content = [*media, {"type": "text", "text": prompt}]
     messages = [{"role": "user", "content": content if media else prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})

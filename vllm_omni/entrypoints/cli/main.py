@@ -60,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}", code=2)
     try:
         _run(command, rest)
-    except (ConfigError, MissingDependency) as exc:
-        _fail(str(exc), code=2)
     except OmniError as exc:
-        _fail(str(exc), code=1)
+        _fail(str(exc), code=2 if isinstance(exc, ConfigError | MissingDependency) else 1)
     except KeyboardInterrupt:
         _fail("interrupted", code=130)
 

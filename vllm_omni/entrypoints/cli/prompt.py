@@ -5,7 +5,7 @@ import base64
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 from vllm.connections import global_http_connection
@@ -16,18 +16,6 @@ from vllm_omni.entrypoints.cli.output import reason
 from vllm_omni.errors import ConfigError
 
 FETCH_TIMEOUT_S = 30.0
-
-
-class Media(NamedTuple):
-    """One image, sound or video of the prompt."""
-
-    kind: str  # "image", "audio" or "video"
-    url: str  # file: or data:
-
-    @property
-    def part(self) -> dict[str, Any]:
-        """Content part of a message in OpenAI's API."""
-        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
 
 
 def read_prompt(options: argparse.Namespace) -> str:
@@ -47,8 +35,11 @@ def read_prompt(options: argparse.Namespace) -> str:
     return str(text)
 
 
-def read_media(kind: str, name: str, allowed_local_media_path: str, with_sound: bool) -> Media:
+def read_media(kind: str, name: str, allowed_local_media_path: str, with_sound: bool) -> dict[str, Any]:
     """Fetch an image, sound or video and decode it once, so that a wrong one fails before any stage starts.
+
+    Returns:
+        A part of a message's content in OpenAI's API, with a ``file:`` or ``data:`` URL.
 
     Raises:
         ConfigError: the medium cannot be fetched or decoded.
@@ -69,7 +60,7 @@ def read_media(kind: str, name: str, allowed_local_media_path: str, with_sound: 
             connector.fetch_audio(url)
         except Exception as exc:
             raise ConfigError(f"{flag}: no readable sound (--use-audio-in-video): {reason(rejection(exc))}") from exc
-    return Media(kind, url)
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def _url(kind: str, name: str) -> str:
