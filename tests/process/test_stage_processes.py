@@ -1,6 +1,7 @@
 """A stage's processes, as the server finds and ends them; with real processes, without engines."""
 
 import multiprocessing
+import resource
 import signal
 import socket
 import uuid
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, survive_in_vllm, wait_for
-from vllm_omni.process.proc import SHM
+from vllm_omni.process.proc import SHM, is_dying
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.stage_processes import StageProcesses
 from vllm_omni.process.tether import ServerTether
@@ -42,6 +43,24 @@ def test_the_rest_of_a_stage_is_ended_and_removed_and_other_stages_continue(dire
     others.end()
     other.join(TIMEOUT_S)
     assert other.exitcode == -signal.SIGKILL
+
+
+def test_without_a_file_descriptor_no_process_is_taken_for_dead(directory: RunDirectory) -> None:
+    tether = ServerTether(directory.path, "talker")
+    processes, process = StageProcesses(tether), start_stage(tether)
+    wait_for(lambda: bool(processes.pids()))
+    processes.note()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for look in (processes.has_lost_one, processes.pids, processes.kill, lambda: is_dying(process.pid or 0)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                look()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not processes.has_lost_one()
+    processes.end()
+    process.join(TIMEOUT_S)
 
 
 def test_a_socket_that_no_process_holds_is_removed(directory: RunDirectory) -> None:

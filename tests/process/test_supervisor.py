@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.process.programs import TIMEOUT_S
+from tests.process.programs import TIMEOUT_S, wait_for
 from vllm_omni.errors import StageFailed
 from vllm_omni.process import supervisor
 from vllm_omni.process.run_directory import RunDirectory
@@ -92,9 +92,13 @@ def fail_unexpectedly() -> None:
     raise ZeroDivisionError
 
 
-def supervise(engine: Engine, directory: RunDirectory) -> list[StageStatus]:
-    """Statuses until the engine runs again or has failed, after it has lost a worker."""
+def supervise(
+    engine: Engine, directory: RunDirectory, is_ready: Callable[[], bool] = lambda: True
+) -> list[StageStatus]:
+    """Statuses until the engine runs again or has failed, after it has lost a worker once ``is_ready``."""
     watcher = Supervisor(engine, directory)
+    wait_for(is_ready)
+    engine.settled.clear()
     engine.lost_process.set()
     assert engine.settled.wait(TIMEOUT_S)
     watcher.stop()
@@ -143,3 +147,34 @@ def test_a_supervisor_that_is_stopped_kills_an_attempt(directory: RunDirectory) 
     watcher.join()
     assert released.is_set()
     assert [status.state for status in engine.statuses] == [StageState.RESTARTING]
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_supervisor_survives_errors_and_reports_them_meanwhile(directory: RunDirectory) -> None:
+    engine = Engine([succeed])
+    errors = iter([OSError(24, "Too many open files")] * 3)
+
+    def look() -> bool:
+        for error in errors:
+            raise error
+        return engine.lost_process.is_set()
+
+    engine.has_lost_process = look  # type: ignore[method-assign]
+    unknown = StageStatus(StageState.RUNNING, "cannot be watched: [Errno 24] Too many open files", 0)
+    died = StageStatus(StageState.RESTARTING, "its engine has died", 1)
+    statuses = supervise(engine, directory, lambda: len(engine.statuses) == 2)
+    assert statuses == [unknown, StageStatus(), died, StageStatus(StageState.RUNNING, None, 1)]
+
+
+@pytest.mark.usefixtures("no_delay")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_a_supervisor_is_reported(directory: RunDirectory) -> None:
+    engine = Engine([])
+
+    def end() -> bool:
+        raise SystemExit
+
+    engine.has_lost_process = end  # type: ignore[method-assign]
+    Supervisor(engine, directory)
+    assert engine.settled.wait(TIMEOUT_S)
+    assert engine.statuses == [StageStatus(StageState.FAILED, "its supervisor ended", 0)]

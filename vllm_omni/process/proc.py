@@ -20,40 +20,47 @@ class ProcessId(NamedTuple):
 
     @classmethod
     def current(cls) -> ProcessId:
-        return cls(os.getpid(), _stat(os.getpid())[1])
+        stat = _read(os.getpid(), "stat")
+        assert stat is not None, "a process that runs has an entry"
+        return cls(os.getpid(), int(_fields(stat)[STARTED_AT]))
 
     def is_alive(self) -> bool:
-        try:
-            state, started_at = _stat(self.pid)
-        except OSError:
+        """Raises ``OSError`` if it cannot be determined: no file descriptor is free."""
+        stat = _read(self.pid, "stat")
+        if stat is None:
             return False
-        return state != "Z" and started_at == self.started_at
+        fields = _fields(stat)
+        return fields[STATE] != "Z" and int(fields[STARTED_AT]) == self.started_at
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State and start time of a process; the fields are counted after its name, which may contain anything."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+STATE, FLAGS, STARTED_AT = 0, 6, 19  # in ``_fields``
+
+
+def _fields(stat: str) -> list[str]:
+    """The fields behind the process's name, which may contain anything."""
+    return stat.rpartition(")")[2].split()
+
+
+def _read(pid: int, file: str) -> str | None:
+    """The text of a file in /proc; None if the process has ended. Any other ``OSError`` leaves that open."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process is exiting, or SIGKILL is pending for it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True  # it has ended
-    flags = int(stat.rpartition(")")[2].split()[6])
+    """Whether a process has ended, is exiting, or SIGKILL is pending for it; raises ``OSError`` as ``is_alive``."""
+    stat, status = _read(pid, "stat"), _read(pid, "status")
+    if stat is None or status is None:
+        return True
     pending = int(status.partition("SigPnd:")[2].split(maxsplit=1)[0], 16)
-    return bool(flags & PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
+    return bool(int(_fields(stat)[FLAGS]) & PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
 
 
 def mapped_shared_memory(pid: int) -> set[Path]:
     """Files of /dev/shm that a process has mapped, found by inode: a semaphore is mapped under an earlier name."""
-    try:
-        lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    except OSError:
-        return set()
+    lines = [line.split(maxsplit=5) for line in (_read(pid, "maps") or "").splitlines()]
     inodes = {int(fields[4]) for fields in lines if len(fields) == 6 and fields[5].startswith(f"{SHM}/")}
     mapped = set()
     for file in SHM.iterdir() if inodes else ():

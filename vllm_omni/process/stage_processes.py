@@ -41,7 +41,11 @@ class StageProcesses:
         return [process.pid for process in self._find()]
 
     def has_lost_one(self) -> bool:
-        """Whether one of the processes noted, the engine core or a worker, has ended."""
+        """Whether one of the processes noted, the engine core or a worker, has ended.
+
+        Raises:
+            OSError: it cannot be determined.
+        """
         return not all(process.is_alive() for process in self._started)
 
     def kill(self) -> list[ProcessId]:
@@ -86,7 +90,7 @@ class StageProcesses:
     def _find(self) -> list[ProcessId]:
         processes = []
         for file in self._directory.glob(f"{self._tether.file_stem}.*.process"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 processes.append(ProcessId(int(file.name.split(".")[-2]), int(file.read_text())))
         return [process for process in processes if process.is_alive()]
 

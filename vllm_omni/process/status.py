@@ -17,5 +17,5 @@ class StageStatus:
     """The state of a stage; replaced as a whole, because the supervisor's thread writes it."""
 
     state: StageState = StageState.RUNNING
-    reason: str | None = None  # why it is not running
+    reason: str | None = None  # why it is not running, or cannot be watched
     num_restarts: int = 0  # since the server's start

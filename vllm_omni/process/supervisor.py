@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Protocol
 
 from vllm_omni import envs
@@ -100,13 +101,40 @@ class Supervisor:
         self._thread.join(2 * END_TIMEOUT_S)
 
     def _run(self) -> None:
-        is_up = True
-        while is_up and not self._stopping.wait(POLL_S):
-            if self._engine.has_died:
-                is_up = self._restart()
-            elif self._engine.has_lost_process():
+        is_watched = True
+        try:
+            while is_watched and not self._stopping.wait(POLL_S):
+                is_watched = self._watch()
+        finally:
+            if is_watched and not self._stopping.is_set():  # an error that is no Exception has ended the thread
+                status = replace(self._engine.current_status(), state=StageState.FAILED, reason="its supervisor ended")
+                self._engine.set_status(status)
+
+    def _watch(self) -> bool:
+        """Restart the engine if it has died; returns False when there is nothing to watch any longer.
+
+        An error says nothing about the engine: the next look may succeed. Without a free file descriptor, for example,
+        the state of its processes is unknown.
+        """
+        engine = self._engine
+        try:
+            if engine.has_died:
+                return self._restart()
+            if engine.has_lost_process():
                 # Without a worker the engine core would hang for seconds, and its requests with it.
-                self._engine.kill()
+                engine.kill()
+            self._note_error(None)
+        except Exception as exc:
+            self._note_error(f"cannot be watched: {exc}")
+        return True
+
+    def _note_error(self, reason: str | None) -> None:
+        """Report in the engine's status why it cannot be watched, while that is so."""
+        status = self._engine.current_status()
+        if status.state is StageState.RUNNING and status.reason != reason:
+            if reason is not None:
+                logger.warning("stage %s: %s", self._engine.name, reason, exc_info=True)
+            self._engine.set_status(replace(status, reason=reason))
 
     def _restart(self) -> bool:
         """Restart the engine until it runs; returns False when there are no attempts left, or after ``stop``."""

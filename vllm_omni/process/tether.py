@@ -28,6 +28,7 @@ from vllm_omni.process.proc import ProcessId, is_dying
 from vllm_omni.process.run_directory import OWNER, remove_directory
 
 DYING_TIMEOUT_S = 10.0
+RETRY_S = 1.0
 MAX_REASON_LENGTH = 1000  # a model can miss thousands of tensors
 
 
@@ -62,8 +63,9 @@ class ServerTether(dict[str, Any]):
         One signal may end a server and its stages, and the stages are often faster.
         """
         deadline = time.monotonic() + DYING_TIMEOUT_S
-        while is_dying(self.server_pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        with contextlib.suppress(OSError):
+            while is_dying(self.server_pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
 
 _tether: ServerTether | None = None  # of this process, if it belongs to a stage
@@ -80,9 +82,15 @@ def _bind(tether: ServerTether) -> None:
 
 
 def _end_with_server(directory: Path) -> None:
-    with contextlib.suppress(OSError):  # the file is gone, and so is the server
-        owner = os.open(directory / OWNER, os.O_RDWR)
-        fcntl.lockf(owner, fcntl.LOCK_SH)
+    while True:
+        try:
+            owner = os.open(directory / OWNER, os.O_RDWR)
+            fcntl.lockf(owner, fcntl.LOCK_SH)
+            break
+        except FileNotFoundError:  # the file is gone, and so is the server
+            break
+        except OSError:  # no file descriptor is free: the server may run
+            time.sleep(RETRY_S)
     remove_directory(directory)
     os._exit(1)
 
