@@ -141,7 +141,7 @@ class RelayKVConnector(KVConnectorBase_V1):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self.worker is not None and self.has_connector_metadata():
-            self.worker.save_layer(layer_name)
+            self.worker.source.save_layer(self.worker.caches.owner(layer_name))
 
     def wait_for_save(self) -> None:
         assert self.worker is not None, "steps come after the caches"
@@ -295,9 +295,6 @@ class WorkerSide:
         self.source.start_step(actions.saves)
         for load in actions.loads:
             self.target.start(load)
-
-    def save_layer(self, layer_name: str) -> None:
-        self.source.save_layer(self.caches.owner(layer_name))
 
     def close(self) -> None:
         self.target.close()

@@ -108,13 +108,6 @@ def match_heads(target: GroupFormat, sources: Sequence[GroupFormat], rank: int) 
     return runs
 
 
-class _Group:
-    def __init__(self, layers: Sequence[Tensor], total_heads: int | None, first_head: int):
-        self.layers = layers  # each [B, H, *head_page], uint8
-        first = layers[0]
-        self.format = GroupFormat(len(layers), first.shape[1], tuple(first.shape[2:]), total_heads, first_head)
-
-
 class PagedCaches:
     """All layers' caches of one rank.
 
@@ -144,7 +137,7 @@ class PagedCaches:
     ):
         if not caches:
             raise ValueError("a model without caches has no pages to move")
-        by_shape: dict[tuple[int | None, ...], list[str]] = {}
+        by_shape: dict[tuple[int | None, tuple[int, ...]], list[str]] = {}
         pages: dict[str, Tensor] = {}
         seen: dict[tuple[int, ...], str] = {}
         self._owner: dict[str, str] = {}
@@ -154,17 +147,18 @@ class PagedCaches:
             if self._owner[name] == name:
                 pages[name] = layer
                 total = None if total_heads is None else total_heads.get(name, layer.shape[1])
-                by_shape.setdefault((total, *layer.shape[1:]), []).append(name)
+                by_shape.setdefault((total, tuple(layer.shape[1:])), []).append(name)
         self.num_blocks = num_blocks
         self.device = next(iter(pages.values())).device
-        self._groups: list[_Group] = []
+        self._layers: list[list[Tensor]] = []  # by group; each [B, H, *head_page], uint8
+        groups: list[GroupFormat] = []
         self._place: dict[str, tuple[int, int]] = {}  # layer -> its group and its index there
-        for (total, num_heads, *_), names in by_shape.items():
-            assert num_heads is not None
+        for (total, (num_heads, *head_page)), names in by_shape.items():
             first_head = 0 if total is None or total == num_heads else tp_rank * total // tp_size
-            self._place |= {name: (len(self._groups), index) for index, name in enumerate(names)}
-            self._groups.append(_Group([pages[name] for name in names], total, first_head))
-        self.format = CacheFormat(content, block_size, tuple(group.format for group in self._groups))
+            self._place |= {name: (len(groups), index) for index, name in enumerate(names)}
+            self._layers.append([pages[name] for name in names])
+            groups.append(GroupFormat(len(names), num_heads, tuple(head_page), total, first_head))
+        self.format = CacheFormat(content, block_size, tuple(groups))
 
     @property
     def layer_names(self) -> list[str]:
@@ -183,8 +177,8 @@ class PagedCaches:
             buffers: by group, those of ``GroupFormat.buffer_shapes`` for the whole request; written in place.
         """
         group, layer = self._place[name]
-        rows = self._groups[group].layers[layer]
-        for buffer, pages, of_blocks in self._groups[group].format.overlaps(first_page, len(blocks)):
+        rows = self._layers[group][layer]
+        for buffer, pages, of_blocks in self.format.groups[group].overlaps(first_page, len(blocks)):
             part = buffers[group][buffer][layer, pages]
             if part.device == rows.device and rows[:1].is_contiguous():
                 gather_pages(rows, blocks[of_blocks], part)
@@ -201,7 +195,7 @@ class PagedCaches:
         """
         source_heads = slice(run.source_first, run.source_first + run.num_heads)
         target_heads = slice(run.target_first, run.target_first + run.num_heads)
-        for layer, pages in zip(self._groups[group].layers, buffer[:, :, source_heads], strict=True):
+        for layer, pages in zip(self._layers[group], buffer[:, :, source_heads], strict=True):
             rows = layer[:, target_heads]
             if pages.device == rows.device and rows[:1].is_contiguous():
                 scatter_pages(pages.contiguous(), blocks, rows)

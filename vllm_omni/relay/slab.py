@@ -77,12 +77,7 @@ class SlabRelay(Relay):
                 self._num_puts += 1
                 return TensorRef(self.backend, layout.shape, dtype, b"")
             block, offset = self._place(request_id, tensor, layout)
-            try:
-                lease = self.grant(request_id, block, offset, layout.num_bytes, num_readers)
-            except BaseException:
-                if block.offset not in self._buffers:
-                    self.pool.free(block)
-                raise
+            lease = self.grant(request_id, block, offset, layout.num_bytes, num_readers)
             self._buffers.pop(block.offset, None)
             self._num_puts += 1
             self._num_bytes += layout.num_bytes
@@ -197,17 +192,18 @@ class SlabRelay(Relay):
             self.check_open()
             block = self.allocate(num_bytes)
             self.memory[block.offset : block.offset + header_bytes] = 0
-            try:
-                lease = self.grant(request_id, block, block.offset, num_bytes, 1)
-            except BaseException:
-                self.pool.free(block)
-                raise
+            lease = self.grant(request_id, block, block.offset, num_bytes, 1)
             return TensorRef(self.backend, tuple(ring.shape), dtype_name(ring), self.locate(lease), lease.number), lease
 
     def grant(self, request_id: str, block: Block, offset: int, num_bytes: int, num_readers: int) -> Lease:
         expires_at = self._clock() + self._lease_s
         lease = Lease(new_lease(), request_id, block, offset, num_bytes, num_readers, expires_at)
-        self.announce(lease)
+        try:
+            self.announce(lease)
+        except BaseException:
+            if block.offset not in self._buffers:
+                self.pool.free(block)
+            raise
         self._leases[lease.number] = lease
         if not self._has_timer:
             self._has_timer = True

@@ -9,25 +9,7 @@ import msgspec
 import zmq
 
 from vllm_omni.relay.io_thread import io_thread
-from vllm_omni.relay.remote.messages import (
-    Abandon,
-    Credit,
-    Fetch,
-    Fetched,
-    Granted,
-    Hello,
-    Piece,
-    Probe,
-    Read,
-    Rejected,
-    Release,
-    Subscribe,
-    ToConsumer,
-    ToProducer,
-    Welcome,
-    decode_to_producer,
-    encode,
-)
+from vllm_omni.relay.remote import messages as msg
 from vllm_omni.relay.remote.wire import Wire
 
 if TYPE_CHECKING:
@@ -49,8 +31,8 @@ class Consumers:
         self.fetching: set[tuple[bytes, int]] = set()  # connection and request of reads that a library is carrying out
         self.wire = Wire(context, zmq.ROUTER, self._on_message, self._on_lost)
 
-    def send(self, peer: bytes, message: ToConsumer, body: memoryview | None = None) -> None:
-        frames = [peer, encode(message)]
+    def send(self, peer: bytes, message: msg.ToConsumer, body: memoryview | None = None) -> None:
+        frames = [peer, msg.encode(message)]
         try:
             self.wire.send(frames if body is None else [*frames, body])
         except ConnectionError:
@@ -63,74 +45,74 @@ class Consumers:
             return
         peer = frames[0].bytes
         try:
-            message = decode_to_producer(frames[1].buffer)
+            message = msg.decode_to_producer(frames[1].buffer)
         except (msgspec.MsgspecError, ValueError) as exc:
             warn("dropped a message to a %s relay: %s", backend, exc)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, msg.Hello):
             self._greet(peer, message)
         elif peer in self._readers:
             self._handle(peer, self._readers[peer], message)
         else:
             warn("dropped a %s to a %s relay, without a greeting", type(message).__name__, backend)
 
-    def _greet(self, peer: bytes, hello: Hello) -> None:
+    def _greet(self, peer: bytes, hello: msg.Hello) -> None:
         if not secrets.compare_digest(hello.producer, self._relay.token):
-            self.send(peer, Rejected(0, "another producer listens here: the one that the reference names is gone"))
+            self.send(peer, msg.Rejected(0, "another producer listens here: the one that the reference names is gone"))
         elif len(self._readers) >= MAX_CONSUMERS:
-            self.send(peer, Rejected(0, f"more than {MAX_CONSUMERS} consumers"))
+            self.send(peer, msg.Rejected(0, f"more than {MAX_CONSUMERS} consumers"))
         else:
             self._readers[peer] = hello.reader
-            self.send(peer, Welcome(self._relay.pool.num_bytes, self._relay.access()))
+            self.send(peer, msg.Welcome(self._relay.pool.num_bytes, self._relay.access()))
 
-    def _handle(self, peer: bytes, reader: bytes, message: ToProducer) -> None:
+    def _handle(self, peer: bytes, reader: bytes, message: msg.ToProducer) -> None:
         relay = self._relay
         match message:
-            case Read():
+            case msg.Read():
                 self._send_piece(peer, reader, message)
-            case Fetch(request, number, num_bytes):
+            case msg.Fetch(request, number, num_bytes):
                 lease = relay.start_reading(reader, number, num_bytes)
                 if lease is None:
-                    self.send(peer, Rejected(request, NOT_THERE))
+                    self.send(peer, msg.Rejected(request, NOT_THERE))
                 else:
                     self.fetching.add((peer, request))
-                    self.send(peer, Granted(request, lease.offset))
+                    self.send(peer, msg.Granted(request, lease.offset))
                     relay.on_fetching()
-            case Fetched(request):
+            case msg.Fetched(request):
                 self.fetching.discard((peer, request))
-            case Release(number, for_all):
+            case msg.Release(number, for_all):
                 relay.end_reading(reader, number, is_released=True, for_all=for_all)
-            case Abandon(number):
+            case msg.Abandon(number):
                 relay.end_reading(reader, number, is_released=False)
-            case Subscribe(request, number, num_bytes):
+            case msg.Subscribe(request, number, num_bytes):
                 self._subscribe(peer, reader, request, number, num_bytes)
-            case Credit(number, num_read):
-                writer = relay.writer_of(number)
+            case msg.Credit(number, num_read):
+                writer = relay.writers.get(number)
                 if writer is not None and not writer.give_credit(peer, num_read):
                     relay.complaints.warn("dropped a credit for %d rows, which were not sent", num_read)
 
-    def _send_piece(self, peer: bytes, reader: bytes, read: Read) -> None:
+    def _send_piece(self, peer: bytes, reader: bytes, read: msg.Read) -> None:
         if not 0 < read.size <= PIECE_BYTES or read.offset + read.size > read.num_bytes:
-            self.send(peer, Rejected(read.request, f"there are no {read.size} bytes at {read.offset}"))
+            self.send(peer, msg.Rejected(read.request, f"there are no {read.size} bytes at {read.offset}"))
             return
         lease = self._relay.start_reading(reader, read.lease, read.num_bytes)
         if lease is None:
-            self.send(peer, Rejected(read.request, NOT_THERE))
+            self.send(peer, msg.Rejected(read.request, NOT_THERE))
             return
         start = lease.offset + read.offset
         # Not copied. If the lease ends meanwhile, its reader has given up and drops the bytes.
-        self.send(peer, Piece(read.request, read.offset), self._relay.slab[start : start + read.size])
+        self.send(peer, msg.Piece(read.request, read.offset), self._relay.slab[start : start + read.size])
 
     def _subscribe(self, peer: bytes, reader: bytes, request: int, number: int, num_bytes: int) -> None:
-        writer = self._relay.writer_of(number)
+        writer = self._relay.writers.get(number)
         if writer is None:
-            self.send(peer, Rejected(request, NOT_THERE))
+            self.send(peer, msg.Rejected(request, NOT_THERE))
         elif writer.has_reader:
-            self.send(peer, Rejected(request, "the stream has a reader already"))
+            self.send(peer, msg.Rejected(request, "the stream has a reader already"))
         elif (lease := self._relay.start_reading(reader, number, num_bytes, is_stream=True)) is None:
-            self.send(peer, Rejected(request, NOT_THERE))
+            self.send(peer, msg.Rejected(request, NOT_THERE))
         else:
-            self.send(peer, Granted(request, lease.offset))
+            self.send(peer, msg.Granted(request, lease.offset))
             writer.subscribe(peer, self)
 
     def _on_lost(self) -> None:
@@ -140,7 +122,7 @@ class Consumers:
 
     def _probe(self) -> None:
         for peer in list(self._readers):
-            self.send(peer, Probe())
+            self.send(peer, msg.Probe())
 
     def _lose(self, peer: bytes) -> None:
         reader = self._readers.pop(peer, None)

@@ -12,25 +12,7 @@ import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError
 from vllm_omni.relay.io_thread import io_thread
-from vllm_omni.relay.remote.messages import (
-    Abandon,
-    End,
-    Fetch,
-    Fetched,
-    Granted,
-    Hello,
-    Location,
-    Piece,
-    Rejected,
-    Release,
-    Rows,
-    Subscribe,
-    ToConsumer,
-    ToProducer,
-    Welcome,
-    decode_to_consumer,
-    encode,
-)
+from vllm_omni.relay.remote import messages as msg
 from vllm_omni.relay.remote.stream import RemoteReader
 from vllm_omni.relay.remote.wire import CONNECT_MS, Wire
 
@@ -41,13 +23,13 @@ if TYPE_CHECKING:
 class Producer:
     """One connection, which is never made again: after its end the relay makes another one."""
 
-    def __init__(self, relay: RemoteRelay, context: zmq.Context[zmq.Socket[bytes]], location: Location):
+    def __init__(self, relay: RemoteRelay, context: zmq.Context[zmq.Socket[bytes]], location: msg.Location):
         self._relay = relay
         self.location = location
         loop = io_thread().loop
         self.is_broken = False
         self.is_welcome = False
-        self.welcomed: asyncio.Future[Welcome] = loop.create_future()
+        self.welcomed: asyncio.Future[msg.Welcome] = loop.create_future()
         # It may never be awaited: let asyncio not log its exception.
         self.welcomed.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.pieces: dict[int, Callable[[int, memoryview], None]] = {}  # by request: called with an offset and bytes
@@ -58,18 +40,19 @@ class Producer:
         self._num_pulls: dict[int, int] = {}  # running pulls by lease
         self._held: set[int] = set()  # leases that have been read and not yet released
         self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost)
-        self._timer = loop.call_later(CONNECT_MS / 1000, self._on_silence)
+        silence = RelayBroken(f"the producer {location.address} does not answer")
+        self._timer = loop.call_later(CONNECT_MS / 1000, self.fail, silence)
         try:
             self._wire.connect(location.address)
         except zmq.ZMQError as exc:
             self.fail(RelayBroken(f"the producer {location.address} cannot be reached: {exc}"))
             return
-        self.send(Hello(location.token, relay.token))
+        self.send(msg.Hello(location.token, relay.token))
 
-    def send(self, message: ToProducer) -> None:
+    def send(self, message: msg.ToProducer) -> None:
         if not self.is_broken:
             with contextlib.suppress(ConnectionError):  # the socket's monitor reports it
-                self._wire.send([encode(message)])
+                self._wire.send([msg.encode(message)])
 
     def check_size(self, num_bytes: int) -> None:
         """Raises ``RelayBroken`` for more bytes than the producer's slab has."""
@@ -109,27 +92,27 @@ class Producer:
             if not self._num_pulls[lease]:
                 del self._num_pulls[lease]
                 if lease not in self._held:
-                    self.send(Abandon(lease))
+                    self.send(msg.Abandon(lease))
 
     @contextlib.asynccontextmanager
     async def fetching(self, lease: int, num_bytes: int) -> AsyncIterator[tuple[int, asyncio.Future[int]]]:
         """Encloses a library's read of a tensor: yields its offset in the slab, and a future that fails if the producer
         dies. The tensor stays there until it is released."""
         with self.request(lease) as (request, granted):
-            self.send(Fetch(request, lease, num_bytes))
+            self.send(msg.Fetch(request, lease, num_bytes))
             offset = await granted
             try:
                 with self.request(lease) as (_, failed):
                     yield offset, failed
             finally:
-                self.send(Fetched(request))
+                self.send(msg.Fetched(request))
 
     async def subscribe(self, reader: RemoteReader, num_bytes: int) -> None:
         """Let a stream's rows come to its reader."""
         with self.request(reader.lease) as (request, granted):
             self._subscribing[request] = reader  # rows may follow the answer at once
             try:
-                self.send(Subscribe(request, reader.lease, num_bytes))
+                self.send(msg.Subscribe(request, reader.lease, num_bytes))
                 await granted
             except BaseException:
                 if self._streams.get(reader.lease) is reader:
@@ -144,42 +127,42 @@ class Producer:
         for of_lease, future in self._requests.values():
             if of_lease == lease and not future.done():
                 future.set_exception(RelayBroken("a tensor was released while it was pulled"))
-        self.send(Release(lease, for_all))
+        self.send(msg.Release(lease, for_all))
 
     # -- the producer's messages --------------------------------------------------------------------------------------
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
-            message = decode_to_consumer(frames[0].buffer)
-            if len(frames) != 1 + isinstance(message, Piece | Rows):
+            message = msg.decode_to_consumer(frames[0].buffer)
+            if len(frames) != 1 + isinstance(message, msg.Piece | msg.Rows):
                 raise ValueError(f"a {type(message).__name__} of {len(frames)} parts")
             self._handle(message, frames)
         except (msgspec.MsgspecError, ValueError) as exc:
             self._relay.complaints.warn("dropped a message of the producer %s: %s", self.location.address, exc)
 
-    def _handle(self, message: ToConsumer, frames: list[zmq.Frame]) -> None:
+    def _handle(self, message: msg.ToConsumer, frames: list[zmq.Frame]) -> None:
         match message:
-            case Welcome():
+            case msg.Welcome():
                 if not self.welcomed.done():
                     self._timer.cancel()
                     self.is_welcome = True
                     self.welcomed.set_result(message)
-            case Granted(request, offset):
+            case msg.Granted(request, offset):
                 if request in self._subscribing:
                     reader = self._subscribing.pop(request)
                     self._streams[reader.lease] = reader
                 self._settle(request, offset)
-            case Piece(request, offset):
+            case msg.Piece(request, offset):
                 if request in self.pieces:  # otherwise its pull has ended
                     self.pieces[request](offset, frames[1].buffer)
-            case Rejected(0, reason):
+            case msg.Rejected(0, reason):
                 self.fail(RelayBroken(f"the producer {self.location.address} rejects the connection: {reason}"))
-            case Rejected(request, reason):
+            case msg.Rejected(request, reason):
                 self._settle(request, RelayBroken(reason))
-            case Rows(number, first, num_rows):
+            case msg.Rows(number, first, num_rows):
                 if number in self._streams:
                     self._streams[number].take(first, num_rows, frames[1])
-            case End(number, num_rows, error):
+            case msg.End(number, num_rows, error):
                 if number in self._streams:
                     self._streams[number].take_end(num_rows, error)
 
@@ -199,9 +182,6 @@ class Producer:
 
     def _on_lost(self) -> None:
         self.fail(self._gone())
-
-    def _on_silence(self) -> None:
-        self.fail(RelayBroken(f"the producer {self.location.address} does not answer"))
 
     def fail(self, error: RelayError) -> None:
         """End the connection; everything that waits for it raises the error."""

@@ -78,7 +78,7 @@ class RemoteRelay(Streams):
         self.address = ""  # where it listens; empty if it only reads
         self.slab = memoryview(memory.numpy())
         self._marks: dict[int, Marks] = {}  # by lease
-        self._writers: dict[int, RemoteWriter] = {}  # of streams, by lease
+        self.writers: dict[int, RemoteWriter] = {}  # of streams, by lease
         self.complaints = Complaints()
         # The following belongs to the I/O thread.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -137,26 +137,22 @@ class RemoteRelay(Streams):
         return bool(self._marks[lease.number].reading)
 
     def revoke(self, lease: Lease) -> bool:
-        writer = self._writers.get(lease.number)
+        writer = self.writers.get(lease.number)
         if writer is not None:
             writer.push_soon()  # notifies the reader
         return bool(self._marks[lease.number].reading)
 
     def forget(self, lease: Lease) -> None:
         del self._marks[lease.number]
-        self._writers.pop(lease.number, None)
+        self.writers.pop(lease.number, None)
 
     # -- inner interface: for the connections (``Consumers``), on the I/O thread --------------------------------------
-
-    def writer_of(self, number: int) -> RemoteWriter | None:
-        """Return the stream's writer of a lease; None if it has ended, or is a tensor's."""
-        return self._writers.get(number)
 
     def start_reading(self, reader: bytes, number: int, num_bytes: int, *, is_stream: bool = False) -> Lease | None:
         """Keep a lease from ending while it is read; None if it has ended, or is not what the reader says."""
         with self.lock:
             lease = self._leases.get(number)
-            if lease is None or lease.num_bytes != num_bytes or (number in self._writers) != is_stream:
+            if lease is None or lease.num_bytes != num_bytes or (number in self.writers) != is_stream:
                 return None
             marks = self._marks[number]
             if reader not in marks.reading:
@@ -173,7 +169,7 @@ class RemoteRelay(Streams):
             if lease is None:
                 return
             marks = self._marks[number]
-            writer = self._writers.get(number)
+            writer = self.writers.get(number)
             if writer is not None and reader in marks.reading:
                 writer.unsubscribe()
             marks.reading.discard(reader)
@@ -244,7 +240,7 @@ class RemoteRelay(Streams):
             raise ValueError(f"a stream of rows {list(row_shape)}: a row has 1 to {MAX_BODY_BYTES} bytes")
         with self.lock:
             ref, lease = self.open_ring(request_id, row_shape, dtype, credits)
-            writer = self._writers[lease.number] = RemoteWriter(self, ref, lease, self.slab)
+            writer = self.writers[lease.number] = RemoteWriter(self, ref, lease, self.slab)
         return writer
 
     async def _subscribe(self, ref: TensorRef, layout: Layout, timeout_s: float) -> StreamReader:
@@ -259,7 +255,7 @@ class RemoteRelay(Streams):
         location = parse_location(ref)
         if location.token != self.token:
             return None
-        writer = self._writers.get(ref.lease)
+        writer = self.writers.get(ref.lease)
         if writer is None:  # the stream has ended: rows written to it are dropped
             return lambda: ref.num_rows
         return lambda: writer.num_credits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import zmq
@@ -19,18 +19,15 @@ import zmq
 from vllm_omni.errors import RelayBroken, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.io_thread import io_thread
-from vllm_omni.relay.remote.messages import MAX_TEXT, Credit, End, Rows, ToConsumer
+from vllm_omni.relay.remote.messages import MAX_TEXT, Credit, End, Rows
 from vllm_omni.relay.slab import Lease, SlabRelay
 from vllm_omni.relay.stream import StreamReader, StreamWriter
 
+if TYPE_CHECKING:
+    from vllm_omni.relay.remote.consumers import Consumers
+
 ROWS_BYTES = 1 << 20  # of a message with several rows
 CREDIT_S = 0.002  # after this time less than half a window is given back, too
-
-
-class Subscriber(Protocol):
-    """The connections of a producer (``Consumers``), as a writer needs them."""
-
-    def send(self, peer: bytes, message: ToConsumer, body: memoryview | None = None) -> None: ...
 
 
 class RemoteWriter(StreamWriter):
@@ -52,7 +49,7 @@ class RemoteWriter(StreamWriter):
         self._num_sent = 0
         self._is_end_sent = False
         self._peer = b""  # the reader's connection
-        self._consumers: Subscriber | None = None
+        self._consumers: Consumers | None = None
 
     def num_read(self) -> int:
         return self._num_read
@@ -79,7 +76,7 @@ class RemoteWriter(StreamWriter):
     def has_reader(self) -> bool:
         return self._consumers is not None
 
-    def subscribe(self, peer: bytes, consumers: Subscriber) -> None:
+    def subscribe(self, peer: bytes, consumers: Consumers) -> None:
         """Send the rows to a reader's connection from now on."""
         self._peer, self._consumers = peer, consumers
         self._num_sent, self._is_end_sent = self._num_read, False
@@ -109,7 +106,7 @@ class RemoteWriter(StreamWriter):
                 error = self._error if self._has_ended else "the stream's request was aborted"
                 self._consumers.send(self._peer, End(self.lease.number, self.num_written, error))
 
-    def _send_rows(self, consumers: Subscriber) -> None:
+    def _send_rows(self, consumers: Consumers) -> None:
         """Send rows that lie side by side in the ring."""
         first = self._num_sent % self._credits
         num_unsent = self.num_written - self._num_sent

@@ -44,7 +44,7 @@ class Producer(Readable):
             raise
         super().__init__(mapping, reader)
         self._socket.setblocking(False)
-        io_thread().call(self._watch)
+        io_thread().call(lambda: io_thread().loop.add_reader(self._socket, self._on_readable))
 
     def _open_slab(self, timeout_s: float, prefault: bool) -> tuple[Mapping, int]:
         """Connect, and map the slab that the producer sends; returns it with this process's byte in each slot."""
@@ -72,20 +72,11 @@ class Producer(Readable):
         finally:
             os.close(fds[0])
 
-    def _watch(self) -> None:
-        io_thread().loop.add_reader(self._socket, self._on_readable)
-
     def _on_readable(self) -> None:
-        try:
-            data = self._socket.recv(64)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+        if (data := _receive(self._socket)) == b"":
             self.close()
-            return
-        self.wake_readers()
+        elif data:
+            self.wake_readers()
 
     def nudge(self) -> None:
         with contextlib.suppress(OSError):  # full: it is being notified already; or gone: the I/O thread notices
@@ -153,12 +144,8 @@ class Consumers:
         consumer.close()
 
     def _on_readable(self, reader: int) -> None:
-        try:
-            data = self._sockets[reader].recv(64)
-        except BlockingIOError:
+        if (data := _receive(self._sockets[reader])) is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._remove(reader)
             self._on_lost(reader)
@@ -177,6 +164,16 @@ class Consumers:
             one.close()
         self._sockets.clear()
         os.close(self._fd)
+
+
+def _receive(peer: socket.socket) -> bytes | None:
+    """Return what has arrived: None for nothing, no bytes when the connection has ended."""
+    try:
+        return peer.recv(64)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 def _reject_other_users(peer: socket.socket) -> None:
