@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ class PageSource:
         while self._waiting:
             request_id, num_pages = self._waiting[0]
             shapes = [group.buffer_shapes(num_pages) for group in self._caches.format.groups]
-            num_bytes = sum(_size(shape) for of_group in shapes for shape in of_group)
+            num_bytes = sum(-(-prod(shape) // CHUNK_BYTES) * CHUNK_BYTES for of_group in shapes for shape in of_group)
             if num_bytes > (of_relay := self._hub.options.num_bytes):
                 rejected[request_id] = (
                     f"the pages of its prompt take {num_bytes} bytes of the relay, which has {of_relay} in all; "
@@ -174,12 +175,9 @@ class PageSource:
         return granted, rejected
 
     def _lease(self, request_id: str, shapes: list[list[tuple[int, ...]]]) -> _Buffers:
-        buffers = _Buffers([], [])
-        for of_group in shapes:
-            leased = [self._hub.lease(_key(request_id), shape, torch.uint8) for shape in of_group]
-            buffers.tensors.append([tensor for tensor, _ in leased])
-            buffers.refs.append([ref for _, ref in leased])
-        return buffers
+        leased = [[self._hub.lease(_key(request_id), shape, torch.uint8) for shape in of_group] for of_group in shapes]
+        tensors = [[tensor for tensor, _ in of_group] for of_group in leased]
+        return _Buffers(tensors, [[ref for _, ref in of_group] for of_group in leased])
 
     def start_step(self, saves: list[Save]) -> None:
         """Set what the step that starts will save."""
@@ -220,11 +218,6 @@ class PageSource:
             self.drop(request_id)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a slab that a buffer takes."""
-    return -(-prod(shape) // CHUNK_BYTES) * CHUNK_BYTES
-
-
 def _key(request_id: str) -> str:
     """Return the relay's request id for pages: a request's images may lie in the same relay, and outlive its pages."""
     return f"kv/{request_id}"
@@ -240,11 +233,11 @@ class Load(NamedTuple):
     page_table: bytes
 
 
+@dataclass(eq=False)
 class _Pull:
-    def __init__(self, load: Load):
-        self.load = load
-        self.is_cancelled = False
-        self.running: Future[None] | None = None
+    load: Load
+    is_cancelled: bool = False
+    running: Future[None] | None = None
 
 
 class PageTarget:

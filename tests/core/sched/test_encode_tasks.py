@@ -248,7 +248,7 @@ def test_a_counter_is_rejected(encode_only: bool) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"encode": True}, "unknown encode"),
+        ({"encode": True}, "unknown field `encode`; known are encode_only, images"),
         ({"images": {"8b": PAYLOAD}}, "has no '8b'"),
         ({"images": {"8a": "text"}}, "packed payloads"),
         ("encode_only", "must be a mapping"),
