@@ -250,8 +250,8 @@ def test_a_counter_is_rejected(encode_only: bool) -> None:
     [
         ({"encode": True}, "unknown field `encode`; known are encode_only, images"),
         ({"images": {"8b": PAYLOAD}}, "has no '8b'"),
-        ({"images": {"8a": "text"}}, "packed payloads"),
-        ("encode_only", "must be a mapping"),
+        ({"images": {"8a": "text"}}, "Expected `bytes`, got `str` - at `$.images[...]`"),
+        ("encode_only", "Expected `object`, got `str`"),
     ],
 )
 def test_contradictory_params_are_rejected(params: Any, message: str) -> None:

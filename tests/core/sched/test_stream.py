@@ -1,5 +1,6 @@
 """The real scheduler with streams of the real shared-memory relay, driven as the engine core drives it."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -293,7 +294,7 @@ def add_producer(scheduler: StreamScheduler, relay: ShmRelay, request_id: str) -
 def test_a_producer_without_credits_is_not_scheduled(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
-    reader = relay.read_stream_blocking(writer.ref)
+    reader = asyncio.run(relay.read_stream(writer.ref))
     for index in range(CREDITS):
         assert step(scheduler)[1] == ["a"]
         write(writer, index)
@@ -306,7 +307,7 @@ def test_a_producer_without_credits_is_not_scheduled(vllm_config: VllmConfig, re
 def test_a_consumer_that_has_gone_holds_no_producer_back(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
-    reader = relay.read_stream_blocking(writer.ref)
+    reader = asyncio.run(relay.read_stream(writer.ref))
     write(writer, *range(CREDITS))
     assert step(scheduler)[1] == []
     reader.close()
