@@ -206,10 +206,10 @@ def test_configuration_loads_without_vllm(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_omni"}')
     result = run_without_vllm(f"""
         from vllm_omni.config import load_config
-        omni = load_config({str(tmp_path)!r}, enforce_eager=True, stage_overrides=["talker.seed=1"])
-        print([stage.engine_args["enforce_eager"] for stage in omni.stages])
+        omni = load_config({str(tmp_path)!r}, dtype="float32", stage_overrides=["talker.seed=1"])
+        print([stage.engine_args["dtype"] for stage in omni.stages])
     """)
-    assert result.stdout == "[True, True, True]\n", result.stderr
+    assert result.stdout == "['float32', 'float32', 'float32']\n", result.stderr
 
 
 def test_supported_versions():

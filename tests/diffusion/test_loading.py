@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from tests.diffusion.other_pipelines import make_ddpm
 from vllm_omni.diffusion.loading import load_diffusers_pipeline, set_attention_backend
 from vllm_omni.errors import ConfigError
 
@@ -49,6 +50,18 @@ def test_an_attention_backend_that_fails_only_when_it_runs_is_found_at_the_start
     pipeline = load_diffusers_pipeline(checkpoint)
     with pytest.raises(ConfigError, match="'_native_efficient' cannot run on cpu"):
         set_attention_backend(pipeline, "_native_efficient", torch.float32, torch.device("cpu"))
+
+
+def test_the_deployment_switches_tiling_and_slicing_of_the_vae_on(checkpoint):
+    vae = load_diffusers_pipeline(checkpoint, vae_tiling=True).vae
+    assert (vae.use_tiling, vae.use_slicing) == (True, False)
+    assert load_diffusers_pipeline(checkpoint, vae_slicing=True).vae.use_slicing
+
+
+def test_tiling_is_rejected_where_no_vae_has_it(tmp_path):
+    make_ddpm().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"vae_tiling: DDPMPipeline has no VAE with tiling \(its VAE: none\)"):
+        load_diffusers_pipeline(str(tmp_path), vae_tiling=True)
 
 
 def test_an_unknown_dtype_is_rejected(checkpoint):

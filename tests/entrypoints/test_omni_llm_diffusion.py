@@ -1,18 +1,39 @@
 """``OmniLLM`` of a diffusion pipeline: prompts, parameters, and the bar over the steps."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from tests.shared_engines import QWEN_IMAGE, SharedEngines
 from vllm_omni import DiffusionParams, OmniLLM
-from vllm_omni.errors import InvalidRequest, OmniError
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
 
 SMALL = DiffusionParams(height=48, width=64, num_inference_steps=3, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"quantization": "fp8"}, "quantization = 'fp8': this kind of stage has no quantization"),
+        ({"cpu_offload_gb": 1.0}, "cpu_offload_gb = 1.0: this kind of stage has no offloading of weights"),
+        ({"enforce_eager": False}, "enforce_eager = False: this kind of stage has no compilation"),
+        ({"enable_lora": True}, "enable_lora = True: this kind of stage has no adapters"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention_backend = 'FLASH_ATTN': .* no selectable attention of vLLM"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_engine_arguments_without_an_effect_are_rejected_before_an_engine_starts(
+    tiny_pipeline: Callable[[str], Path], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"stage 'diffusion': {said}"):
+        OmniLLM(tiny_pipeline("qwen-image"), **given)
 
 
 @pytest.fixture
@@ -38,6 +59,11 @@ def test_fields_by_name_are_the_same_as_params(omni: OmniLLM) -> None:
     (expected,) = draw(omni)
     assert torch.equal(draw(omni, params=values)[0], expected)
     assert torch.equal(draw(omni, params={"diffusion": values})[0], expected)
+
+
+def test_an_adapter_is_rejected_with_the_reason(omni: OmniLLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"'diffusion' has no adapters .*only autoregressive stages"):
+        draw(omni, lora_request=LoRARequest("any", 1, "/nowhere"))
 
 
 def test_prompts_share_params_and_outputs_keep_their_order(omni: OmniLLM) -> None:

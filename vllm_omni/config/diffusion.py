@@ -31,6 +31,8 @@ class DiffusionConfig:
     max_steps: Count | None = None
     max_outputs: Count | None = None
     attention_backend: str | None = None  # by diffusers' name; None: diffusers' default
+    vae_tiling: bool = False  # the VAE decodes (and encodes) a large picture in overlapping tiles
+    vae_slicing: bool = False  # the VAE decodes the outputs of a batch one by one
     merge: bool = True  # requests share a call of the denoiser
     cache_threshold: Annotated[float, Field(ge=0)] = 0.0  # of the first-block cache; 0: off
     cache_bytes: NumBytes = 1 << 30  # of all its entries

@@ -11,7 +11,7 @@ Each layer overrides those before it, key by key:
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
 
 * every stage, for ``EVERY_STAGE_ARGS``: how weights are loaded, and their type;
-* every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, shape of the KV cache, parallelism;
+* every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, shape of the KV cache, parallelism, compilation;
 * no stage, with an error, for ``PER_STAGE_ARGS`` if there are several ``ar`` stages: each needs its own number;
 * the first stage otherwise (prompt processing, multi-modal limits, prefix caching, quantization, ...).
 

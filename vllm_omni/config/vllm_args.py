@@ -19,13 +19,13 @@ from vllm_omni.config.checks import Problem, translate, validator
 from vllm_omni.names import suggest
 
 EVERY_STAGE_ARGS = frozenset(
-    "dtype seed load_format download_dir revision code_revision hf_token trust_remote_code enforce_eager "
+    "dtype seed load_format download_dir revision code_revision hf_token trust_remote_code "
     "disable_log_stats use_tqdm_on_load pt_load_map_location safetensors_load_strategy".split()
 )
 AR_STAGE_ARGS = frozenset(
     "max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_dtype attention_backend "
     "tensor_parallel_size pipeline_parallel_size distributed_executor_backend compilation_config "
-    "optimization_level async_scheduling".split()
+    "optimization_level enforce_eager async_scheduling".split()
 )
 PER_STAGE_ARGS = frozenset(["gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "device_ids"])
 

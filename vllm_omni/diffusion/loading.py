@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.pipeline_copy import find_denoisers, networks_of
+from vllm_omni.diffusion.pipeline_copy import DECODERS, find_denoisers, networks_of
 from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
 
@@ -34,6 +34,8 @@ def load_diffusers_pipeline(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     attention_backend: str | None = None,
+    vae_tiling: bool = False,
+    vae_slicing: bool = False,
     revision: str | None = None,
 ) -> Any:
     """Load the pipeline class that ``model_index.json`` names, in evaluation mode, on ``device``.
@@ -43,12 +45,13 @@ def load_diffusers_pipeline(
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         attention_backend: for the denoisers, by diffusers' name ("native", "flash", "sage", "xformers"); None:
             diffusers' default.
+        vae_tiling, vae_slicing: reduce the memory of decoding; see ``DiffusionConfig``.
         revision: of a model on the hub.
 
     Raises:
         MissingDependency: diffusers, or a library that the pipeline needs, is not installed.
         ConfigError: ``model`` is not a pipeline; the dtype is unknown; the attention backend is unknown or cannot run
-            on this device.
+            on this device; no VAE of the pipeline supports tiling or slicing.
     """
     try:
         from diffusers import DiffusionPipeline
@@ -73,6 +76,9 @@ def load_diffusers_pipeline(
         module.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
+    for option, is_wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
+        if is_wanted:
+            _enable_in_vae(pipeline, option)
     if attention_backend is not None:
         set_attention_backend(pipeline, attention_backend, resolved, device)
     return pipeline
@@ -112,6 +118,17 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r} of a diffusion pipeline: {suggest(dtype, ['auto', *DTYPES])}")
     return DTYPES[dtype]
+
+
+def _enable_in_vae(pipeline: Any, option: str) -> None:
+    """Switch an option of diffusers' VAEs on, "tiling" or "slicing", in each that has it."""
+    vaes = [network for name, network in networks_of(pipeline).items() if name in DECODERS]
+    supported = [vae for vae in vaes if hasattr(vae, f"use_{option}")]
+    if not supported:
+        classes = ", ".join(type(vae).__name__ for vae in vaes) or "none"
+        raise ConfigError(f"vae_{option}: {type(pipeline).__name__} has no VAE with {option} (its VAE: {classes})")
+    for vae in supported:
+        getattr(vae, f"enable_{option}")()
 
 
 def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -21,9 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
-from vllm_omni.diffusion.pipeline_copy import PipelineCopies
-
-DECODERS = ("vae", "audio_vae", "video_vae", "vqvae")  # pipelines call their method decode
+from vllm_omni.diffusion.pipeline_copy import DECODERS, PipelineCopies
 
 
 class PipelineCancelled(BaseException):

@@ -61,6 +61,7 @@ def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
 
 def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> dict[str, Any]:
     kind, device = ENGINE_KINDS[config.engine_type], current_platform.device_type
+    kind.check_args(config.engine_args)
     args: dict[str, Any] = {
         "model": config.model,
         "use_tqdm_on_load": False,  # the bars of several stages would overwrite one another

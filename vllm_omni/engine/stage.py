@@ -376,10 +376,7 @@ class StageEngine(StageNode):
         if lora_request is None or (encodes_only and not has_adapters):  # adapters concern the language model alone
             return None
         if not has_adapters:
-            said = (
-                f"stage {self.name!r} was started without adapters; start it with --stage {self.name}.enable_lora=true"
-            )
-            raise InvalidRequest(f"lora_request: {said}")
+            raise InvalidRequest(f"lora_request: stage {self.name!r} {without_adapters(self.config)}")
         try:
             await self.ask(self.llm.add_lora(lora_request))
         except StageFailed as exc:
@@ -394,3 +391,10 @@ class StageEngine(StageNode):
             await self.ask(self.llm.is_paused(), ABORT_TIMEOUT_S)
         except StageFailed as exc:  # the engine is dead, which also ends requests, or its step takes longer
             logger.debug("abort not acknowledged: %s", exc)
+
+
+def without_adapters(config: StageConfig) -> str:
+    """Why a stage has no adapters, for the end of an error message."""
+    if not config.is_autoregressive:
+        return "has no adapters (LoRA): only autoregressive stages load them"
+    return f"was started without adapters (LoRA); start it with --stage {config.name}.enable_lora=true"

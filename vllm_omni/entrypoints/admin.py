@@ -12,7 +12,7 @@ from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.stage import StageEngine, StageLLM
+from vllm_omni.engine.stage import StageEngine, StageLLM, without_adapters
 from vllm_omni.errors import InvalidRequest, StageFailed
 
 Reply = TypeVar("Reply")
@@ -169,10 +169,8 @@ class StageAdmin(EngineClient):
     async def _call_adapters(self, call: Call[Reply]) -> list[Reply]:
         engines = [engine for engine in self._first_engines() if engine.vllm_config.lora_config is not None]
         if not engines:
-            name = self.config.stages[0].name
-            raise StageFailed(
-                name, f"it was started without adapters (LoRA): start it with --stage {name}.enable_lora=true"
-            )
+            first = self.config.stages[0]
+            raise StageFailed(first.name, f"it {without_adapters(first)}")
         return await self._call(call, engines)
 
     def _engines(self, matches: Callable[[StageConfig], bool]) -> list[StageEngine]:

@@ -73,6 +73,8 @@ class DiffusionModelRunner:
             dtype="auto" if is_default_dtype else model_config.dtype,  # "auto" keeps some decoders in float32
             device=self.device,
             attention_backend=config.attention_backend,
+            vae_tiling=config.vae_tiling,
+            vae_slicing=config.vae_slicing,
             revision=model_config.revision,
         )
         self.pipeline = load()
