@@ -42,9 +42,10 @@ def checked_rules(load_tiny: Callable[[str], Any]) -> Callable[[str], Mapping[st
 def make_stepper(
     load_tiny: Callable[[str], Any], checked_rules: Callable[[str], Mapping[str, MergeRule]]
 ) -> Callable[..., PipelineStepper]:
-    """Name and arguments -> a new stepper, without another check at start."""
+    """Name and arguments -> a new stepper, without another check at start, whose steps are never late."""
 
     def make(name: str, rules: Mapping[str, MergeRule] | None = None, **arguments: Any) -> PipelineStepper:
+        arguments = {"clock": lambda: 0.0, **arguments}
         return PipelineStepper(load_tiny(name), rules=checked_rules(name) if rules is None else rules, **arguments)
 
     return make

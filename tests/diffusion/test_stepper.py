@@ -11,6 +11,7 @@ from diffusers import FluxImg2ImgPipeline, LTXImageToVideoPipeline, StableDiffus
 from tests.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
 from tests.diffusion.requests import difference, make_request, results, run, run_diffusers
 from vllm_omni.diffusion import call_batcher, outputs
+from vllm_omni.diffusion import stepper as stepper_module
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.pipeline_arguments import pipeline_arguments
 from vllm_omni.diffusion.request import DiffusionRequest
@@ -309,6 +310,52 @@ def test_grad_mode_is_as_before_after_a_step_and_an_abort(pipeline, make_stepper
     assert torch.is_grad_enabled()
     stepper.step(["b"])
     assert torch.is_grad_enabled()
+
+
+# --- a step that takes long
+
+
+def test_a_late_step_ends_with_its_forward_and_continues_with_the_requests_that_it_did_not_reach(
+    pipeline, make_stepper, monkeypatch
+):
+    now = [0.0]
+    stepper = make_stepper("qwen-image", merge=False, clock=lambda: now[0])
+    forward = pipeline.transformer.forward
+
+    def slow(**kwargs):
+        now[0] += stepper_module.MAX_STEP_S
+        return forward(**kwargs)
+
+    monkeypatch.setattr(pipeline.transformer, "forward", slow)
+    for name in "abc":
+        stepper.add(name, make_request(pipeline, 0, true_cfg_scale=1.0, negative_prompt=None))
+    reached = []
+    for _ in range(5):
+        outcomes = stepper.step(["a", "b", "c"])
+        reached.append([outcomes[name].step_index for name in "abc"])
+    assert reached == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1]]
+
+
+def test_a_late_step_has_no_outcome_of_a_request_that_encodes_its_text(pipeline, make_stepper, monkeypatch):
+    now = [0.0]
+    stepper = make_stepper("qwen-image", merge=False, clock=lambda: now[0])
+    forward = pipeline.text_encoder.forward
+
+    def slow(*args, **kwargs):
+        now[0] += stepper_module.MAX_STEP_S
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline.text_encoder, "forward", slow)
+    requests = {name: make_request(pipeline, index) for index, name in enumerate("ab")}
+    for name, request in requests.items():
+        stepper.add(name, request)
+    seen = [set(stepper.step(["a", "b"])) for _ in range(4)]  # each encodes a positive and a negative prompt
+    assert seen == [set(), set(), {"a"}, {"a", "b"}]
+    monkeypatch.undo()
+    for name in "ab":
+        while (outcome := stepper.step([name])[name]).output is None:
+            assert outcome.error is None
+        assert difference(outcome.output, run_diffusers(pipeline, requests[name])) < TOLERANCE
 
 
 # --- what an outcome says

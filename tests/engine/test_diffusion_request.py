@@ -76,7 +76,7 @@ REJECTED: list[tuple[Any, dict[str, Any], str]] = [
     ({"prompt": "a", "multi_modal_data": {"image": b"no image"}}, {}, "image 0: cannot identify image file"),
     ({"prompt": "a", "multi_modal_data": {"image": [PIXELS, 3]}}, {}, "image 1: must be a PIL image"),
     ({"prompt": "a", "multi_modal_data": {"image": torch.zeros(2, 2, 2, 2)}}, {}, "image 0: "),
-    ("a", {"num_inference_steps": 51}, "at most 50 here"),
+    ("a", {"num_inference_steps": 51}, "at most 50 steps here"),
     ("a", {"negative_prompt": "\ud800"}, "unpaired surrogate"),
     ("\ud800", {}, "unpaired surrogate"),
     ("a", {"cache_threshold": 0.1}, "this deployment has no cache"),

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.core.sched.diffusion import DiffusionScheduler
+from vllm_omni.diffusion import stepper
 from vllm_omni.engine.diffusion_request import make_sampling_params
 from vllm_omni.messages.payload import unpack
 from vllm_omni.model_executor.diffusers_executor import DiffusersPipelineExecutor
@@ -53,6 +55,7 @@ def vllm_config(tiny_pipeline: Callable[[str], Path]) -> VllmConfig:
 def shared_executor(vllm_config: VllmConfig) -> Iterator[DiffusersPipelineExecutor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub, "_process_hub", None)  # that of this process, which other tests use
+        patch.setattr(stepper, "MAX_STEP_S", math.inf)
         executor = DiffusersPipelineExecutor(vllm_config)
         yield executor
         executor.shutdown()
@@ -148,8 +151,8 @@ def test_a_request_ends_with_the_step_of_its_last_call(engine: Engine) -> None:
     scheduled = []
     while engine.scheduler.has_unfinished_requests():
         scheduled.append(engine.step())
-    # The first step encodes the text and makes the first call; with guidance there are two calls in each.
-    assert scheduled == [["plain", "guided"]] * 3 + [["guided"]] * 3
+    # The first step starts them, the second encodes their texts and makes the first call; guidance takes two calls.
+    assert scheduled == [["plain", "guided"]] * 4 + [["guided"]] * 3
     assert engine.finished["guided"].new_token_ids == [0]
 
 
@@ -181,6 +184,7 @@ def test_a_step_with_a_preview_is_reported_once(engine: Engine) -> None:
 
 def test_the_scheduler_receives_the_size_of_a_call(engine: Engine) -> None:
     engine.add("a", num_outputs_per_prompt=2)
+    engine.step()
     engine.step()
     job = engine.scheduler.jobs["a"]
     assert job.num_rows == 2
@@ -229,6 +233,7 @@ def test_an_error_of_the_stepper_fails_the_requests_of_the_step_only(
 ) -> None:
     engine.add("hit")
     engine.add("other", height=64)  # of another shape, and so not in that step
+    assert engine.step() == ["hit"]
 
     def fail(request_ids: Any) -> None:
         raise RuntimeError("a defect")
@@ -248,6 +253,7 @@ def test_a_device_error_fails_the_engine(
     engine, called = Engine(vllm_config, executor), []
     executor.register_failure_callback(lambda: called.append(True))
     engine.add("a")
+    engine.step()
 
     def fail(request_ids: Any) -> None:
         raise torch.AcceleratorError("unspecified launch failure")
@@ -268,10 +274,10 @@ def test_a_device_error_fails_the_engine(
 
 
 def test_an_abort_after_any_step_leaves_nothing_and_changes_no_other_request(engine: Engine) -> None:
-    """Before the request starts; between the two calls of a denoise step; between two steps; after its end."""
+    """Before it starts; before it computes; between the two calls of a denoise step; between two steps; at its end."""
     guided = {"negative_prompt": "grey", "true_cfg_scale": 4.0}
     expected = alone(engine, num_inference_steps=5, **guided)
-    for num_steps in range(9):
+    for num_steps in range(10):
         engine.finished.clear()
         engine.add("aborted", **guided, seed=2)
         engine.add("other", num_inference_steps=5, **guided)
@@ -281,7 +287,7 @@ def test_an_abort_after_any_step_leaves_nothing_and_changes_no_other_request(eng
         assert "aborted" not in engine.step(), num_steps
         assert "aborted" not in engine.executor.runner.stepper.running, num_steps
         engine.run()
-        assert ("aborted" in engine.finished) == (num_steps == 8), num_steps
+        assert ("aborted" in engine.finished) == (num_steps == 9), num_steps
         assert (engine.images("other") - expected).abs().max() < 1e-5, num_steps
         if "aborted" in engine.finished:
             engine.images("aborted")
@@ -307,7 +313,7 @@ def test_granted_requests_use_the_cache_and_others_run_uncached(engine: Engine) 
     exact = alone(engine, num_inference_steps=12, cache_threshold=0.0)
     engine.add("cached", num_inference_steps=12, cache_threshold=100.0)  # reuses whatever it may
     engine.add("exact", num_inference_steps=12, cache_threshold=0.0)
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     granted = engine.scheduler.cache.get_cache("cached")
     assert granted is not None and granted.num_bytes == runner.cache.num_bytes("cached") > 0

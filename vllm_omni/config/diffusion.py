@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from vllm_omni.config.checks import Count, NumBytes
+from vllm_omni.config.checks import Count, NumBytes, Seconds
 from vllm_omni.config.diffusion_params import DiffusionLimits
 
 DIFFUSION = "diffusion"
@@ -26,10 +26,13 @@ class DiffusionConfig:
     max_rows: Count | None = None  # of a batch: one per output, two with guidance in one call; None: max_num_seqs
     max_batch_bytes: Count | None = None  # of a batch's denoiser inputs; None: no limit
     max_wait_batches: Count = 4  # batches of other shapes that a shape waits for; with more shapes, one of each
-    max_pixels: Count | None = None  # these four limit one request; None: no limit
+    # These limit one request. None: no limit of steps and outputs; of the others, four times the pipeline's default.
+    max_pixels: Count | None = None
     max_frames: Count | None = None
+    max_seconds: Seconds | None = None
     max_steps: Count | None = None
     max_outputs: Count | None = None
+    max_prompt_tokens: Count | None = None
     attention_backend: str | None = None  # by diffusers' name; None: diffusers' default
     vae_tiling: bool = False  # the VAE decodes (and encodes) a large picture in overlapping tiles
     vae_slicing: bool = False  # the VAE decodes the outputs of a batch one by one
@@ -45,9 +48,4 @@ class DiffusionConfig:
 
     @property
     def limits(self) -> DiffusionLimits:
-        return DiffusionLimits(
-            max_pixels=self.max_pixels,
-            max_frames=self.max_frames,
-            max_steps=self.max_steps,
-            max_outputs=self.max_outputs,
-        )
+        return DiffusionLimits(**{name: getattr(self, name) for name in DiffusionLimits.__struct_fields__})

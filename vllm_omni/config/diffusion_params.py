@@ -19,7 +19,7 @@ OUTPUT_TYPES: tuple[str, ...] = get_args(OutputType)
 MAX_INT = 2**31 - 1  # of counts and sizes: the largest dimension of a tensor
 
 # Arguments of pipelines that the server sets -> the field of ``DiffusionParams`` to use instead, or the reason.
-_SERVER_ARGS = {
+SERVER_ARGS = {
     "prompt": "it is the request's own",
     "image": "it is the request's own",
     "generator": "seed",
@@ -36,12 +36,31 @@ _SERVER_ARGS = {
 
 
 class DiffusionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a deployment for one request; None: no limit."""
+    """Limits of a deployment for one request; None: the pipeline decides."""
 
     max_pixels: int | None = None  # height x width of one image or frame
+    max_frames: int | None = None
+    max_seconds: float | None = None  # of a sound
     max_steps: int | None = None
     max_outputs: int | None = None
-    max_frames: int | None = None
+    max_prompt_tokens: int | None = None
+
+    def check(self, limit: str, size: float, name: str, value: object = None) -> None:
+        """Compare a size of a request with a limit.
+
+        Args:
+            limit: a field.
+            name: of the parameter at fault.
+            value: its value, if that is not the size.
+
+        Raises:
+            InvalidRequest: the size is larger; names the parameter, the limit and where to raise it.
+        """
+        most = getattr(self, limit)
+        if most is not None and size > most:
+            kind = limit.removeprefix("max_").replace("_", " ")
+            said = f"{size if value is None else value}: at most {most} {kind} here"
+            raise InvalidRequest(f"{name} = {said} (to allow more, raise {limit} of the deployment)", param=name)
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,7 +117,6 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             if value is not None and (not math.isfinite(value) or value < 0):
                 _reject(name, value, "must be a finite number, at least 0")
         self._check_counts(limits)
-        self._check_size(limits)
         self._check_seed()
         self._check_extra_args()
 
@@ -113,35 +131,26 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             check_text("negative_prompt", self.negative_prompt)
 
     def _check_counts(self, limits: DiffusionLimits) -> None:
-        for name, least, most, limit in (
-            ("num_inference_steps", 1, limits.max_steps, "max_steps"),
-            ("num_outputs_per_prompt", 1, limits.max_outputs, "max_outputs"),
-            ("num_frames", 1, limits.max_frames, "max_frames"),
-            ("fps", 1, None, ""),
-            ("preview_every", 0, None, ""),
-            ("height", 1, None, ""),
-            ("width", 1, None, ""),
+        for name, least, limit in (
+            ("num_inference_steps", 1, "max_steps"),
+            ("num_outputs_per_prompt", 1, "max_outputs"),
+            ("num_frames", 1, "max_frames"),
+            ("fps", 1, None),
+            ("preview_every", 0, None),
+            ("height", 1, "max_pixels"),
+            ("width", 1, "max_pixels"),
         ):
             value = getattr(self, name)
             if value is None:
                 continue
             if value < least:
-                _reject(name, value, f"must be at least {least}" + (" pixel" if name in ("height", "width") else ""))
-            if most is not None and value > most:
-                _reject(name, value, f"at most {most} here ({limit} of the deployment)")
+                _reject(name, value, f"must be at least {least}" + (" pixel" if limit == "max_pixels" else ""))
             if value > MAX_INT:
                 _reject(name, value, f"must be at most {MAX_INT}")
-
-    def _check_size(self, limits: DiffusionLimits) -> None:
-        sides = {name: side for name in ("height", "width") if (side := getattr(self, name)) is not None}
-        num_pixels = math.prod(sides.values())
-        if limits.max_pixels is None or not sides or num_pixels <= limits.max_pixels:
-            return
-        name = next(iter(sides))
-        if len(sides) == 1:
-            _reject(name, sides[name], f"at most {limits.max_pixels} pixels here (max_pixels of the deployment)")
-        said = f"with width = {self.width} these are {num_pixels} pixels; at most {limits.max_pixels} here"
-        _reject(name, sides[name], f"{said} (max_pixels of the deployment)")
+            if limit is not None:
+                limits.check(limit, value, name)
+        if self.height and self.width:
+            limits.check("max_pixels", self.height * self.width, "height", f"{self.height} with width {self.width}")
 
     def _check_seed(self) -> None:
         if self.seed is None:
@@ -154,8 +163,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in self.extra_args:
             if name in type(self).__struct_fields__:
                 raise InvalidRequest(f"extra_args: {name!r} is a field of its own", param=name)
-            if name in _SERVER_ARGS:
-                said = f"extra_args: {name!r} is set by the server: {_SERVER_ARGS[name]}"
+            if name in SERVER_ARGS:
+                said = f"extra_args: {name!r} is set by the server: {SERVER_ARGS[name]}"
                 raise InvalidRequest(said, param="extra_args")
         try:
             msgspec.msgpack.encode(self.extra_args, enc_hook=_reject_type)

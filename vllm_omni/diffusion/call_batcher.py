@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,18 +47,24 @@ class CallBatcher:
         self._cache = cache
         self._rules = rules
         self._fingerprints = Fingerprints()
+        self._num_turns = 0  # forwards of any network
         self._num_rows = 0
         self._widths: Counter[int] = Counter()
         self._seconds = 0.0
 
-    def run(self, waiting: Sequence[SuspendedCall]) -> None:
-        """Answer the pending call of each."""
+    def run(self, waiting: Sequence[SuspendedCall], is_late: Callable[[], bool]) -> None:
+        """Answer the pending call of each; once it is late, no more than one forward."""
         groups: dict[Hashable, list[SuspendedCall]] = {}
         for call in waiting:
             groups.setdefault(self._group_key(call), []).append(call)
         for group in groups.values():
             for part in self._parts(group):
                 self._run_together(part)
+                self._num_turns += 1
+                for call in part:
+                    call.last_turn = self._num_turns
+                if is_late():
+                    return
 
     def statistics(self) -> StepperStatistics:
         return StepperStatistics(self._widths.total(), self._num_rows, dict(self._widths), self._seconds)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.diffusion.pipeline_copy import DECODERS, find_denoisers, networks_of
-from vllm_omni.errors import ConfigError, MissingDependency, how_to_install
+from vllm_omni.diffusion.pipeline_copy import CODERS, find_denoisers, networks_of
+from vllm_omni.errors import ConfigError, MissingDependency
 from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_diffusers_pipeline(
     try:
         from diffusers import DiffusionPipeline
     except ImportError as exc:
-        raise MissingDependency(f"a diffusion stage needs diffusers; {how_to_install('cpu', 'cuda')} ({exc})") from exc
+        raise MissingDependency(f"a diffusion stage needs diffusers: the extras cpu and cuda bring it ({exc})") from exc
     device = torch.device(device)
     resolved = resolve_dtype(dtype, device)
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
@@ -122,7 +122,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 def _enable_in_vae(pipeline: Any, option: str) -> None:
     """Switch an option of diffusers' VAEs on, "tiling" or "slicing", in each that has it."""
-    vaes = [network for name, network in networks_of(pipeline).items() if name in DECODERS]
+    vaes = [network for name, network in networks_of(pipeline).items() if name in CODERS]
     supported = [vae for vae in vaes if hasattr(vae, f"use_{option}")]
     if not supported:
         classes = ", ".join(type(vae).__name__ for vae in vaes) or "none"

@@ -11,9 +11,9 @@ from typing import Any
 from PIL import Image
 
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.extra_arguments import extra_arguments
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.names import suggest
 
 Accepted = Mapping[str, inspect.Parameter]  # the parameters of a pipeline's ``__call__``
 
@@ -73,12 +73,7 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest, output_index: i
         arguments["generator"] = torch.Generator().manual_seed(seed)  # on the CPU: the same noise for every device
     if "output_type" in accepted:
         arguments["output_type"] = OUTPUT_TYPES[params.output_type]
-    for parameter, value in params.extra_args.items():
-        if parameter not in accepted or parameter in arguments:
-            known = [other for other in accepted if other not in arguments]
-            raise InvalidRequest(f"{name} takes no extra argument {parameter!r}: {suggest(parameter, known)}")
-        arguments[parameter] = value
-    return arguments
+    return arguments | extra_arguments(type(pipeline), params.extra_args, arguments)
 
 
 def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
@@ -105,8 +100,7 @@ def _value_arguments(name: str, accepted: Accepted, request: DiffusionRequest) -
             arguments[parameter] = value
     if params.fps is not None:  # for other pipelines, the frame rate is a property of the file only
         arguments |= {parameter: params.fps for parameter in FRAME_RATES if parameter in accepted}
-    is_guided = params.negative_prompt is not None or "negative_prompt_embeds" in params.extra_args
-    if name.startswith("QwenImage") and params.true_cfg_scale is None and not is_guided:
+    if name.startswith("QwenImage") and params.true_cfg_scale is None and params.negative_prompt is None:
         arguments["true_cfg_scale"] = 1.0  # same result as diffusers' default, without its warning in the server's log
     return arguments
 

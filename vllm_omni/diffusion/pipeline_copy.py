@@ -15,7 +15,7 @@ from torch import nn
 
 # Components whose calls are the steps of a request. Text encoders and decoders are called between two steps.
 DENOISER_NAME = re.compile(r"(transformer|unet|prior|decoder|denoiser|dit)(_\d+)?$")
-DECODERS = ("vae", "audio_vae", "video_vae", "vqvae")  # pipelines call their method decode
+CODERS = ("vae", "audio_vae", "video_vae", "vqvae")  # pipelines call their methods encode and decode
 DENOISER_CLASS = re.compile(r"Transformer|UNet|Unet|DiT")
 
 

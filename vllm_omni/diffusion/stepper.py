@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from vllm_omni.diffusion import outputs
 from vllm_omni.diffusion.call_batcher import CallBatcher, StepperStatistics, rows_of
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
+from vllm_omni.diffusion.limits import CallLimits
 from vllm_omni.diffusion.merge_check import find_merging_rules
 from vllm_omni.diffusion.merge_rules import MergeRule
 from vllm_omni.diffusion.pipeline_arguments import pipeline_arguments
@@ -20,6 +22,9 @@ from vllm_omni.diffusion.previews import Previewer
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forget_frames
 from vllm_omni.errors import InvalidRequest
+
+MAX_STEP_S = 1.0
+"""A step that has computed for so long starts no further forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class RunningRequest:
         return next((call.error for call in self.calls if call.error is not None), None)
 
     @property
+    def is_between(self) -> bool:
+        """Whether an output has not started, or waits for another network than a denoiser."""
+        return not all(call.has_ended or (call.pending and call.pending.is_denoiser) for call in self.calls)
+
+    @property
     def pending(self) -> list[PendingCall]:
         return [call.pending for call in self.calls if call.pending is not None]
 
@@ -69,6 +79,8 @@ class PipelineStepper:
         cache: computes the denoisers that it supports.
         merge: False: one request per forward, and no check at the start.
         rules: merge rule of each component, from an earlier check of the same weights; None: check now.
+        limits: of a request; None: no limits.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -79,10 +91,14 @@ class PipelineStepper:
         cache: FirstBlockCache | None = None,
         merge: bool = True,
         rules: Mapping[str, MergeRule] | None = None,
+        limits: CallLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._pipeline = pipeline
         self._copies = PipelineCopies(pipeline)
         self._cache = cache
+        self._limits = limits
+        self._clock = clock
         self.running: dict[str, RunningRequest] = {}  # by id
         self._previewer = Previewer(pipeline)
         if merge and rules is None:
@@ -95,13 +111,15 @@ class PipelineStepper:
         """Add a request; nothing runs until the next step.
 
         Raises:
-            InvalidRequest: the pipeline does not accept the request.
+            InvalidRequest: the pipeline does not accept the request, or it exceeds the limits.
         """
         assert request_id not in self.running, f"request {request_id} is already here"
-        calls = [
-            SuspendedCall(self._copies, pipeline_arguments(self._pipeline, request, index), request_id, index)
-            for index in range(request.params.num_outputs_per_prompt)
-        ]
+        calls = []
+        for index in range(request.params.num_outputs_per_prompt):
+            arguments = pipeline_arguments(self._pipeline, request, index)
+            if self._limits is not None:
+                self._limits.check_arguments(arguments)
+            calls.append(SuspendedCall(self._copies, arguments, request_id, index, self._limits))
         self._previewer.add_to(calls[0], request.params.preview_every)
         self.running[request_id] = RunningRequest(request, calls)
 
@@ -120,20 +138,30 @@ class PipelineStepper:
         A new request encodes its text first; a request whose last denoise step this was decodes its outputs. A request
         that has ended, with its outputs or an error, is removed.
 
+        After ``MAX_STEP_S`` the step ends with the forward that it computes, so that the caller can abort and add
+        requests; the calls that it did not reach come first in the next step.
+
+        Returns:
+            Request -> its state, without the requests that have not reached a denoiser.
+
         Raises:
             KeyError: a request was not added, or has ended.
         """
         assert len(set(request_ids)) == len(request_ids), "a request makes one step at a time"
         chosen = {request_id: self.running[request_id] for request_id in request_ids}
         calls = [call for running in chosen.values() for call in running.calls]
+        calls.sort(key=lambda call: call.last_turn)
+        end_s = self._clock() + MAX_STEP_S
+
+        def is_late() -> bool:
+            return self._clock() >= end_s
+
         with torch.no_grad():  # per thread, and left by the pipelines in any order: see suspended_call.py
-            for call in calls:
-                if not call.has_started:
-                    call.resume()
-            self._run_until_denoiser(calls)
-            self._batcher.run([call for call in calls if call.pending is not None])
-            self._run_until_denoiser(calls)
-            outcomes = {request_id: self._outcome(request_id, running) for request_id, running in chosen.items()}
+            self._run_until_denoiser(calls, is_late)
+            if not is_late():
+                self._batcher.run([call for call in calls if call.pending is not None], is_late)
+                self._run_until_denoiser(calls, is_late)
+            outcomes = {one: self._outcome(one, it) for one, it in chosen.items() if it.has_ended or not it.is_between}
         for request_id, outcome in outcomes.items():
             if outcome.has_ended:
                 self.abort(request_id)  # where one output has failed, the others have not ended
@@ -153,10 +181,17 @@ class PipelineStepper:
     def statistics(self) -> StepperStatistics:
         return self._batcher.statistics()
 
-    def _run_until_denoiser(self, calls: Sequence[SuspendedCall]) -> None:
-        """Compute texts, images and previews until each call waits for a denoiser or has ended."""
+    def _run_until_denoiser(self, calls: Sequence[SuspendedCall], is_late: Callable[[], bool]) -> None:
+        """Compute texts, images and previews until each call waits for a denoiser or has ended, or it is late."""
+        for call in calls:
+            if not call.has_started:
+                call.resume()
+                if is_late():
+                    return
         while waiting := [call for call in calls if call.pending is not None and not call.pending.is_denoiser]:
-            self._batcher.run(waiting)
+            self._batcher.run(waiting, is_late)
+            if is_late():
+                return
 
     def _outcome(self, request_id: str, running: RunningRequest) -> StepOutcome:
         output, error = self._end(running) if running.has_ended else (None, None)

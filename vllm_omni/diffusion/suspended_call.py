@@ -16,12 +16,22 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from vllm_omni.diffusion.greenlets import import_greenlet, is_autocast, return_here
-from vllm_omni.diffusion.pipeline_copy import DECODERS, PipelineCopies
+from vllm_omni.diffusion.pipeline_copy import CODERS, PipelineCopies
+
+CODER_METHODS = ("decode", "encode")  # that pipelines call by name; the latter is computed in place
+
+
+class Limits(Protocol):
+    """Raises ``InvalidRequest``, into the pipeline, for what a request may not compute: see ``CallLimits``."""
+
+    def check_steps(self, num_steps: int) -> None: ...
+
+    def check_call(self, call: PendingCall, arguments: Mapping[str, Any]) -> None: ...
 
 
 class PipelineCancelled(BaseException):
@@ -34,7 +44,7 @@ class PendingCall:
 
     component: str  # the pipeline's name of the network: "transformer_2"
     module: nn.Module
-    method: str  # "forward", called through __call__, or "decode"
+    method: str  # "forward", called through __call__, or one of ``CODER_METHODS``
     kwargs: dict[str, Any]  # all arguments that can be passed by name
     positional: tuple[Any, ...]  # the others (*args)
     branch: str  # of the guidance: "cond" or "uncond"; "#k" for call k of this step where the pipeline names none
@@ -62,7 +72,7 @@ class ModuleProxy:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if name != "decode" or self._component not in DECODERS:
+        if name not in CODER_METHODS or self._component not in CODERS:
             return value
 
         @functools.wraps(value)  # pipelines read its signature
@@ -95,7 +105,8 @@ class ModuleProxy:
 class StepCounter:
     """Counts the steps of one request, and the network calls within each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None) -> None:
+        self._limits = limits
         self.step_index = 0  # steps done
         self.num_steps = 0  # of the whole run; 0: not known yet
         self._calls: dict[str, int] = {}  # component -> calls since the last step
@@ -109,7 +120,10 @@ class StepCounter:
     def progress_bar(self, iterable: Iterable[Any] | None = None, total: int | None = None) -> CountingBar:
         """Replace ``DiffusionPipeline.progress_bar``. A pipeline with several passes has a bar for each."""
         values = [] if iterable is None else list(iterable)
-        self.num_steps += len(values) or total or 0
+        num_steps = len(values) or total or 0
+        if self._limits is not None:
+            self._limits.check_steps(num_steps)
+        self.num_steps += num_steps
         return CountingBar(self, values)
 
     def advance(self, count: int) -> None:
@@ -155,19 +169,26 @@ class SuspendedCall:
     """
 
     def __init__(
-        self, copies: PipelineCopies, arguments: Mapping[str, Any], request_id: str = "", output_index: int = 0
+        self,
+        copies: PipelineCopies,
+        arguments: Mapping[str, Any],
+        request_id: str = "",
+        output_index: int = 0,
+        limits: Limits | None = None,
     ):
         self.request_id = request_id
         self.output_index = output_index
+        self.last_turn = 0  # of a batcher: the latest forward for this call, counted over all calls
         self.preview: Tensor | None = None  # uint8 [H, W, 3], decoded since the last step
         self.pending: PendingCall | None = None
         self.result: Any = None
         self.error: Exception | None = None
         self.has_ended = False
         self.has_denoised = False  # a denoiser was called
-        self.progress = StepCounter()
+        self.progress = StepCounter(limits)
         self.arguments = dict(arguments)  # of the pipeline's call; more may be added until it starts
         self._copies = copies
+        self._limits = limits
         self._greenlets = import_greenlet("a diffusion stage")
         self._greenlet: Any = None
 
@@ -203,10 +224,12 @@ class SuspendedCall:
 
     def call(self, call: PendingCall) -> Any:
         """Suspend until ``call`` is answered. Called by a proxy, with the arguments as the pipeline passed them."""
-        if self._greenlets.getcurrent() is not self._greenlet or is_autocast():
-            return call.run()
         signature = self._copies.signature(call.component, call.method)
         call.positional, call.kwargs = bind(signature, call.positional, call.kwargs)
+        if self._limits is not None:
+            self._limits.check_call(call, self.arguments)
+        if call.method == "encode" or self._greenlets.getcurrent() is not self._greenlet or is_autocast():
+            return call.run()
         number = self.progress.count_call(call.component)
         call.branch = call.branch or f"#{number}"
         self.has_denoised |= call.is_denoiser

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.first_block_cache import FirstBlockCache
+from vllm_omni.diffusion.limits import CallLimits
 from vllm_omni.diffusion.loading import PipelineWeights, load_diffusers_pipeline, resolve_dtype
 from vllm_omni.diffusion.pipeline_arguments import frame_rate
 from vllm_omni.diffusion.request import DiffusionRequest
@@ -81,21 +82,29 @@ class DiffusionModelRunner:
         self.weights = PipelineWeights(self.pipeline, self.device, load)
         self.cache = FirstBlockCache(threshold=config.cache_threshold) if config.cache_threshold else None
         max_rows = config.max_rows or self.vllm_config.scheduler_config.max_num_seqs
-        self.stepper = PipelineStepper(self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge)
+        self.limits = CallLimits(self.pipeline, config.limits)
+        self.stepper = PipelineStepper(
+            self.pipeline, max_rows=max_rows, cache=self.cache, merge=config.merge, limits=self.limits
+        )
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> DenoiseOutput:
-        """Forget finished requests, then call the denoiser once for each scheduled request."""
+        """Forget finished requests, then call the denoiser once for each scheduled request.
+
+        A step with new requests starts these only, so that it ends at once: the front end learns of its state (which
+        requests run) when a step ends, and the first call may take long.
+        """
         # Finished first: an id may be aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
             self.stepper.abort(request_id)
             self.requests.pop(request_id, None)
         failures: dict[str, Failure] = {}
-        self._start(scheduler_output.scheduled_new_reqs, failures)
+        new = scheduler_output.scheduled_new_reqs
+        self._start(new, failures)
         self._update_cache(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
-        outcomes = self._step([one for one in scheduled if one not in failures], failures)
+        outcomes = {} if new else self._step(scheduled, failures)
         payloads = self._publish(outcomes, failures)
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
         pending = {

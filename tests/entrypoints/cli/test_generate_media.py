@@ -42,7 +42,7 @@ def test_errors_come_before_the_start(
         (["--steps", "0"], "num_inference_steps = 0: must be at least 1"),
         (["--steps", "two"], "--steps: invalid int value: 'two'"),
         (["-n", "0"], "num_outputs_per_prompt = 0: must be at least 1"),
-        (["-n", "17"], "num_outputs_per_prompt = 17: at most 16 here"),
+        (["-n", "17"], "num_outputs_per_prompt = 17: at most 16 outputs here"),
         (["--guidance-scale", "nan"], "guidance_scale = nan: must be a finite number"),
         (["--extra-args", "{"], "--extra-args: not JSON"),
         (["--extra-args", "[1]"], "--extra-args: must be a JSON object"),
