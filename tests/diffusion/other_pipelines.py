@@ -1,5 +1,6 @@
 """Pipelines that have no tiny checkpoint."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from diffusers import (
     UNet2DConditionModel,
     UNet2DModel,
 )
+
+
+def make_from(pipeline: Any, kind: type) -> Any:
+    """Another pipeline of the same components."""
+    parameters = inspect.signature(kind).parameters
+    made = kind(**{name: part for name, part in pipeline.components.items() if name in parameters})
+    made.set_progress_bar_config(disable=True)
+    return made
 
 
 def make_ddpm() -> DDPMPipeline:

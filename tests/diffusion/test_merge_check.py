@@ -1,13 +1,17 @@
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import FluxControlPipeline, FluxFillPipeline, FluxInpaintPipeline
 
-from tests.diffusion.other_pipelines import make_ddpm
+from tests.diffusion.other_pipelines import make_ddpm, make_from
 from tests.diffusion.requests import OTHERS, REPRESENTATIVE
+from vllm_omni.diffusion import merge_check
 from vllm_omni.diffusion.merge_check import find_merging_rules, relative_difference
 from vllm_omni.diffusion.merge_rules import RULES
+from vllm_omni.errors import ConfigError
 
 LOGGER = "vllm_omni.diffusion.merge_check"
 DENOISER = "QwenImageTransformer2DModel"
@@ -46,6 +50,31 @@ def test_a_rule_that_ignores_the_mask_is_detected(pipeline, caplog):
     assert f"{DENOISER} (transformer) merges only requests with texts of equal length" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("qwen-image", "timestep"),
+        ("flux", "timestep"),
+        ("flux", "guidance"),
+        ("wan2.2-t2v", "timestep"),
+        ("z-image", "t"),
+        ("sd3", "timestep"),
+        ("sana", "timestep"),
+        ("stable-audio", "timestep"),
+        pytest.param("hunyuan-video", "guidance", marks=pytest.mark.long),
+        pytest.param("ltx", "timestep", marks=pytest.mark.long),
+    ],
+)
+def test_a_rule_that_takes_one_requests_timestep_or_guidance_for_all_is_detected(name, argument, load_tiny, caplog):
+    pipeline = load_tiny(name)
+    kind = type(pipeline.transformer).__name__
+    rule = RULES[kind]
+    rows = tuple(row for row in rule.rows if row != argument)
+    rules = find(pipeline, caplog, **{kind: dataclasses.replace(rule, rows=rows, unused=(argument,))})
+    assert "transformer" not in rules
+    assert f"{kind} (transformer) does not merge requests" in caplog.text
+
+
 def test_a_network_that_mixes_its_rows_is_not_merged(pipeline, caplog, monkeypatch):
     forward = pipeline.transformer.forward
 
@@ -76,13 +105,71 @@ def test_a_network_outside_the_table_is_logged(caplog):
     assert "UNet2DModel (unet) is not in the table" in caplog.text
 
 
-def test_where_no_size_is_accepted_nothing_is_merged(pipeline, caplog, monkeypatch):
-    def reject(*args, **kwargs):
-        raise ValueError("never that size")
+@pytest.fixture
+def tried(monkeypatch):
+    """The heights of all requests of a check, in order; ``fail``, if set, is called with each."""
+    sizes = SimpleNamespace(heights=[], fail=None)
+    make = merge_check.pipeline_arguments
 
-    monkeypatch.setattr(type(pipeline), "check_inputs", reject)
-    assert find(pipeline, caplog) == {}
-    assert "the requests of the check fail: ValueError: never that size" in caplog.text
+    def note(pipeline, request):
+        sizes.heights.append(request.params.height)
+        if sizes.fail is not None:
+            sizes.fail(request)
+        return make(pipeline, request)
+
+    monkeypatch.setattr(merge_check, "pipeline_arguments", note)
+    return sizes
+
+
+def fail_with(error):
+    def fail(request):
+        raise error
+
+    return fail
+
+
+def test_an_error_that_does_not_depend_on_the_size_ends_the_check(pipeline, caplog, tried):
+    tried.fail = fail_with(ValueError("never"))
+    with pytest.raises(ConfigError, match="QwenImagePipeline answers no request: ValueError: never"):
+        find(pipeline, caplog)
+    assert tried.heights == [32, 64, None] * 2  # repeated, so the default size is tried; the same with fewer arguments
+
+
+def test_an_error_that_is_not_about_size_ends_the_check_at_once(pipeline, caplog, tried):
+    tried.fail = fail_with(NotImplementedError("decoding without tiling"))
+    with pytest.raises(ConfigError, match="answers no request: NotImplementedError: decoding without tiling"):
+        find(pipeline, caplog)
+    assert tried.heights == [32] * 2
+
+
+def test_a_request_with_fewer_arguments_is_tried_before_the_pipeline_is_rejected(pipeline, caplog, tried):
+    def fail(request):
+        if request.params.true_cfg_scale is not None:
+            raise TypeError("no guidance")
+
+    tried.fail = fail
+    assert find(pipeline, caplog).keys() == {"text_encoder", "transformer", "vae"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        (FluxFillPipeline, "mask_image, masked_image_latents"),
+        (FluxControlPipeline, "control_image"),
+        (FluxInpaintPipeline, "mask_image, masked_image_latents"),
+    ],
+)
+def test_a_pipeline_that_needs_what_no_request_can_bring_is_rejected(kind, missing, load_tiny, caplog, tried):
+    pipeline = make_from(load_tiny("flux"), kind)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} answers no request: .*it also takes {missing} "):
+        find(pipeline, caplog)
+    assert len(set(tried.heights)) <= 3
+
+
+def test_a_pipeline_whose_image_is_needed_but_not_declared_so_is_checked_with_one(load_tiny, caplog, monkeypatch):
+    pipeline = load_tiny("qwen-image-edit")
+    monkeypatch.setattr(merge_check, "needs_image", lambda pipeline: False)
+    assert find(pipeline, caplog).keys() == {"transformer", "vae"}
 
 
 def test_a_larger_size_is_tried_where_a_small_one_is_rejected(pipeline, caplog, monkeypatch):

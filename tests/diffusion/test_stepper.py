@@ -1,5 +1,4 @@
 import gc
-import inspect
 import logging
 import weakref
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, LTXImageToVideoPipeline, StableDiffusion3Img2ImgPipeline
 
-from tests.diffusion.other_pipelines import make_ddpm, make_stable_diffusion
+from tests.diffusion.other_pipelines import make_ddpm, make_from, make_stable_diffusion
 from tests.diffusion.requests import difference, make_request, results, run, run_diffusers
 from vllm_omni.diffusion import call_batcher, outputs
 from vllm_omni.diffusion import stepper as stepper_module
@@ -147,8 +146,7 @@ def test_output_i_of_several_equals_a_request_with_seed_plus_i(name, kind, load_
     pipeline = load_tiny(name)
     stepper = make_stepper(name)
     if kind is not None:
-        parameters = inspect.signature(kind.__init__).parameters
-        pipeline = kind(**{part: value for part, value in pipeline.components.items() if part in parameters})
+        pipeline = make_from(pipeline, kind)
         stepper = PipelineStepper(pipeline, rules=stepper.rules)
     requests = {"both": make_request(pipeline, 0, seed=5, num_outputs_per_prompt=2)}
     requests |= {f"lone{index}": make_request(pipeline, 0, seed=5 + index) for index in range(2)}

@@ -1,16 +1,19 @@
-"""Check at start which merge rules hold for a pipeline's weights, precision and attention.
+"""Check at start that a pipeline answers a request, and which merge rules hold for its weights and its precision.
 
-Three small requests run in step, two of them with prompts of one length. The calls of each network in ``RULES`` are
-computed merged and alone; where the results differ by more than rounding, or the calls cannot be merged, requests will
-not share the calls of that network.
+Three small requests with steps, guidance, seeds and prompts of their own run side by side. The calls of each network in
+``RULES`` are computed merged and alone; where the results differ by more than rounding, or the calls cannot be merged,
+requests will not share the calls of that network.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +22,17 @@ from torch import Tensor
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.merge_rules import RULES, MergeRule
 from vllm_omni.diffusion.merging import Fingerprints, group_key, merge, split
-from vllm_omni.diffusion.pipeline_arguments import needs_image, parameters_of, pipeline_arguments
+from vllm_omni.diffusion.pipeline_arguments import (
+    image_parameter,
+    needs_image,
+    parameters_of,
+    pipeline_arguments,
+    unreachable_inputs,
+)
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 from vllm_omni.diffusion.request import DiffusionRequest
-from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall
+from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forget_frames
+from vllm_omni.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +44,17 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Two of equal length for any tokenizer, and a longer one.
 PROMPTS = ("a b c d", "d c b a", "a lake between two mountains in the early morning, oil on canvas")
 NEGATIVE_PROMPTS = ("e f", "f e", "blurred, with a frame")
-SIDES = (32, 64, 128, 256, 512, None)  # pixels; tried in order until the pipeline accepts one
+SIDES = (32, 64, 128, 256, 512)  # pixels; tried in order until the pipeline accepts one
 NUM_FRAMES = 9  # 4k + 1 and 8k + 1
-# Enough for both of Wan2.2's experts to be called with every published shift.
+# Of the first request; each later one makes one more, so that their timesteps differ from the second step on. Four are
+# enough for both of Wan2.2's experts to be called with every published shift.
 NUM_STEPS = 4
+GUIDANCE = 2.0  # of the first request; each later one has 1.0 more
 # Turn off rewriting of prompts by a language model, and rounding to a large size.
 SHORT_CUTS = {"enable_prompt_rewrite": False, "use_resolution_binning": False}
-NUM_COMPARED = 2  # calls of each network: those of both branches of the guidance
+NUM_COMPARED = 4  # calls of each network: two steps with both branches of the guidance
+# Errors that do not come from a small size, whatever they say.
+NOT_ABOUT_SIZE = (NotImplementedError, TypeError, AttributeError, KeyError, ImportError, torch.OutOfMemoryError)
 
 
 class MergeCheckFailed(Exception):
@@ -51,6 +65,9 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     """Find the rules that hold, by component name; log a warning for each network that cannot merge requests.
 
     Call under ``torch.no_grad()``. Takes some forwards at the smallest size that the pipeline accepts.
+
+    Raises:
+        ConfigError: the pipeline answers no request.
     """
     copies = PipelineCopies(pipeline)
     names = {component: type(module).__name__ for component, module in copies.modules.items()}
@@ -58,17 +75,7 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     for component in sorted(copies.denoisers - candidates.keys()):
         said = "%s (%s) is not in the table of networks that merge requests: it computes one request at a time"
         logger.warning(said, names[component], component)
-    if not candidates:
-        return {}
-    results: dict[str, MergeRule | str] = {}
-    for side in SIDES:
-        requests = [make_request(pipeline, index, side) for index in range(len(PROMPTS))]
-        try:
-            calls = [SuspendedCall(copies, pipeline_arguments(pipeline, request)) for request in requests]
-            results = _run_in_step(calls, candidates)
-            break
-        except Exception as exc:  # most likely the size; if not, requests of users will fail in the same way
-            results = dict.fromkeys(candidates, f"the requests of the check fail: {describe(exc)}")
+    results = _run_as_accepted(pipeline, copies, candidates)
     rules = {}
     for component, result in results.items():
         if isinstance(result, str):
@@ -80,21 +87,71 @@ def find_merging_rules(pipeline: Any, table: Mapping[str, MergeRule] = RULES) ->
     return rules
 
 
-def make_request(pipeline: Any, index: int, side: int | None) -> DiffusionRequest:
-    """Make request ``index`` of the check, with every argument that the pipeline accepts."""
+def _run_as_accepted(
+    pipeline: Any, copies: PipelineCopies, candidates: Mapping[str, MergeRule]
+) -> dict[str, MergeRule | str]:
+    """Run the check with the first kind of requests that the pipeline answers: with all arguments, or the fewest.
+
+    Raises:
+        ConfigError: it answers none, so it could not serve requests either.
+    """
+    image_choices = [True] if needs_image(pipeline) else [False, True] if image_parameter(pipeline) else [False]
+    error: Exception | None = None
+    for is_plain, has_image in itertools.product((False, True), image_choices):
+        make = partial(make_request, pipeline, has_image=has_image, is_plain=is_plain)
+        try:
+            return _run_at_some_size(pipeline, copies, candidates, make)
+        except Exception as exc:
+            error = forget_frames(exc)
+    said = f"{type(pipeline).__name__} answers no request: {describe(error)}"
+    if missing := unreachable_inputs(pipeline):
+        said += f"; only text, numbers and images reach a pipeline, and it also takes {', '.join(missing)}"
+    raise ConfigError(f"{said} (merge: false in the section diffusion starts it unchecked)") from error
+
+
+def _run_at_some_size(
+    pipeline: Any,
+    copies: PipelineCopies,
+    candidates: Mapping[str, MergeRule],
+    make: Callable[[int, int | None], DiffusionRequest],
+) -> dict[str, MergeRule | str]:
+    """Run the check at the first of ``SIDES`` that the pipeline accepts, else at its default size."""
+
+    def run(side: int | None) -> dict[str, MergeRule | str]:
+        requests = [make(index, side) for index in range(len(PROMPTS))]
+        calls = [SuspendedCall(copies, pipeline_arguments(pipeline, request)) for request in requests]
+        return _run_side_by_side(calls, candidates)
+
+    errors: list[str] = []
+    for side in SIDES if "height" in parameters_of(pipeline) else ():
+        try:
+            return run(side)
+        except NOT_ABOUT_SIZE:
+            raise
+        except Exception as exc:
+            errors.append(describe(exc))
+            if errors.count(errors[-1]) > 1:  # word for word, so it does not depend on the size
+                break
+    return run(None)
+
+
+def make_request(
+    pipeline: Any, index: int, side: int | None, *, has_image: bool = False, is_plain: bool = False
+) -> DiffusionRequest:
+    """Make request ``index`` of the check, with every argument that the pipeline accepts, or only the needed ones."""
     accepted = parameters_of(pipeline)
-    values: dict[str, Any] = {
-        "height": side,
-        "width": side,
-        "num_frames": NUM_FRAMES,
-        "num_inference_steps": NUM_STEPS,
-        "negative_prompt": NEGATIVE_PROMPTS[index],
-        "true_cfg_scale": 2.0,
-    }
-    extra_args = {name: value for name, value in SHORT_CUTS.items() if name in accepted}
+    values: dict[str, Any] = {"height": side, "width": side, "num_inference_steps": NUM_STEPS + index}
+    if not is_plain:
+        values |= {
+            "num_frames": NUM_FRAMES,
+            "negative_prompt": NEGATIVE_PROMPTS[index],
+            "guidance_scale": GUIDANCE + index,
+            "true_cfg_scale": GUIDANCE + index,
+        }
+    extra_args = {} if is_plain else {name: value for name, value in SHORT_CUTS.items() if name in accepted}
     taken = {name: value for name, value in values.items() if name in accepted}
     params = DiffusionParams(seed=index, extra_args=extra_args, **taken)
-    images = [make_image(index, side or 512)] if needs_image(pipeline) else []
+    images = [make_image(index, side or 512)] if has_image else []
     return DiffusionRequest(prompt=PROMPTS[index] if "prompt" in accepted else "", images=images, params=params)
 
 
@@ -106,25 +163,27 @@ def make_image(seed: int, side: int) -> Any:
     return Image.fromarray(torch.randint(0, 256, (side, side, 3), generator=generator, dtype=torch.uint8).numpy())
 
 
-def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeRule]) -> dict[str, MergeRule | str]:
+def _run_side_by_side(
+    calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeRule]
+) -> dict[str, MergeRule | str]:
     """Find for each component the rule that held, or the reason why none did.
 
     Raises:
         Exception: the error of a request that failed.
     """
     results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
-    compared = dict.fromkeys(candidates, 0)
+    compared: Counter[str] = Counter()
     fingerprints = Fingerprints()
     try:
         for call in calls:
             call.resume()
         _raise_error(calls)
-        while not all(call.has_ended for call in calls):
-            running = [call for call in calls if not call.has_ended]
+        while running := _next_calls(calls):
             waiting = [call.pending for call in running if call.pending is not None]
             outputs = [pending.run() for pending in waiting]
             component = waiting[0].component
-            if component in candidates and compared[component] < NUM_COMPARED and len(waiting) == len(calls):
+            is_common = len(waiting) == len(calls) and all(pending.component == component for pending in waiting)
+            if is_common and component in candidates and compared[component] < NUM_COMPARED:
                 compared[component] += 1
                 rule = results[component] if compared[component] > 1 else candidates[component]
                 if isinstance(rule, MergeRule):
@@ -136,6 +195,12 @@ def _run_in_step(calls: Sequence[SuspendedCall], candidates: Mapping[str, MergeR
         for call in calls:
             call.cancel()
     return results
+
+
+def _next_calls(calls: Sequence[SuspendedCall]) -> list[SuspendedCall]:
+    """Those that wait for a denoiser, else all: a request with fewer steps waits at its decoder for the others."""
+    running = [call for call in calls if call.pending is not None]
+    return [call for call in running if call.pending is not None and call.pending.is_denoiser] or running
 
 
 def _raise_error(calls: Sequence[SuspendedCall]) -> None:
@@ -196,7 +261,7 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return difference / scale if scale else (math.inf if difference else 0.0)
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception | None) -> str:
     return str(error) if isinstance(error, MergeCheckFailed) else f"{type(error).__name__}: {error}"
 
 

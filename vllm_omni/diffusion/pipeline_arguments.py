@@ -31,6 +31,9 @@ SAME_NAME = (
 # Names that pipelines give to input images and to the frame rate.
 IMAGES = ("image", "input_images")
 FRAME_RATES = ("frame_rate", "fps")
+# Names of parameters for media and tensors, and of those among them that every pipeline can do without.
+MEDIA = re.compile(r"(image|mask|video|audio|embed|latent|embedding|condition)s?$")
+OPTIONAL_MEDIA = re.compile(r"prompt|ip_adapter|attention|^latents$")
 # Pipelines that need an image although ``image`` has a default in their signatures.
 NEEDS_IMAGE = re.compile(r"Edit|ImageToVideo|Img2Img|Inpaint")
 # Pipelines in which a list of images is references for one output; in others it is a batch.
@@ -43,13 +46,24 @@ def parameters_of(pipeline: Any) -> Accepted:
     return dict(list(inspect.signature(type(pipeline).__call__).parameters.items())[1:])
 
 
+def image_parameter(pipeline: Any) -> str | None:
+    """Name of the parameter for input images; None: the pipeline takes none."""
+    return next((name for name in IMAGES if name in parameters_of(pipeline)), None)
+
+
 def needs_image(pipeline: Any) -> bool:
     """Whether a pipeline cannot run without an input image."""
-    accepted = parameters_of(pipeline)
-    parameter = next((accepted[name] for name in IMAGES if name in accepted), None)
-    if parameter is None:
+    name = image_parameter(pipeline)
+    if name is None:
         return False
-    return bool(NEEDS_IMAGE.search(type(pipeline).__name__)) or parameter.default is inspect.Parameter.empty
+    default = parameters_of(pipeline)[name].default
+    return bool(NEEDS_IMAGE.search(type(pipeline).__name__)) or default is inspect.Parameter.empty
+
+
+def unreachable_inputs(pipeline: Any) -> list[str]:
+    """Parameters for media or tensors that a request cannot fill, without the alternatives to a text."""
+    names = [name for name in parameters_of(pipeline) if MEDIA.search(name) and not OPTIONAL_MEDIA.search(name)]
+    return [name for name in names if name not in (*IMAGES, "last_image")]
 
 
 def pipeline_arguments(pipeline: Any, request: DiffusionRequest, output_index: int = 0) -> dict[str, Any]:
@@ -131,7 +145,7 @@ def _image_arguments(pipeline: Any, accepted: Accepted, images: Sequence[Image.I
         if needs_image(pipeline):
             raise InvalidRequest(f"{name} needs an input image, got none")
         return {}
-    parameter = next((image for image in IMAGES if image in accepted), None)
+    parameter = image_parameter(pipeline)
     if parameter is None:
         raise InvalidRequest(f"{name} takes no input image, got {len(images)}")
     if parameter == "input_images" or (len(images) > 1 and TAKES_SEVERAL_IMAGES.search(name)):
