@@ -199,7 +199,7 @@ def test_names_that_need_vllm_report_which_extra_to_install():
     """)
     for name, line in zip(names, result.stdout.splitlines(), strict=True):
         assert line.startswith(f"MissingDependency vllm_omni.{name} needs vLLM >=0.32.0,<0.33, which is not installed")
-        assert "`cpu` or `cuda` extra, for example: pip install -e '.[cpu]'" in line
+        assert "in the checkout of this project: pip install -e '.[cpu]' (or '.[cuda]')" in line
 
 
 def test_configuration_loads_without_vllm(tmp_path):

@@ -1,10 +1,17 @@
 import re
 import runpy
+import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
+import pytest
+
 import vllm_omni
+from vllm_omni import compat
 from vllm_omni.config import supported_model_types
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +28,7 @@ def required_name(requirement: str) -> str:
 
 
 def test_distribution_and_command_names():
-    assert PROJECT["project"]["name"] == "vllm-omni"
+    assert PROJECT["project"]["name"] == compat.DISTRIBUTION == "vllm-omni-flow"
     assert PROJECT["project"]["scripts"] == {"vllm-omni": "vllm_omni.entrypoints.cli.main:main"}
     assert PROJECT["project"]["entry-points"] == {"vllm.general_plugins": {"vllm_omni": "vllm_omni.plugin:register"}}
 
@@ -29,6 +36,49 @@ def test_distribution_and_command_names():
 def test_version_is_written_once():
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "vllm_omni.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_omni.__version__)
+
+
+def test_addresses_are_public():
+    assert all(
+        re.match(r"https://(github\.com|docs\.vllm\.ai|pypi\.org)/", url) for url in PROJECT["project"]["urls"].values()
+    )
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what is under version control, as far as a build reads it: a build writes beside its sources."""
+    place = tmp_path_factory.mktemp("checkout")
+    names = (ROOT / "MANIFEST.in").read_text()
+    directories = re.findall(r"^graft (\S+)$", names, re.MULTILINE)
+    leftovers = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "_native")
+    for name in directories:
+        shutil.copytree(ROOT / name, place / name, ignore=leftovers)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, place)
+    return place
+
+
+def build(kind, checkout, place):
+    program = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(place)!r}))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=checkout, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return place / result.stdout.split()[-1]
+
+
+def test_source_distribution_is_complete(checkout, tmp_path):
+    tracked = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
+    with tarfile.open(build("sdist", checkout, tmp_path)) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {path for path in tracked if not path.startswith(".")} <= packed
+    assert not [name for name in packed if name.endswith((".so", ".pyc"))]
+
+
+def test_editable_install_is_a_path_that_type_checkers_follow(checkout, tmp_path):
+    with zipfile.ZipFile(build("editable", checkout, tmp_path)) as wheel:
+        (path,) = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert Path(wheel.read(path).decode().strip()) == checkout
+    assert (checkout / "vllm_omni" / "py.typed").exists()
 
 
 def test_extras():

@@ -7,6 +7,8 @@ itself needs no vLLM.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vllm_omni.compat import require_vllm, warn_of_namesake
+
 __version__ = "0.1.0"
 
 __all__ = ["AsyncOmni", "DiffusionParams", "Omni", "OmniLLM", "__version__"]
@@ -31,8 +33,9 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "DiffusionParams":
-        from vllm_omni.compat import require_vllm
-
         require_vllm(f"vllm_omni.{name}")
     module, _, attribute = _LAZY[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+warn_of_namesake()

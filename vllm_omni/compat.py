@@ -1,12 +1,28 @@
-"""The supported versions of vLLM, and the error for a machine without one of them."""
+"""What else is installed: a supported version of vLLM, or the error without one, and the project of the same name."""
 
 import re
+import warnings
+from importlib import metadata
 
-from vllm_omni.errors import MissingDependency
+from vllm_omni.errors import MissingDependency, how_to_install
 
 SUPPORTED_VLLM = ">=0.32.0,<0.33"
+DISTRIBUTION = "vllm-omni-flow"
+NAMESAKE = "vllm-omni"
+"""Another project's distribution, on PyPI, whose package and command have the names of this one's."""
 
-_HOW = "install this checkout with its `cpu` or `cuda` extra, for example: pip install -e '.[cpu]'"
+_HOW = how_to_install("cpu", "cuda")
+
+
+def warn_of_namesake() -> None:
+    """Warn if another distribution with this package is installed beside this one: either may replace the other's."""
+    if all(any(metadata.distributions(name=name)) for name in (DISTRIBUTION, NAMESAKE)):
+        warnings.warn(
+            f"the distributions {DISTRIBUTION} and {NAMESAKE} are both installed, and both have the package vllm_omni; "
+            f"`vllm-omni doctor` says which one runs. To keep this one: pip uninstall {NAMESAKE}, then {_HOW}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def check_vllm_version(version: str) -> None:

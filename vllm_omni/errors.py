@@ -105,5 +105,11 @@ class Overloaded(OmniError):
     """Too many requests wait: this one was not started, and can be tried again. HTTP 503."""
 
 
+def how_to_install(*extras: str) -> str:
+    """Return what installs this project with one of its extras, for the end of an error's message."""
+    first, *others = (f"'.[{extra}]'" for extra in extras)
+    return f"in the checkout of this project: pip install -e {first}" + "".join(f" (or {one})" for one in others)
+
+
 class MissingDependency(OmniError, ImportError):
     """An optional package is absent or its version unsupported; the message says which extra installs it."""

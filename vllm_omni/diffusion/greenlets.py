@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.errors import MissingDependency
+from vllm_omni.errors import MissingDependency, how_to_install
 
 
 def import_greenlet(needed_by: str) -> Any:
@@ -18,7 +18,7 @@ def import_greenlet(needed_by: str) -> Any:
     try:
         import greenlet
     except ImportError as exc:
-        raise MissingDependency(f"{needed_by} needs greenlet: the extras cpu and cuda bring it ({exc})") from exc
+        raise MissingDependency(f"{needed_by} needs greenlet; {how_to_install('cpu', 'cuda')} ({exc})") from exc
     return greenlet
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_omni.diffusion.pipeline_copy import CODERS, find_denoisers, networks_of
-from vllm_omni.errors import ConfigError, MissingDependency
+from vllm_omni.errors import ConfigError, MissingDependency, how_to_install
 from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_diffusers_pipeline(
     try:
         from diffusers import DiffusionPipeline
     except ImportError as exc:
-        raise MissingDependency(f"a diffusion stage needs diffusers: the extras cpu and cuda bring it ({exc})") from exc
+        raise MissingDependency(f"a diffusion stage needs diffusers; {how_to_install('cpu', 'cuda')} ({exc})") from exc
     device = torch.device(device)
     resolved = resolve_dtype(dtype, device)
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from vllm_omni.errors import MissingDependency
+from vllm_omni.errors import MissingDependency, how_to_install
 from vllm_omni.names import suggest
 from vllm_omni.testing import diffusion_text as tiny_text
 
@@ -66,9 +66,7 @@ def build(path: Path, name: str, *, seed: int = 0) -> Path:
         import diffusers  # noqa: F401 - make_pipeline uses it
         import torch
     except ImportError as exc:
-        raise MissingDependency(
-            f"{name} needs the package diffusers: install vllm-omni with the extra 'cpu' or 'cuda' ({exc})"
-        ) from exc
+        raise MissingDependency(f"{name} needs diffusers; {how_to_install('cpu', 'cuda')} ({exc})") from exc
 
     from vllm_omni.diffusion.loading import no_progress_bars
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import vllm_omni
 from tests.entrypoints.test_cli import rejected
 from tests.test_imports import run_without_vllm
 from vllm_omni.entrypoints.cli.doctor import machine, package
@@ -34,11 +35,11 @@ def problems(report: Report) -> list[str]:
 # -- which package of the name ----------------------------------------------------------------------------------------
 
 
-def install(place: Path, version: str, plugins: dict[str, str], *modules: str) -> Path:
-    """Create what pip installs of a distribution vllm-omni, with a package vllm_omni of these modules."""
-    info = place / f"vllm_omni-{version}.dist-info"
+def install(place: Path, name: str, version: str, plugins: dict[str, str], *modules: str) -> Path:
+    """Create what pip installs of a distribution, with a package vllm_omni of these modules."""
+    info = place / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-omni\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = [f"{name} = {value}\n" for name, value in plugins.items()]
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{''.join(lines)}")
     for module in ("__init__.py", *modules):
@@ -50,12 +51,12 @@ def install(place: Path, version: str, plugins: dict[str, str], *modules: str) -
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    return install(tmp_path / "ours", "0.1.0", OURS, "plugin.py", "flow/__init__.py")
+    return install(tmp_path / "ours", "vllm-omni-flow", "0.1.0", OURS, "plugin.py", "flow/__init__.py")
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    return install(tmp_path / "theirs", "0.30.0", THEIRS, "patch.py", "engine/arg_utils.py")
+    return install(tmp_path / "theirs", "vllm-omni", "0.30.0", THEIRS, "patch.py", "engine/arg_utils.py")
 
 
 def test_this_package_has_no_findings(ours: Path) -> None:
@@ -63,7 +64,7 @@ def test_this_package_has_no_findings(ours: Path) -> None:
     package.examine_package(report, [str(ours), str(ours)], ours / "vllm_omni")
     assert report.problems == report.warnings == []
     assert report.sections["package"]["distributions"] == [
-        {"version": "0.1.0", "place": str(ours), "is_ours": True},
+        {"name": "vllm-omni-flow", "version": "0.1.0", "place": str(ours)},
     ]
 
 
@@ -92,7 +93,31 @@ def test_no_distribution_and_a_second_copy(ours: Path, tmp_path: Path) -> None:
     assert "second copy" in report.warnings[0].what
     report = Report()
     package.examine_package(report, [], ours / "vllm_omni")
-    assert "no distribution vllm-omni is installed" in problems(report)[0]
+    assert "no distribution vllm-omni-flow is installed" in problems(report)[0]
+
+
+def test_this_project_under_the_name_of_the_other_is_a_warning(ours: Path, tmp_path: Path) -> None:
+    stale = install(tmp_path / "stale", "vllm-omni", "0.1.0", OURS)
+    report = Report()
+    package.examine_package(report, [str(ours), str(stale)], ours / "vllm_omni")
+    assert any("under another project's name" in warning.what for warning in report.warnings)
+
+
+def test_import_warns_where_both_distributions_are_installed(ours: Path, theirs: Path) -> None:
+    program = "import sys; sys.path[:0] = sys.argv[1:]; import vllm_omni"
+    checkout = str(Path(vllm_omni.__file__).parents[1])
+    for path, num_warnings in ([checkout, str(ours)], 0), ([checkout, str(ours), str(theirs)], 1):
+        command = [
+            sys.executable,
+            "-W",
+            "default",
+            "-S",
+            "-c",
+            program,
+            *path,
+        ]  # -S: without this environment's own distributions
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        assert result.stderr.count("vllm-omni-flow and vllm-omni are both installed") == num_warnings
 
 
 # -- plugin, packages, environment, machine ---------------------------------------------------------------------------

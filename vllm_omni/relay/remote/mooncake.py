@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
+from vllm_omni.errors import MissingDependency, RelayBroken, RelayError, how_to_install
 from vllm_omni.relay.remote.one_sided import OneSidedRelay
 
 PROTOCOL = "tcp"
@@ -30,8 +30,8 @@ def _engine(host: str) -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as exc:  # also raised where libibverbs, librdmacm or CUDA is missing
         raise MissingDependency(
-            "the mooncake relay needs a transfer engine that can be loaded: install vllm-omni with the extra "
-            f"'mooncake', or the package mooncake-transfer-engine-non-cuda where there is no CUDA ({exc})"
+            f"the mooncake relay needs a transfer engine that can be loaded; {how_to_install('mooncake')}, or, where "
+            f"there is no CUDA: pip install mooncake-transfer-engine-non-cuda ({exc})"
         ) from exc
     with _lock:
         engine = _engines.get(host)

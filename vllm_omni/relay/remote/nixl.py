@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.errors import MissingDependency, RelayBroken, RelayError
+from vllm_omni.errors import MissingDependency, RelayBroken, RelayError, how_to_install
 from vllm_omni.relay.remote.one_sided import OneSidedRelay
 
 NUM_EAGER_POLLS = 20  # a small tensor has arrived by then
@@ -36,9 +36,7 @@ class NixlRelay(OneSidedRelay[str]):
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as exc:
-            raise MissingDependency(
-                f"the nixl relay needs the package nixl: install vllm-omni with the extra 'nixl' ({exc})"
-            ) from exc
+            raise MissingDependency(f"the nixl relay needs nixl; {how_to_install('nixl')} ({exc})") from exc
         self._agent_lock = threading.Lock()
         # NIXL's progress thread would keep a core busy for as long as the process lives.
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)

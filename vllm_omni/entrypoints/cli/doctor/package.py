@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import vllm_omni
-from vllm_omni.compat import SUPPORTED_VLLM, check_vllm_version
+from vllm_omni.compat import DISTRIBUTION, NAMESAKE, SUPPORTED_VLLM, check_vllm_version
 from vllm_omni.entrypoints.cli.doctor.report import Report
-from vllm_omni.errors import ConfigError, MissingDependency
+from vllm_omni.errors import ConfigError, MissingDependency, how_to_install
 
-DISTRIBUTION = "vllm-omni"
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME, PLUGIN_VALUE = "vllm_omni", "vllm_omni.plugin:register"
 ENGINE_EXTRAS = ("cpu", "cuda")  # one of them must be complete
-INSTALL = "in the checkout of this project: pip install -e '.[cpu]' (or '.[cuda]')"
+INSTALL = how_to_install(*ENGINE_EXTRAS)
 
 
 def examine_package(report: Report, path: Sequence[str], here: Path) -> None:
-    """Distinguish this project from the one on PyPI with the same distribution and package names.
+    """Distinguish this project from the one on PyPI whose package has the same name.
 
     Args:
         path: ``sys.path``.
         here: directory of the package that is imported.
     """
     installed = _examine_distributions(report, path)
-    others = [Path(one["place"]).resolve() for one in installed if not one["is_ours"]]
+    others = [Path(one["place"]).resolve() for one in installed if one["name"] == NAMESAKE]
     copies = _examine_copies(report, path, here, others)
     report.sections["package"] = {
         "version": vllm_omni.__version__,
@@ -40,23 +39,31 @@ def examine_package(report: Report, path: Sequence[str], here: Path) -> None:
 
 
 def _examine_distributions(report: Report, path: Sequence[str]) -> list[dict[str, Any]]:
-    installed: dict[str, dict[str, Any]] = {}  # by place, as a directory may be on sys.path twice
-    for found in metadata.distributions(name=DISTRIBUTION, path=list(path)):
-        place = str(found.locate_file(""))
-        installed.setdefault(place, {"version": found.version, "place": place, "is_ours": _is_ours(found)})
-    for one in installed.values():
-        if not one["is_ours"]:
-            report.problem(
-                f"{one['place']} has the distribution {DISTRIBUTION} {one['version']} of another project (on PyPI, by "
-                "the vllm-project): its plugin, and its code where it comes first on sys.path, run in place of this "
-                "one's",
-                f"{sys.executable} -m pip uninstall {DISTRIBUTION}; then, {INSTALL}",
-            )
+    installed: dict[tuple[str, str], dict[str, Any]] = {}  # by name and place: a directory may be on sys.path twice
+    for name in (DISTRIBUTION, NAMESAKE):
+        for found in metadata.distributions(name=name, path=list(path)):
+            place = str(found.locate_file(""))
+            installed[name, place] = {"name": name, "version": found.version, "place": place}
+            if name == NAMESAKE:
+                _report_namesake(report, found, place)
     if not installed:
         report.problem(
             f"no distribution {DISTRIBUTION} is installed, so vLLM's processes do not find the plugin", INSTALL
         )
     return list(installed.values())
+
+
+def _report_namesake(report: Report, found: metadata.Distribution, place: str) -> None:
+    what = f"{place} has the distribution {NAMESAKE} {found.version}"
+    remedy = f"{sys.executable} -m pip uninstall {NAMESAKE}; then, {INSTALL}"
+    if any((entry.group, entry.value) == (PLUGIN_GROUP, PLUGIN_VALUE) for entry in found.entry_points):
+        report.warn(f"{what}, which installs this project under another project's name", remedy)
+    else:
+        report.problem(
+            f"{what} of another project (on PyPI, by the vllm-project): its plugin, and its code where it comes "
+            "first on sys.path, run in place of this one's",
+            remedy,
+        )
 
 
 def _examine_copies(report: Report, path: Sequence[str], here: Path, reported: Sequence[Path]) -> list[Path]:
@@ -78,10 +85,6 @@ def _examine_copies(report: Report, path: Sequence[str], here: Path, reported: S
                 f"take {package.parent} from sys.path (PYTHONPATH, the current directory), or remove the package",
             )
     return copies
-
-
-def _is_ours(found: metadata.Distribution) -> bool:
-    return any((entry.group, entry.value) == (PLUGIN_GROUP, PLUGIN_VALUE) for entry in found.entry_points)
 
 
 def examine_plugin(report: Report, found: metadata.EntryPoints, chosen: str | None) -> None:
@@ -106,10 +109,7 @@ def examine_plugin(report: Report, found: metadata.EntryPoints, chosen: str | No
 
 def requirements() -> list[str]:
     """The requirements in the metadata of this project's distribution; empty if it is not installed."""
-    for found in metadata.distributions(name=DISTRIBUTION):
-        if _is_ours(found):
-            return list(found.requires or ())
-    return []
+    return list(next((found.requires or () for found in metadata.distributions(name=DISTRIBUTION)), ()))
 
 
 def examine_extras(report: Report, requirements: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ def examine_extras(report: Report, requirements: Sequence[str]) -> None:
         nearest = min(engines, key=lambda extra: len(engines[extra]))
         report.problem(
             f"the extra {nearest!r} is incomplete: {', '.join(engines[nearest])} is missing, or of another version",
-            f"in the checkout of this project: pip install -e '.[{nearest}]'",
+            how_to_install(nearest),
         )
 
 

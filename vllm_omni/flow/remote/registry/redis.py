@@ -17,11 +17,15 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
-from vllm_omni.errors import RegistryUnavailable
+from vllm_omni.errors import MissingDependency, RegistryUnavailable, how_to_install
 from vllm_omni.flow.remote.registry.base import AFFINITY_TTL_S, HEARTBEAT_S, TIMEOUT_S, Replica
+
+try:
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
+except ImportError as exc:
+    raise MissingDependency(f"a registry in Redis needs redis; {how_to_install('redis')} ({exc})") from exc
 
 logger = logging.getLogger(__name__)
 
