@@ -69,7 +69,7 @@ import torch
 import torch.multiprocessing
 
 from vllm_omni.flow import Frame
-from vllm_omni.flow.remote.link import ZmqLink
+from vllm_omni.flow.remote.link import TOKEN_BYTES, ZmqLink
 from vllm_omni.messages.payload import Payload, TensorRef
 from vllm_omni.relay import Relay
 from vllm_omni.relay.select import BETWEEN_HOSTS, Placement, make_relay, why_not
@@ -90,6 +90,7 @@ MEMCPY, EMPTY, ZERO, ONE, TWO, NAMED, TORCH = (
 )
 OTHERS = BETWEEN_HOSTS
 SOCKET, LINK = "socket", "link"
+TOKEN = bytes(TOKEN_BYTES)  # of the links, which listen on this host alone
 TIMEOUT_S = 60.0  # without an answer the other process counts as lost
 REQUEST = "request"
 SHM_PREFIX = "vllm-omni-benchmark-"  # of a name in /dev/shm; the producer's process id follows
@@ -338,7 +339,7 @@ def consume(end: socket.socket, regime: str, addresses: dict[str, str], names: l
 
 
 async def consume_from_link(end: socket.socket, consumer: Consumer, addresses: dict[str, str]) -> None:
-    link = ZmqLink(addresses["consumer"], addresses)
+    link = ZmqLink(addresses["consumer"], addresses, TOKEN)
 
     def receive(frame: Frame) -> None:
         answer = consumer.answer(msgspec.convert(frame.payload, Message))
@@ -494,7 +495,7 @@ async def measure_regime(regime: str, names: list[str], options: argparse.Namesp
     table: Table = {case: {name: [] for name in names} for case in cases}
     # Enough for the largest case: two buffers, and two copies that are not collected yet.
     ways = make_ways(names, 4 * max(case.num_bytes for case in cases.values()))
-    link = ZmqLink(addresses["producer"], addresses) if regime == LINK else None
+    link = ZmqLink(addresses["producer"], addresses, TOKEN) if regime == LINK else None
     try:
         with child(consume, regime, addresses, names, list(options.sizes)) as end:
             end.recv(1 << 16)  # the consumer is ready
@@ -553,7 +554,7 @@ def send_messages(
 async def send_to_link(
     end: socket.socket, addresses: dict[str, str], burst: int, with_payload: bool, seconds: float
 ) -> None:
-    link = ZmqLink(addresses["sender"], addresses)
+    link = ZmqLink(addresses["sender"], addresses, TOKEN)
     granted = CREDIT
 
     def receive(frame: Frame) -> None:
@@ -586,7 +587,7 @@ async def send_to_link(
 async def measure_messages(burst: int, with_payload: bool, seconds: float) -> dict[str, float]:
     addresses = {end: f"ipc://@vllm-omni-benchmark-{secrets.token_hex(8)}" for end in ("sender", "receiver")}
     addresses["stopped"] = addresses["receiver"]
-    link = ZmqLink(addresses["receiver"], addresses)
+    link = ZmqLink(addresses["receiver"], addresses, TOKEN)
     num_received = 0
     arrivals: list[int] = []  # when each GRANT messages were there
     usage: list[float] = []

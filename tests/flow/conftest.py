@@ -27,10 +27,10 @@ async def make_runtime(request, tmp_path):
         names = {name: node.role for plan in plans for name, node in plan.nodes.items()}
         addresses = {ENTRY: f"ipc://{tmp_path}/entry"}
         addresses |= {name: f"ipc://{tmp_path}/{role}" for name, role in names.items()}
-        entry = ZmqLink(addresses[ENTRY], addresses)
+        entry = ZmqLink(addresses[ENTRY], addresses, bytes(16))
         links.append(entry)
         for role in nodes:
-            links.append(ZmqLink(f"ipc://{tmp_path}/{role}", addresses))
+            links.append(ZmqLink(f"ipc://{tmp_path}/{role}", addresses, bytes(16)))
             hosts.append(RoleHost(plans, {role: nodes[role]}, links[-1]))
         runtimes.append(GraphRuntime(plans, {role: Remote() for role in nodes}, link=entry, **options))
         return runtimes[-1]

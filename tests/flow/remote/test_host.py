@@ -20,6 +20,7 @@ from tests.flow.builders import (
     read_payloads,
     talk,
 )
+from vllm_omni import complaints
 from vllm_omni.errors import (
     CallAborted,
     DeadlineExceeded,
@@ -31,7 +32,7 @@ from vllm_omni.errors import (
 )
 from vllm_omni.flow import ENTRY, Emission, FlowStatistics, Frame, GraphRuntime
 from vllm_omni.flow.remote.host import Remote, RoleHost
-from vllm_omni.flow.remote.link import ZmqLink
+from vllm_omni.flow.remote.link import MAX_MESSAGE_BYTES, TOKEN_BYTES, ZmqLink
 from vllm_omni.flow.remote.messages import OpenCall
 from vllm_omni.flow.run.credit import WINDOW
 
@@ -39,6 +40,7 @@ ROLES = ("thinker", "talker", "token2wav")
 ALL = {"text", "audio", "codec_ids"}
 NOTHING_LEFT = FlowStatistics(0, 0, 0, 0)
 TIMEOUT_S = 30.0
+TOKEN = bytes(range(TOKEN_BYTES))
 
 
 class World:
@@ -51,8 +53,8 @@ class World:
             addresses[name] = addresses[ENTRY] if node.role in local else f"ipc://{directory}/{node.role}"
         self.nodes = make_speech_nodes(**nodes)
         remote = [role for role in ROLES if role not in local]
-        self.link = ZmqLink(addresses[ENTRY], addresses)
-        self.links = [ZmqLink(f"ipc://{directory}/{role}", addresses) for role in remote]
+        self.link = ZmqLink(addresses[ENTRY], addresses, TOKEN)
+        self.links = [ZmqLink(f"ipc://{directory}/{role}", addresses, TOKEN) for role in remote]
         self.hosts = [
             RoleHost(plan, {role: self.nodes[role]}, link) for role, link in zip(remote, self.links, strict=True)
         ]
@@ -225,16 +227,67 @@ async def test_context_that_cannot_be_encoded_is_rejected_and_leaves_nothing(mak
     await is_over(world)
 
 
-async def test_invalid_message_is_dropped(make_world, tmp_path, caplog):
+NOT_MESSAGES = {
+    "without the token": [b"", b"\xc1", bytes(TOKEN_BYTES) + b"\x90"],
+    "not valid messages": [
+        TOKEN + data
+        for data in (
+            b"",
+            b"\xc1",
+            *map(msgspec.msgpack.encode, (["Frame", 1], [["Frame", 1]], {"a": 1})),
+            msgspec.msgpack.encode([["CloseCall", "X", "Y"]]).replace(b"X", b"\xff"),  # no UTF-8
+            b"\x91" * 100_000,
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("complaint", NOT_MESSAGES)
+async def test_invalid_message_is_dropped_and_the_next_one_read(make_world, tmp_path, caplog, monkeypatch, complaint):
+    monkeypatch.setattr(complaints, "WARN_S", 0)
     world = make_world()
-    context = zmq.Context()
-    stranger = context.socket(zmq.PUSH)
-    stranger.connect(f"ipc://{tmp_path}/thinker")
-    for data in (b"", b"\xc1", *map(msgspec.msgpack.encode, (["Frame", 1], [["Frame", 1]], {"a": 1}))):
-        stranger.send(data)
-    await until(lambda: caplog.text.count("not valid messages") == 5)
-    context.destroy(linger=0)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"ipc://{tmp_path}/thinker")
+        for data in NOT_MESSAGES[complaint]:
+            stranger.send(data)
+        await until(lambda: caplog.text.count(complaint) == len(NOT_MESSAGES[complaint]))
     assert await read_payloads(world.open({"text"})) == {"text": ["w0", "w1", "w2"]}
+
+
+async def test_message_of_a_stranger_beyond_the_bound_is_not_read(make_world, tmp_path):
+    world = make_world()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(f"ipc://{tmp_path}/thinker")
+        stranger.send(bytes(2 * MAX_MESSAGE_BYTES + 65))
+        await until(lambda: monitor.poll(0))
+        stranger.disable_monitor()
+        monitor.close(linger=0)
+        stranger.linger = 0
+    assert await read_payloads(world.open({"text"})) == {"text": ["w0", "w1", "w2"]}
+
+
+async def test_message_beyond_the_bound_fails_its_call_where_it_is_sent(make_world):
+    world = make_world()
+    with pytest.raises(LinkError, match=r"has 16,777,2\d\d bytes, and may have 16,777,216"):
+        world.open(context="x" * MAX_MESSAGE_BYTES)
+    await is_over(world)
+
+
+async def test_long_messages_that_are_sent_together_arrive(make_world):
+    world = make_world()
+    half = "x" * (MAX_MESSAGE_BYTES // 2)
+    received = []
+    world.links[0].bind("other.run", lambda message: received.append(len(message.context)))
+    world.link._addresses["other.run"] = world.link._addresses["thinker.generate"]
+    for _ in range(6):
+        world.link.send(OpenCall("call", "other.run", "speech", [], half, None))
+    await until(lambda: received == [len(half)] * 6)
+
+
+async def test_token_of_another_length_is_rejected(tmp_path):
+    with pytest.raises(LinkError, match="has 3 bytes, not 16"):
+        ZmqLink(f"ipc://{tmp_path}/entry", {}, b"abc")
 
 
 async def test_frames_that_arrive_before_their_call_is_opened_are_kept(make_world):
@@ -275,7 +328,7 @@ async def test_host_of_an_unknown_role_is_rejected(make_world):
 
 async def test_address_that_cannot_be_bound_is_named(make_world, tmp_path):
     with pytest.raises(LinkError, match="nowhere"):
-        ZmqLink(f"ipc://{tmp_path}/nowhere/at/all", {})
+        ZmqLink(f"ipc://{tmp_path}/nowhere/at/all", {}, TOKEN)
 
 
 async def test_target_without_an_address_is_named(make_world):
@@ -296,7 +349,7 @@ async def main(directory, role):
     plan = make_speech_plan()
     addresses = {ENTRY: f"ipc://{directory}/entry"}
     addresses |= {name: f"ipc://{directory}/{node.role}" for name, node in plan.nodes.items()}
-    link = ZmqLink(f"ipc://{directory}/{role}", addresses)
+    link = ZmqLink(f"ipc://{directory}/{role}", addresses, bytes(range(16)))
     host = RoleHost(plan, {role: make_speech_nodes()[role]}, link)
     print("ready", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the parent exits
@@ -320,7 +373,7 @@ async def test_killing_the_process_of_a_role_fails_only_the_calls_that_need_it(t
     plan = make_speech_plan()
     addresses = {ENTRY: f"ipc://{tmp_path}/entry"}
     addresses |= {name: f"ipc://{tmp_path}/{node.role}" for name, node in plan.nodes.items()}
-    link = ZmqLink(addresses[ENTRY], addresses)
+    link = ZmqLink(addresses[ENTRY], addresses, TOKEN)
     runtime = GraphRuntime(plan, dict.fromkeys(ROLES, Remote()), link=link)
     processes = dict(zip(ROLES, await asyncio.gather(*(start_host(tmp_path, role) for role in ROLES)), strict=True))
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_omni.complaints import Complaints
 from vllm_omni.errors import LinkError
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.remote.messages import Fault, WireMessage
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKEN_BYTES = 16
+MAX_MESSAGE_BYTES = 16 << 20  # tensors travel by the relay
 MAX_TOGETHER = 64  # our messages in one message of ZMQ
+MAX_DRAIN = 64  # messages of ZMQ, before the loop's other callbacks run
 
 
 class _Peer:
@@ -31,21 +36,21 @@ class _Peer:
     when there are ``MAX_TOGETHER``: a call of ZMQ costs as much as making and encoding several messages.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, not_now: int, full: type[Exception]):
+    def __init__(self, socket: zmq.Socket[bytes], link: ZmqLink):
         self._socket = socket
-        self._loop = loop
-        self._not_now = not_now  # ZMQ's flag
-        self._full = full
+        self._link = link
         self._waiting: list[bytes] | None = None  # encoded; None before the first message of an iteration
+        self._num_bytes = 0  # of them
 
     def send(self, data: bytes) -> None:
         if self._waiting is None:
             self._waiting = []
-            self._loop.call_soon(self._flush)
+            self._link.loop.call_soon(self._flush)
             self._send_now([data])
             return
         self._waiting.append(data)
-        if len(self._waiting) == MAX_TOGETHER:
+        self._num_bytes += len(data)
+        if len(self._waiting) == MAX_TOGETHER or self._num_bytes >= MAX_MESSAGE_BYTES:
             self._send_now(self._waiting)
             self._waiting = []
 
@@ -55,10 +60,11 @@ class _Peer:
             self._send_now(waiting)
 
     def _send_now(self, messages: list[bytes]) -> None:
+        self._num_bytes = 0
         count = len(messages)
         header = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")  # of a msgpack array
-        with contextlib.suppress(self._full):  # never full without a high-water mark
-            self._socket.send(header + b"".join(messages), self._not_now)
+        with contextlib.suppress(self._link.zmq.Again):  # never full without a high-water mark
+            self._socket.send(self._link.token + header + b"".join(messages), self._link.zmq.NOBLOCK)
 
 
 class ZmqLink(InProcessLink):
@@ -67,42 +73,50 @@ class ZmqLink(InProcessLink):
     Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
     order. Sending never waits: credit bounds the number of messages in flight. The socket's file descriptor is drained
     rather than awaited by ``zmq.asyncio``, which is twelve times slower. Messages are sent as an array of msgpack; a
-    payload must be a msgpack type, too.
+    payload must be a msgpack type, too, and a message is at most ``MAX_MESSAGE_BYTES`` long.
+
+    Whatever arrives without the token, or is not valid, is dropped with a warning. Nothing is encrypted.
 
     Args:
         address: the address that this process listens on: ``ipc://...`` or ``tcp://host:port``.
         addresses: target -> the address of its process; targets bound here may be left out.
+        token: ``TOKEN_BYTES`` random bytes, the same in all processes of a graph and known to them alone.
 
     Raises:
-        LinkError: this process cannot listen on the address.
+        LinkError: this process cannot listen on the address, or the token has another length.
     """
 
-    def __init__(self, address: str, addresses: Mapping[str, str]) -> None:
+    def __init__(self, address: str, addresses: Mapping[str, str], token: bytes) -> None:
         import zmq
 
-        self._zmq = zmq
+        if len(token) != TOKEN_BYTES:
+            raise LinkError(f"the token has {len(token)} bytes, not {TOKEN_BYTES}: use secrets.token_bytes")
         super().__init__()
+        self.zmq = zmq
+        self.token = token
         self._addresses = dict(addresses)
         self._peers: dict[str, _Peer] = {}  # by address
         self._peer_of: dict[str, _Peer] = {}  # by target
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[WireMessage])
+        self._complaints = Complaints(logger)
         self._context = zmq.Context()
         self._inbound = self._make_socket(zmq.PULL)
+        self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES + 64)  # of messages that are sent together
         try:
             self._inbound.bind(address)
         except zmq.ZMQError as exc:
             self._context.destroy(linger=0)
             raise LinkError(f"cannot listen on {address}: {exc}") from exc
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._inbound, self._drain)
+        self.loop = asyncio.get_running_loop()
+        self.loop.add_reader(self._inbound, self._drain)
         self._drain()
 
     def send(self, message: Message) -> None:
         """Send a message.
 
         Raises:
-            LinkError: the target has no known address, or the payload cannot be encoded.
+            LinkError: the target has no known address, or the message is too long or cannot be encoded.
         """
         if message.target in self._receivers:
             super().send(message)
@@ -111,7 +125,9 @@ class ZmqLink(InProcessLink):
             message = msgspec.structs.replace(message, payload=Fault.of(message.payload))
         try:
             data = self._encoder.encode(message)
-        except (TypeError, ValueError, OverflowError) as exc:
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"it has {len(data):,} bytes, and may have {MAX_MESSAGE_BYTES:,}")
+        except (TypeError, ValueError, OverflowError, RecursionError) as exc:
             raise LinkError(f"a message for {message.target!r} cannot leave this process: {exc}") from exc
         peer = self._peer_of.get(message.target)
         if peer is None:
@@ -121,7 +137,7 @@ class ZmqLink(InProcessLink):
     def close(self) -> None:
         """Stop listening; messages in flight are dropped."""
         if not self._context.closed:
-            self._loop.remove_reader(self._inbound)
+            self.loop.remove_reader(self._inbound)
             self._context.destroy(linger=0)
 
     def _peer(self, target: str) -> _Peer:
@@ -130,9 +146,9 @@ class ZmqLink(InProcessLink):
             raise LinkError(f"no address of target {target!r}; known: {', '.join(sorted(self._addresses))}")
         peer = self._peers.get(address)
         if peer is None:
-            socket = self._make_socket(self._zmq.PUSH)
+            socket = self._make_socket(self.zmq.PUSH)
             socket.connect(address)
-            peer = self._peers[address] = _Peer(socket, self._loop, self._zmq.NOBLOCK, self._zmq.Again)
+            peer = self._peers[address] = _Peer(socket, self)
         return peer
 
     def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -142,35 +158,46 @@ class ZmqLink(InProcessLink):
         return socket
 
     def _drain(self) -> None:
-        # The descriptor is edge-triggered: everything must be read, or no further event comes.
-        while True:
-            try:
-                data = self._inbound.recv(self._zmq.NOBLOCK)
-            except self._zmq.Again:
+        # The descriptor is edge-triggered: everything must be read, now or soon, or no further event comes.
+        for _ in range(MAX_DRAIN):
+            if self._inbound.closed:
                 return
             try:
-                messages = [_with_error(message) for message in self._decoder.decode(data)]
-            except msgspec.MsgspecError as exc:
-                logger.warning("dropped %d bytes that are not valid messages: %s", len(data), exc)
-                continue
-            for message in messages:
+                data = self._inbound.recv(self.zmq.NOBLOCK)
+            except self.zmq.Again:
+                return
+            for message in self._decode(data):
                 self._dispatch(message)
+        self.loop.call_soon(self._drain)
+
+    def _decode(self, data: bytes) -> list[Message]:
+        if not secrets.compare_digest(data[:TOKEN_BYTES], self.token):
+            self._complaints.warn("dropped %d bytes without the token of this link", len(data))
+            return []
+        try:
+            return [_with_error(message) for message in self._decoder.decode(memoryview(data)[TOKEN_BYTES:])]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # Unicode's errors are ValueErrors
+            self._complaints.warn("dropped %d bytes that are not valid messages: %s", len(data), exc)
+            return []
 
     def _dispatch(self, message: Message) -> None:
         receive = self._receivers.get(message.target)
         if receive is None:
-            logger.warning("dropped a message for %r, which is not bound in this process", message.target)
+            self._complaints.warn("dropped a message for %r, which is not bound in this process", message.target)
             return
         try:
             receive(message)
         except Exception as exc:  # the remaining messages must be delivered
             logger.exception("call %r: delivering a message to %r failed", message.call_id, message.target)
-            self._fail(message, exc)
+            if message.target != ENTRY:
+                self._fail(message, exc)
 
     def _fail(self, message: Message, error: Exception) -> None:
-        if message.target != ENTRY:
-            reason = EndReason.ERROR
+        reason = EndReason.ERROR
+        try:
             self.send(Frame(message.call_id, message.target, ENTRY, 0, "", 0, 0, True, error, reason))
+        except LinkError as exc:
+            logger.warning("call %r: the entry cannot be notified of an error: %s", message.call_id, exc)
 
 
 def _with_error(message: Message) -> Message:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from abc import abstractmethod
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
+from vllm_omni.complaints import Complaints
 from vllm_omni.errors import PoolExhausted, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
@@ -35,9 +37,10 @@ from vllm_omni.relay.remote.consumers import Consumers
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, TOKEN_BYTES, Location, encode, parse_location
 from vllm_omni.relay.remote.producer import Producer
 from vllm_omni.relay.remote.stream import RemoteReader, RemoteWriter
-from vllm_omni.relay.remote.wire import Complaints
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 
@@ -79,7 +82,7 @@ class RemoteRelay(Streams):
         self.slab = memoryview(memory.numpy())
         self._marks: dict[int, Marks] = {}  # by lease
         self.writers: dict[int, RemoteWriter] = {}  # of streams, by lease
-        self.complaints = Complaints()
+        self.complaints = Complaints(logger)
         # The following belongs to the I/O thread.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._consumers: Consumers | None = None

@@ -1,4 +1,4 @@
-"""The ZMQ socket of a connection between relays of different hosts, and the warnings about what arrives there."""
+"""The ZMQ socket of a connection between relays of different hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import struct
-import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -22,27 +21,6 @@ HEARTBEAT_TIMEOUT_MS = 5000  # for a host that vanishes; a process that dies clo
 CONNECT_MS = 5000  # until a producer has answered; a caller's deadline may come earlier
 
 MAX_DRAIN = 64  # messages, before the loop's other callbacks run
-WARN_S = 1.0  # between two warnings of a relay
-
-
-class Complaints:
-    """Warns about messages that were dropped: once a second, with the number of warnings left out."""
-
-    def __init__(self) -> None:
-        self._next_at = 0.0
-        self._num_silent = 0
-
-    def warn(self, text: str, *args: object) -> None:
-        now = time.monotonic()
-        if now < self._next_at:
-            self._num_silent += 1
-            return
-        others = f" ({self._num_silent} more like this)" if self._num_silent else ""
-        logger.warning(text + "%s", *args, others)
-        self._next_at, self._num_silent = now + WARN_S, 0
-
-
-# -- the socket -------------------------------------------------------------------------------------------------------
 
 _LOST = (
     zmq.EVENT_DISCONNECTED
