@@ -1,5 +1,6 @@
 """Outputs that the user receives, made from the frames of a call."""
 
+from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,30 +10,64 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.answer import Answer
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
-from vllm_omni.flow import OutputFrame
+from vllm_omni.flow import CallInfo, Chunk, Field, Graph, GraphParser, OutputFrame, Role, StaticPlan, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.model_executor.pipeline import RequestContext
+from vllm_omni.model_executor.pipeline import RequestContext, StageSpec
 
-OUTPUTS = {"text": "reply", "audio": "speech", "codec_ids": "codes"}
+OUTPUTS = {"text": "reply", "audio": "speech", "codec_ids": "codes", "critique": "critique", "picture": "image"}
+STREAMED = Field("any", streamed=True)
+
+
+class Writer(Role):
+    write = interface([["prompt"], ["draft"]], {"text": STREAMED})
+
+
+class Maker(Role):
+    make = interface([["source"]], {"made": STREAMED})
+
+
+async def convert(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    async for chunk in chunks:
+        yield chunk
+
+
+def make_plan(*, is_loop: bool = False) -> StaticPlan:
+    graph = Graph("all")
+    writer = graph.role(Writer, "thinker")
+    reply = writer.write(prompt=graph.placeholder("prompt"))
+    if is_loop:
+        writer.write(draft=reply.text.via(convert))
+    makers = {name: graph.role(Maker, name) for name in ("talker", "vocoder", "critic", "painter")}
+    made = {name: maker.make(source=reply.text.via(convert)).made for name, maker in makers.items()}
+    outputs = {"speech": "vocoder", "codes": "talker", "critique": "critic", "image": "painter"}
+    graph.output(reply=reply.text, **{output: made[stage] for output, stage in outputs.items()})
+    return GraphParser(graph).parse()
 
 
 def make_pipeline() -> Any:
+    types = {"thinker": "latents", "talker": "text", "vocoder": "audio", "critic": "text", "painter": "image"}
     return SimpleNamespace(
+        stages=[StageSpec(name, "", output_type) for name, output_type in types.items()],
         sample_rate=24_000,
-        modalities={"text": "reply", "audio": "speech"},
+        modalities={name: output for name, output in OUTPUTS.items() if name != "codec_ids"},
+        extra_outputs={"codec_ids": "codes"},
         extra_output=lambda name, output: [name, output.outputs[0].token_ids],
     )
 
 
-@pytest.fixture
-def answer() -> Answer:
+def make_answer(outputs: Mapping[str, str] = OUTPUTS, *, is_loop: bool = False) -> Answer:
     context = RequestContext("user-1", {}, {}, stage_durations={"thinker": 2.0})
     latency = RequestLatency(context, "thinker", {}, LatencyMetrics())
-    return Answer(make_pipeline(), context, OUTPUTS, latency)
+    return Answer(make_pipeline(), make_plan(is_loop=is_loop), context, outputs, latency)
 
 
-def make_payload(**values: Any) -> OmniRequestOutput:
-    completion = CompletionOutput(0, "a", [7], None, None)
+@pytest.fixture
+def answer() -> Answer:
+    return make_answer()
+
+
+def make_payload(text: str = "a", finish_reason: str | None = None, index: int = 0, **values: Any) -> OmniRequestOutput:
+    completion = CompletionOutput(index, text, [7], None, None, finish_reason=finish_reason)
     payload = OmniRequestOutput.of(RequestOutput("stage-1", None, [1], None, outputs=[completion], finished=False))
     payload.multimodal_output = values
     return payload
@@ -60,8 +95,53 @@ def test_a_branch_without_output_gives_an_empty_value(answer: Answer) -> None:
     assert answer.output_of(OutputFrame("codes", None, 0, last=True)).multimodal_output == {"codec_ids": []}
 
 
+def test_a_branch_that_was_not_taken_has_the_keys_of_one_that_was(answer: Answer) -> None:
+    untaken = answer.output_of(OutputFrame("image", None, 0, last=True)).multimodal_output
+    taken = make_answer().output_of(OutputFrame("image", make_payload(images=torch.ones(1, 2, 2, 3)), 0, last=False))
+    assert untaken.keys() == taken.multimodal_output.keys() == {"images"}
+    assert untaken["images"].shape == (0, 0, 0, 3)
+
+
+def test_the_end_of_a_branch_that_was_taken_adds_nothing(answer: Answer) -> None:
+    taken = answer.output_of(OutputFrame("image", make_payload(images=torch.ones(1, 2, 2, 3)), 0, last=False))
+    taken.add(answer.output_of(OutputFrame("image", None, 1, last=True)), aggregate=True)
+    assert taken.multimodal_output["images"].shape == (1, 2, 2, 3)
+
+
+def test_the_text_of_another_stage_has_its_own_name(answer: Answer) -> None:
+    critique = answer.output_of(OutputFrame("critique", make_payload("so-"), 0, last=False))
+    critique.add(answer.output_of(OutputFrame("critique", make_payload("so"), 1, last=True)), aggregate=True)
+    assert critique.multimodal_output == {"critique": "so-so"} and critique.outputs == []
+    assert make_answer().output_of(OutputFrame("critique", None, 0, last=True)).multimodal_output == {"critique": ""}
+
+
+def test_a_text_made_by_several_requests_ends_once(answer: Answer) -> None:
+    answer = make_answer({"text": "reply"}, is_loop=True)
+    outputs = [
+        answer.output_of(OutputFrame("reply", make_payload("first", "length"), 0, last=False)),
+        answer.output_of(OutputFrame("reply", make_payload("second", "stop"), 1, last=False)),
+        answer.output_of(OutputFrame("reply", None, 2, last=True)),
+    ]
+    ends = [(one.text, one.finish_reason) for output in outputs for one in output.outputs]
+    assert ends == [("first", None), ("second", None), ("", "stop")]
+    assert [output.prompt_token_ids for output in outputs] == [[1]] * 3
+
+
+def test_the_last_piece_of_a_text_has_the_finish_reasons_of_all_choices() -> None:
+    answer = make_answer({"text": "reply"}, is_loop=True)
+    answer.output_of(OutputFrame("reply", make_payload("a", "length", index=1), 0, last=False))
+    last = answer.output_of(OutputFrame("reply", make_payload("b", "stop", index=0), 1, last=True))
+    assert [(one.index, one.text, one.finish_reason) for one in last.outputs] == [(0, "b", "stop"), (1, "", "length")]
+
+
+def test_choices_of_a_single_request_end_as_they_do() -> None:
+    answer = make_answer({"text": "reply"})
+    output = answer.output_of(OutputFrame("reply", make_payload("a", "length", index=1), 0, last=False))
+    assert output.outputs[0].finish_reason == "length"
+
+
 def test_the_last_output_of_all_modalities_has_the_times(answer: Answer) -> None:
     outputs = [answer.output_of(OutputFrame(field, None, 0, last=True)) for field in OUTPUTS.values()]
-    assert [output.finished for output in outputs] == [False, False, True]
+    assert [output.finished for output in outputs] == [False] * (len(OUTPUTS) - 1) + [True]
     assert outputs[0].stage_durations == {"thinker": 2.0}
     assert set(outputs[-1].stage_durations) == {"thinker", "total"}

@@ -27,13 +27,8 @@ def _to_dict(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _to_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
 FromMapping = BeforeValidator(_to_dict)  # of a dict
 Section = Annotated[dict[str, Any], FromMapping]
-FromList = BeforeValidator(_to_tuple)  # of a tuple: YAML has lists
 
 
 class Problem(ValueError):

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, Field
 
 from vllm_omni.config.budgets import BUDGET_KEYS
 from vllm_omni.config.checks import (
-    FromList,
     FromMapping,
     Problem,
     Section,
@@ -35,7 +34,6 @@ else:
     VllmConfig = Any  # works without vLLM
 
 EngineType = Literal["ar", "generation", "diffusion"]
-Modality = Literal["text", "image", "video", "audio"]
 ChunkKey = Literal["first", "size", "past", "future"]  # see WindowSizes of the family
 CHUNK_KEYS: tuple[str, ...] = get_args(ChunkKey)
 SECTIONS = ("engine_args", "default_sampling_params", "diffusion", "epd")  # fields of a stage that are mappings
@@ -75,7 +73,7 @@ def _diffusion_params(section: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """One stage: an engine, its model and its settings. Lists become tuples; do not change the mappings afterwards.
+    """One stage: an engine, its model and its settings. Do not change the mappings afterwards.
 
     Raises:
         ConfigError: a field has a wrong value; the message names the stage, the field and the valid values.
@@ -85,8 +83,6 @@ class StageConfig:
     name: Annotated[str, AfterValidator(_identifier)]  # the node's name in the family's graph
     engine_type: EngineType = "ar"
     model: str = ""  # path or Hub id of the checkpoint; empty only with a ready vllm_config
-    input_modalities: Annotated[tuple[Modality, ...], FromList] = ()  # of the user's prompt
-    output_modalities: Annotated[tuple[Modality, ...], FromList] = ()  # of the outputs that the user may ask for
     engine_args: Annotated[Section, AfterValidator(check_engine_args)] = field(default_factory=dict)
     """Field of vLLM's ``EngineArgs`` -> value."""
     vllm_config: VllmConfig | None = None  # ready-made, instead of engine_args

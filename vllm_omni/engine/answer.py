@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.latency_metrics import RequestLatency
-from vllm_omni.flow import OutputFrame
+from vllm_omni.flow import ENTRY, OutputFrame, StaticPlan
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext
+
+EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "audio": {"audio": torch.zeros(0)},
+    "image": {"images": torch.zeros(0, 0, 0, 3, dtype=torch.uint8)},
+    "video": {"frames": torch.zeros(0, 0, 0, 0, 3, dtype=torch.uint8)},
+}
+"""By a stage's output type: the values of a branch that was not taken, under the keys of one that was."""
 
 
 class Answer:
@@ -23,7 +31,12 @@ class Answer:
     """
 
     def __init__(
-        self, pipeline: Pipeline, context: RequestContext, outputs: Mapping[str, str], latency: RequestLatency
+        self,
+        pipeline: Pipeline,
+        plan: StaticPlan,
+        context: RequestContext,
+        outputs: Mapping[str, str],
+        latency: RequestLatency,
     ) -> None:
         self._pipeline = pipeline
         self._context = context
@@ -31,6 +44,16 @@ class Answer:
         self._modality_of = {output: modality for modality, output in outputs.items()}
         self._unfinished = set(outputs)
         self._started = time.monotonic()
+        self._has_values: set[str] = set()  # modalities
+        types = {spec.name: spec.output_type for spec in pipeline.stages}
+        nodes = {modality: plan.nodes[plan.outputs[output].source] for modality, output in outputs.items()}
+        self._types = {modality: types[node.role] for modality, node in nodes.items()}
+        # Where a stage may answer several requests of a call, a finish reason is not yet that of the whole text.
+        is_repeated = {
+            modality: bool(node.loops_around) or any(edge.source != ENTRY for edge in node.slots)
+            for modality, node in nodes.items()
+        }
+        self._text = _Text(is_repeated.get("text", False))
 
     def output_of(self, frame: OutputFrame) -> OmniRequestOutput:
         """Make the user's output of a frame; the last one carries the times of the request."""
@@ -42,12 +65,15 @@ class Answer:
             # Copied: the next stage reads the same object, and the user's copy is merged into.
             output = OmniRequestOutput.of(payload)
             output.request_id = self._context.request_id
-            output.outputs = [replace(one, token_ids=list(one.token_ids)) for one in payload.outputs]
+            output.prompt_token_ids = self._text.prompt_token_ids_of(payload)
         else:
-            empty = RequestOutput(self._context.request_id, None, [], None, outputs=[], finished=False)
+            prompt_token_ids = self._text.prompt_token_ids
+            empty = RequestOutput(self._context.request_id, None, prompt_token_ids, None, outputs=[], finished=False)
             output = OmniRequestOutput.of(empty)
-            if modality != "text":
-                output.multimodal_output = self._values(modality, payload)
+        if modality == "text":
+            output.outputs = self._text.completions([] if payload is None else payload.outputs, is_last=frame.last)
+        else:
+            output.multimodal_output = self._values(modality, payload)
         output.finished = not self._unfinished
         output.stage_durations = dict(self._context.stage_durations)
         if output.finished:
@@ -55,12 +81,50 @@ class Answer:
             output.latency_parts, output.slo_reports = self._latency.end()
         return output
 
-    def _values(self, modality: str, payload: OmniRequestOutput | None) -> dict[str, object]:
+    def _values(self, modality: str, payload: OmniRequestOutput | None) -> dict[str, Any]:
         """The values of another modality; for a branch that produced none, an empty one."""
-        rate = self._pipeline.sample_rate
-        sample_rate = {"sample_rate": rate} if rate and modality == "audio" else {}
-        if payload is not None and modality in self._pipeline.modalities:
-            return {**payload.multimodal_output, **sample_rate}
-        if modality == "audio":
-            return {"audio": torch.zeros(0), **sample_rate}
-        return {modality: [] if payload is None else self._pipeline.extra_output(modality, payload)}
+        output_type, rate = self._types[modality], self._pipeline.sample_rate
+        if modality in self._pipeline.extra_outputs:
+            return {modality: [] if payload is None else self._pipeline.extra_output(modality, payload)}
+        if output_type in ("text", "latents"):
+            return {modality: "" if payload is None else "".join(one.text for one in payload.outputs)}
+        if payload is not None:
+            self._has_values.add(modality)
+            values: Mapping[str, Any] = payload.multimodal_output
+        elif modality in self._has_values:
+            return {}
+        else:
+            values = EMPTY.get(output_type.removeprefix("text+"), {})
+        return {**values, **({"sample_rate": rate} if rate and output_type == "audio" else {})}
+
+
+class _Text:
+    """The text of one answer, in which several requests of a stage may follow one another."""
+
+    def __init__(self, is_repeated: bool) -> None:
+        self.prompt_token_ids: list[int] | None = []  # of the first one: the user's
+        self._is_repeated = is_repeated
+        self._ended: dict[int, CompletionOutput] = {}  # how each choice has ended so far
+
+    def prompt_token_ids_of(self, payload: OmniRequestOutput) -> list[int] | None:
+        self.prompt_token_ids = self.prompt_token_ids or payload.prompt_token_ids
+        return self.prompt_token_ids
+
+    def completions(self, made: Sequence[CompletionOutput], *, is_last: bool) -> list[CompletionOutput]:
+        """The user's copies; of repeated requests, only the end of the last one gives a finish reason."""
+        copies = [replace(one, token_ids=list(one.token_ids)) for one in made]
+        if not self._is_repeated:
+            return copies
+        for one in copies:
+            if one.finish_reason is not None:
+                logprobs = None if one.logprobs is None else one.logprobs[:0]
+                self._ended[one.index] = replace(one, text="", token_ids=[], logprobs=logprobs)
+                one.finish_reason = one.stop_reason = None
+        return self._end(copies) if is_last else copies
+
+    def _end(self, copies: list[CompletionOutput]) -> list[CompletionOutput]:
+        of_index = {one.index: one for one in copies}
+        for index, ended in self._ended.items():
+            one = of_index.setdefault(index, ended)
+            one.finish_reason, one.stop_reason = ended.finish_reason, ended.stop_reason
+        return list(of_index.values())

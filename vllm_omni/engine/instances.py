@@ -126,7 +126,7 @@ class InstanceGroup(StageNode):
     # -- a request ----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """See ``StageNode.generate``.
 
@@ -137,7 +137,7 @@ class InstanceGroup(StageNode):
         """
         self.check_health()
         self._loop = asyncio.get_running_loop()
-        routed = await self._make_request(request, context, wanted, seq)
+        routed = await self._make_request(request, context, wanted, suffix)
         try:
             self._find_images(routed)
             while routed.state.todo:
@@ -149,7 +149,7 @@ class InstanceGroup(StageNode):
             self._end_leases(routed, and_images=True)
 
     async def _make_request(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str
     ) -> InstanceRequest:
         prompt, params = await self.front.prepare(request, context, wanted)
         if has_counted_media(prompt):
@@ -164,7 +164,7 @@ class InstanceGroup(StageNode):
             is_resumable=may_resume(params) and "prompt_token_ids" in prompt,
             session=context.engine_kwargs.get("session_id"),
         )
-        request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
+        request_id = f"{context.request_id}-{self.name}{suffix}"
         return InstanceRequest(context, request_id, prompt, params, state)
 
     def _find_images(self, request: InstanceRequest) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.admission import AdmissionGate
-from vllm_omni.errors import StageUnavailable
-from vllm_omni.flow import Activation, Emission
+from vllm_omni.errors import StageFailed, StageUnavailable
+from vllm_omni.flow import Activation, Chunk, Emission
+from vllm_omni.flow.run.frame import ITERATION
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.process.status import StageState, StageStatus
+
+logger = logging.getLogger(__name__)
 
 
 class StageNode(ABC):
@@ -34,32 +38,54 @@ class StageNode(ABC):
         """
         context: RequestContext = activation.context
         (chunks,) = activation.inputs.values()
+        place = "".join("+" if key >= ITERATION else f".{key}" for key in activation.path)
         if self.gate is not None:
             await self.gate.enter(context.request_id)
         duration_s = 0.0  # without the time spent waiting for the next chunk
-        async for chunk in chunks:
+        while (chunk := await self._next(chunks, context)) is not None:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
+            suffix = f"{place}-{chunk.seq}" if chunk.seq else place
             # Closing the generator waits for the engine's acknowledgement of an abort.
-            async with aclosing(self.generate(chunk.payload, context, activation.wanted, chunk.seq)) as outputs:
+            async with aclosing(self.generate(chunk.payload, context, activation.wanted, suffix)) as outputs:
                 async for output in outputs:
                     is_last = output.finished and chunk.last
                     if is_last:
-                        context.stage_durations[self.name] = duration_s + time.monotonic() - started
+                        context.add_duration(self.name, duration_s + time.monotonic() - started)
                     for field in activation.wanted:
                         yield Emission(field, output, last=is_last)
+            if chunk.last:
+                return
             duration_s += time.monotonic() - started
+        if duration_s:
+            context.add_duration(self.name, duration_s)
+
+    async def _next(self, chunks: AsyncIterator[Chunk], context: RequestContext) -> Chunk | None:
+        """The next request, as the edge's transfer function makes it; None at the end.
+
+        Raises:
+            StageFailed: the transfer function raised, whatever it was: it is not the client's.
+        """
+        try:
+            return await anext(chunks)
+        except StopAsyncIteration:
+            return None
+        except StageFailed:
+            raise
+        except Exception as exc:
+            logger.exception("request %s: the request to stage %s could not be made", context.request_id, self.name)
+            raise StageFailed(self.name, f"its request could not be made: {exc!r}") from exc
 
     @abstractmethod
     def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one request, as deltas; if closed early, return once the engine has dropped it.
 
         Args:
             wanted: fields of the graph that the call needs from this stage.
-            seq: tells the request from the others of its activation.
+            suffix: tells the request from others of the call, for the id that the engine knows.
         """
 
     @abstractmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from vllm.exceptions import VLLMError
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.config import get_config
@@ -17,6 +19,7 @@ from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import Answer
+from vllm_omni.engine.graph_checks import PROMPT, check_graph
 from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
@@ -28,12 +31,14 @@ from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import start_engines
 from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
-from vllm_omni.flow import ENTRY, GraphParser, GraphRuntime, StaticPlan
+from vllm_omni.flow import GraphParser, GraphRuntime
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.slo import Slo, slo_of
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
 from vllm_omni.names import suggest
 from vllm_omni.relay.hub import RelayHub, RelayOptions
+
+logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "wait", "keep")  # vLLM's
 
@@ -57,8 +62,8 @@ class Orchestrator:
         self.config = config
         self.pipeline = _load_pipeline(config)
         self.plan = GraphParser(self.pipeline.graph).parse()
+        check_graph(config, self.pipeline, self.plan)
         self._specs = {spec.name: spec for spec in self.pipeline.stages}
-        _check_graph(config, self.plan, self._specs)
         self.pipeline.set_chunks(config.edges)
         self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}
@@ -199,7 +204,7 @@ class Orchestrator:
         Raises:
             InvalidRequest: the request is malformed.
             StageUnavailable: a stage that it needs is being restarted, or could not be.
-            StageFailed: the request failed in a stage.
+            StageFailed: the request failed in a stage, or in the pipeline's own code that makes the stage's requests.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
         outputs = self.outputs_of(modalities)
@@ -211,16 +216,24 @@ class Orchestrator:
         )
         if isinstance(prompt, dict) and "arrival_time" in prompt:
             context.arrived_at = prompt["arrival_time"]  # vLLM's chat handler has rendered it before
-        inputs = {"prompt": StageRequest(prompt)}
+        inputs = {PROMPT: StageRequest(prompt)}
         call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
         latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
-        answer = Answer(self.pipeline, context, outputs, latency)
+        answer = Answer(self.pipeline, self.plan, context, outputs, latency)
         try:
             async for frame in call:
                 yield answer.output_of(frame)
         except OmniError as exc:
             latency.fail(exc)
             raise
+        except VLLMError:
+            raise
+        except Exception as exc:  # of the pipeline, or a defect of ours: not the client's fault, whatever its class
+            where = "; ".join(getattr(exc, "__notes__", ()))
+            failed = OmniError(f"the pipeline failed: {exc!r}" + (f" {where}" if where else ""))
+            latency.fail(failed)
+            logger.exception("request %s failed", request_id)
+            raise failed from exc
         finally:
             await call.aclose()
             for payload in context.payloads:
@@ -284,21 +297,3 @@ def _load_pipeline(config: OmniConfig) -> Pipeline:
         raise
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{config.model}: {exc}") from exc
-
-
-def _check_graph(config: OmniConfig, plan: StaticPlan, stages: Iterable[str]) -> None:
-    """Check that the deployment has the stages of the graph, and no edge that the graph has not."""
-    if set(stages) != set(config.stage_names):
-        raise ConfigError(
-            f"the graph of {config.model_type} has the stages {', '.join(stages)}, the deployment has "
-            f"{', '.join(config.stage_names)}"
-        )
-    edges = {
-        (plan.nodes[edge.source].role, plan.nodes[edge.target].role)
-        for edge in plan.edges
-        if ENTRY not in (edge.source, edge.target)
-    }
-    for edge in config.edges:
-        if (edge.source, edge.target) not in edges:
-            known = ", ".join(f"{source}->{target}" for source, target in sorted(edges))
-            raise ConfigError(f"edge {edge.source}->{edge.target}: the graph has no such edge; it has {known}")

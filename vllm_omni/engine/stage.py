@@ -269,12 +269,12 @@ class StageEngine(StageNode):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], seq: int = 0
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """See ``StageNode.generate``."""
         self.check_health()
         prompt, params = await self.prepare(request, context, wanted)
-        request_id = f"{context.request_id}-{self.name}" + (f"-{seq}" if seq else "")
+        request_id = f"{context.request_id}-{self.name}{suffix}"
         async with aclosing(self.run(prompt, params, request_id, context, context.payloads)) as outputs:
             async for output in outputs:
                 yield output

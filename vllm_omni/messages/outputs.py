@@ -35,10 +35,10 @@ class OmniRequestOutput(RequestOutput):
     Attributes:
         outputs: the text, as in vLLM.
         multimodal_output: ``audio`` (float32 Tensor [num_samples]; of a diffusion pipeline [N, C, num_samples]),
-            ``sample_rate`` (Hz), and on request ``codec_ids`` (list[int]). Of a diffusion pipeline also ``images``
-            (uint8 [N, H, W, 3]), ``frames`` (uint8 [N, T, H, W, 3]) with ``fps``, ``latents``, and while it runs
-            ``step``, ``num_steps`` and ``preview`` (uint8 [H, W, 3]). Deltas while streaming, everything in a final
-            output.
+            ``sample_rate`` (Hz), and on request ``codec_ids`` (list[int]). The texts of further stages (str), by the
+            names of their modalities. Of a diffusion pipeline also ``images`` (uint8 [N, H, W, 3]), ``frames`` (uint8
+            [N, T, H, W, 3]) with ``fps``, ``latents``, and while it runs ``step``, ``num_steps`` and ``preview`` (uint8
+            [H, W, 3]). Deltas while streaming, everything in a final output.
         payloads: references for the next stage; empty in a user's output.
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
@@ -161,7 +161,7 @@ class OmniRequestOutput(RequestOutput):
         return paths
 
     def _require(self, name: str, path: Path) -> None:
-        if name in self.multimodal_output:
+        if name in self.multimodal_output and (name == "audio" or len(self.multimodal_output[name])):
             return
         if suffixes := self._suffixes():
             has = " and ".join(
@@ -216,14 +216,14 @@ _KINDS = {  # by key of ``multimodal_output``
 
 
 def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:
-    """Append ``new`` to ``into`` in place, tensors along the first dimension, and replace other values.
+    """Append ``new`` to ``into`` in place, texts, lists and tensors (along the first dimension); replace other values.
 
     A preview is not a piece of the output: each replaces the one before.
     """
     for name, value in new.items():
         if name in into and isinstance(value, torch.Tensor) and name != "preview":
             into[name] = torch.cat([into[name], value])
-        elif name in into and isinstance(value, list):
+        elif name in into and isinstance(value, list | str):
             into[name] = into[name] + value
         else:
             into[name] = value

@@ -45,7 +45,7 @@ class GenerationModel(nn.Module):
             args: the request's stage arguments (``STAGE_ARGS``).
 
         Raises:
-            ValueError: the arguments are wrong; the request fails with this text, and the engine continues.
+            Exception: the arguments are wrong; the request fails with this text, and the engine continues.
         """
 
     @abstractmethod

@@ -78,6 +78,10 @@ class RequestContext:
     arrived_at: float = field(default_factory=time.time)
     stage_times: dict[str, StageTimes] = field(default_factory=dict)  # of autoregressive stages, task by task
 
+    def add_duration(self, stage: str, seconds: float) -> None:
+        """Record an activation of a stage that has ended; those of a loop add up."""
+        self.stage_durations[stage] = self.stage_durations.get(stage, 0.0) + seconds
+
     def note_task(self, stage: str, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
         """Record a task of a stage that has ended, successfully or not. Times are those of ``time.time``."""
         times = self.stage_times.setdefault(stage, StageTimes(sent_at, ended_at))

@@ -24,7 +24,6 @@ from vllm_omni.diffusion.loading import PipelineWeights, load_diffusers_pipeline
 from vllm_omni.diffusion.pipeline_arguments import frame_rate
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
-from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.denoise_step import (
     CallSize,
     DenoiseOutput,
@@ -125,7 +124,7 @@ class DiffusionModelRunner:
                 self.stepper.add(new.req_id, request)
                 self.requests[new.req_id] = RunningParams(request.params)
             except Exception as exc:  # the request fails, the engine must live
-                failures[new.req_id] = make_failure(new.req_id, exc)
+                failures[new.req_id] = make_failure(new.req_id, exc, invalid=ValueError)
 
     def _update_cache(self, scheduler_output: SchedulerOutput) -> None:
         if isinstance(scheduler_output, DenoiseSchedulerOutput):
@@ -144,7 +143,7 @@ class DiffusionModelRunner:
         except Exception as exc:  # a defect, since the stepper handles the errors of requests; the engine must live
             for request_id in request_ids:
                 self.stepper.abort(request_id)
-                failures[request_id] = make_failure(request_id, exc, is_invalid=False)
+                failures[request_id] = make_failure(request_id, exc)
             return {}
 
     def _publish(self, outcomes: Mapping[str, StepOutcome], failures: dict[str, Failure]) -> dict[str, Payload]:
@@ -158,7 +157,7 @@ class DiffusionModelRunner:
             except torch.AcceleratorError:  # nothing can be computed on this device afterwards
                 raise
             except Exception as exc:  # the request fails, the engine must live
-                failures[request_id] = make_failure(request_id, exc, is_invalid=isinstance(exc, InvalidRequest))
+                failures[request_id] = make_failure(request_id, exc)
         return payloads
 
     def _payload(self, request_id: str, outcome: StepOutcome) -> Payload | None:

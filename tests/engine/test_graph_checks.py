@@ -1,0 +1,161 @@
+"""What a pipeline's author can get wrong, and what the graph language has and a server does not: errors at start."""
+
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
+from vllm_omni.engine.graph_checks import check_graph
+from vllm_omni.errors import ConfigError, GraphError, PlanError
+from vllm_omni.flow import (
+    CallInfo,
+    Chunk,
+    Field,
+    GlobalParameters,
+    Graph,
+    GraphParser,
+    Role,
+    Scheduling,
+    interface,
+)
+from vllm_omni.model_executor.pipeline import StageSpec
+
+TEXT, ROWS, CODES = (Field(name, streamed=True) for name in ("text", "rows", "codes"))
+
+
+class Thinker(Role):
+    generate = interface([["prompt"], ["draft"]], {"text": TEXT, "rows": ROWS})
+
+
+class Talker(Role):
+    generate = interface([["rows"]], {"codes": CODES})
+
+
+class Spread(Role):
+    generate = interface([["rows"]], {"codes": CODES}, scheduling=Scheduling.BROADCAST)
+
+
+class Joiner(Role):
+    join = interface([["text", "codes"]], {"codes": CODES})
+
+
+async def convert(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    async for chunk in chunks:
+        yield chunk
+
+
+def chain(graph: Graph, talker: Callable[..., Any] = Talker, prompt: str = "prompt") -> Any:
+    reply = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder(prompt))
+    codes = graph.role(talker, "talker").generate(rows=reply.rows.via(convert)).codes  # type: ignore[arg-type]
+    graph.output(text=reply.text, codes=codes)
+    return reply, codes
+
+
+def join(graph: Graph) -> None:
+    reply, codes = chain(graph)
+    joined = graph.role(Joiner, "joiner").join(text=reply.text.via(convert), codes=codes.via(convert))
+    graph.output(joined=joined.codes)
+
+
+def with_call(graph: Graph) -> None:
+    chain(graph)
+    graph.graph_call("speak", ["codes"])
+
+
+def with_parameters(graph: Graph) -> None:
+    history = GlobalParameters("history", list)
+    reply = graph.role(Thinker, "thinker", parameters=[history]).generate(prompt=graph.placeholder("prompt"))
+    graph.output(text=reply.text, codes=graph.role(Talker, "talker").generate(rows=reply.rows.via(convert)).codes)
+
+
+def without_transfer(graph: Graph) -> None:
+    reply = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt"))
+    graph.output(text=reply.text, codes=graph.role(Talker, "talker").generate(rows=reply.rows).codes)
+
+
+def check(
+    build: Callable[[Graph], Any] = chain, *, specs: Any = None, stages: Any = None, edges: Any = (), **pipeline: Any
+) -> None:
+    graph = Graph("speech")
+    build(graph)
+    plan = GraphParser(graph).parse()
+    spec = {"thinker": {"publishing_fields": frozenset({"rows"})}} | (specs or {})
+    names = stages or sorted(plan.roles, key=["thinker", "talker", "joiner"].index)
+    made = SimpleNamespace(
+        **{"modalities": {"text": "text"}, "extra_outputs": {"codes": "codes"}, "chunks": {}, "speech_stage": None}
+        | {"stages": [StageSpec(name, "", **{"output_type": "text"} | spec.get(name, {})) for name in names]}
+        | pipeline
+    )
+    deployed = [StageConfig(stage_id=index, name=name, model="m") for index, name in enumerate(names)]
+    config = OmniConfig(model="m", model_type="speech", stages=tuple(deployed), edges=tuple(edges))
+    check_graph(config, made, plan)  # type: ignore[arg-type]
+
+
+def test_a_chain_of_stages_is_served() -> None:
+    check()
+
+
+def loop(graph: Graph) -> None:
+    thinker = graph.role(Thinker, "thinker")
+    reply = thinker.generate(prompt=graph.placeholder("prompt"))
+    thinker.generate(draft=reply.text.via(convert))
+    graph.output(text=reply.text, codes=graph.role(Talker, "talker").generate(rows=reply.rows.via(convert)).codes)
+
+
+def test_a_loop_of_stages_is_served() -> None:
+    check(loop)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (join, r"node 'joiner.join' joins text and codes: a stage of a server reads one field"),
+        (with_call, r"graph 'speech' has graph calls \(speak\), which a server does not support"),
+        (with_parameters, r"has parameters of sessions \(history\)"),
+        (lambda graph: chain(graph, Spread), r"node 'talker.generate': scheduling BROADCAST: .* SESSION alone"),
+        (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: a server has one, 'prompt'"),
+    ],
+    ids=["join", "graph call", "parameters", "scheduling", "placeholder"],
+)
+def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check(build)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"build": without_transfer}, r"thinker.generate.rows -> talker.generate.rows has no transfer function"),
+        ({"stages": ["thinker"]}, r"has no stage for role 'talker': add a StageSpec; .*valid: thinker"),
+        ({"stages": ["thinker", "talker", "joiner"]}, r"has no role for stage 'joiner'"),
+        ({"stages": ["talker", "thinker"]}, r"the first stage, 'talker', does not read the prompt"),
+        ({"specs": {"talker": {"output_type": "sound"}}}, r"'talker': output_type 'sound'; .*valid: text"),
+        (
+            {"specs": {"thinker": {"publishing_fields": frozenset({"row"})}}},
+            r"publishing_fields: no output 'row'; did you mean 'rows'",
+        ),
+        ({"modalities": {"text": "texts"}}, r"modality 'text': the graph has no output 'texts'; did you mean 'text'"),
+        ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
+        ({"chunks": {("talker", "thinker"): None}}, r"chunks: the graph has no edge talker->thinker; it has thinker->"),
+        ({"speech_stage": "speaker"}, r"speech_stage: no stage 'speaker'"),
+    ],
+)
+def test_a_pipeline_that_contradicts_itself_is_rejected(wrong: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        check(**wrong)
+
+
+def test_settings_of_an_edge_without_tensors_are_rejected() -> None:
+    edge = EdgeConfig(source="thinker", target="talker", transport="tcp", stream=False, credits=8)
+    check(edges=[edge])
+    for key in ("transport", "stream", "credits"):
+        one = EdgeConfig(source="thinker", target="talker", **{key: getattr(edge, key)})
+        with pytest.raises(ConfigError, match=rf"edge thinker->talker: {key} = .* has no effect.*travel on no edge"):
+            check(specs={"thinker": {}}, edges=[one])
+
+
+def test_an_edge_that_the_graph_has_not_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="edge talker->thinker: the graph has no such edge; it has thinker->talker"):
+        check(edges=[EdgeConfig(source="talker", target="thinker")])
