@@ -1,0 +1,62 @@
+"""A loop over a language model, over HTTP: its text is one text, and the server drains when it is told to end."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.looping import FAILS, NUM_ITERATIONS, REJECTS
+from tests.server import Server, serve, wait_for
+from vllm_omni.testing import llava
+
+pytestmark = pytest.mark.timeout(400)
+
+NUM_TOKENS = 8
+QUESTION = [{"role": "user", "content": [{"type": "text", "text": "w3 w4 w5"}]}]
+DRAIN_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("looping")
+    installed = directory / "looping-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: looping\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[vllm_omni.pipelines]\nlooping = tests.e2e.looping:LoopingPipeline\n")
+    (directory / "looping.yaml").write_text("model_type: looping\n")
+    flags = [f"--deploy-config={directory / 'looping.yaml'}", "--dtype=float32", "--enforce-eager"]
+    flags += ["--max-model-len=512", f"--shutdown-timeout={DRAIN_S}"]
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(directory), str(root), os.environ.get("PYTHONPATH", "")]
+    with serve(
+        llava.build(directory / "checkpoint"), directory / "log", *flags, PYTHONPATH=os.pathsep.join(paths)
+    ) as server:
+        server.log = directory / "log"  # type: ignore[attr-defined]
+        yield server
+
+
+def ask(server: Server, **more: Any) -> Any:
+    params = {"model": "tiny", "messages": QUESTION, "max_tokens": NUM_TOKENS, "temperature": 0.0}
+    return server.client.chat.completions.create(**params | {"extra_body": {"ignore_eos": True}} | more)
+
+
+def test_a_streamed_loop_is_one_text_with_one_finish_reason_and_one_usage(server: Server) -> None:
+    whole = ask(server)
+    chunks = list(ask(server, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+    assert usage.completion_tokens == whole.usage.completion_tokens == NUM_ITERATIONS * NUM_TOKENS
+    assert usage.prompt_tokens == whole.usage.prompt_tokens == ask(server, max_tokens=1).usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("seed", [REJECTS, FAILS])
+def test_an_error_of_the_pipelines_own_code_is_a_500_with_the_stages_name(server: Server, seed: int) -> None:
+    with pytest.raises(openai.InternalServerError, match="stage 'writer': its request could not be made.*draft"):
+        ask(server, seed=seed)
