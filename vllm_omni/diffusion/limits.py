@@ -18,8 +18,8 @@ from msgspec import structs
 from torch import Tensor
 
 from vllm_omni.config.diffusion_params import DiffusionLimits, DiffusionParams
-from vllm_omni.diffusion.merge_check import SIDES, make_request
-from vllm_omni.diffusion.pipeline_arguments import IMAGES, Accepted, parameters_of, pipeline_arguments
+from vllm_omni.diffusion.merge_check import NOT_ABOUT_SIZE, SIDES, make_request
+from vllm_omni.diffusion.pipeline_arguments import IMAGES, Accepted, needs_image, parameters_of, pipeline_arguments
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall
 from vllm_omni.errors import InvalidRequest
@@ -121,16 +121,16 @@ class CallLimits:
         copies = PipelineCopies(pipeline)
         reason: Exception | None = None
         for side in SIDES:
-            request, measured = make_request(pipeline, 0, side), _Measured()
+            request, measured = make_request(pipeline, 0, side, has_image=needs_image(pipeline)), _Measured()
             try:
                 size = first_call_size(SuspendedCall(copies, pipeline_arguments(pipeline, request), limits=measured))
                 self._max_values, self._own_pixels = size * self._growth(request.params), measured.num_pixels
                 return
-            except ValueError as exc:  # most likely the size
-                reason = exc
-            except Exception as exc:
+            except NOT_ABOUT_SIZE as exc:
                 reason = exc
                 break
+            except Exception as exc:
+                reason = exc
         logger.warning("%s: requests are limited by the arguments with known names only: %s", self._name, reason)
 
     def _growth(self, params: DiffusionParams) -> float:
