@@ -27,7 +27,7 @@ def test_speech_is_timed_to_its_first_piece_and_to_its_end() -> None:
     timer.piece()
     clock.now += 0.5
     timer.end(duration_s=8.0)
-    assert sums(metrics) == {"audio_ttfp_s": (1, 0.5), "audio_duration_s": (1, 8.0), "audio_rtf": (1, 0.25)}
+    assert sums(metrics) == {"audio_ttfp_seconds": (1, 0.5), "audio_duration_seconds": (1, 8.0), "audio_rtf": (1, 0.25)}
 
 
 def test_an_answer_without_speech_is_not_counted() -> None:
@@ -42,9 +42,9 @@ def test_a_preview_is_the_first_picture_and_not_a_finished_one() -> None:
     for seconds in (0.5, 1.0):
         clock.now += seconds
         timer.piece()
-    assert sums(metrics) == {"image_ttfp_s": (1, 0.5), "image_total_s": (0, 0)}
+    assert sums(metrics) == {"image_ttfp_seconds": (1, 0.5), "image_total_seconds": (0, 0)}
     timer.end()
-    assert sums(metrics) == {"image_ttfp_s": (1, 0.5), "image_total_s": (1, 1.5)}
+    assert sums(metrics) == {"image_ttfp_seconds": (1, 0.5), "image_total_seconds": (1, 1.5)}
 
 
 def test_without_metrics_nothing_is_counted() -> None:
@@ -57,6 +57,6 @@ def test_a_starting_engine_does_not_remove_the_metrics() -> None:
     metrics = AudioMetrics()
     try:
         unregister_vllm_metrics()  # called by the engine when it starts
-        assert REGISTRY.get_sample_value("vllm_omni:audio_ttfp_s_count") == 0
+        assert REGISTRY.get_sample_value("vllm_omni:audio_ttfp_seconds_count") == 0
     finally:
         REGISTRY.unregister(metrics)

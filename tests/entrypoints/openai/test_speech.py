@@ -85,8 +85,8 @@ async def test_each_piece_of_sound_is_sent_as_soon_as_it_is_encoded(name: str) -
     else:
         assert whole.endswith(joined)
     values = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
-    assert values["vllm_omni:audio_ttfp_s_count"] == 1
-    assert values["vllm_omni:audio_duration_s_sum"] == 2.0
+    assert values["vllm_omni:audio_ttfp_seconds_count"] == 1
+    assert values["vllm_omni:audio_duration_seconds_sum"] == 2.0
 
 
 # -- the routes --------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_a_client_that_leaves_ends_its_speech_in_every_stage(server: Server, str
 
 
 def test_speech_is_counted_with_its_times(client: openai.OpenAI, server: Server) -> None:
-    names = [f"vllm_omni:audio_{name}" for name in ("ttfp_s", "rtf", "duration_s")]
+    names = [f"vllm_omni:audio_{name}" for name in ("ttfp_seconds", "rtf", "duration_seconds")]
 
     def values(suffix: str) -> list[float]:
         return [server.metric(name + suffix) for name in names]

@@ -26,6 +26,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.api_keys import require_api_keys
 from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, error_body
@@ -35,6 +36,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     OmniCompletionRequest,
     SpeechRequest,
 )
+from vllm_omni.entrypoints.openai.schema import describe_app
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
 from vllm_omni.errors import ConfigError, StageFailed
 
@@ -175,13 +177,13 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
-        add_error_handlers(app)
+        _finish(app, args)
         return app
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
     _replace_routes(app, router)
-    add_error_handlers(app)
+    _finish(app, args)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
@@ -191,6 +193,12 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
     )
     return app
+
+
+def _finish(app: FastAPI, args: Namespace) -> None:
+    add_error_handlers(app)
+    require_api_keys(app, args)
+    describe_app(app, (args.served_model_name or [args.model])[0])
 
 
 def _replace_routes(app: FastAPI, ours: APIRouter) -> None:

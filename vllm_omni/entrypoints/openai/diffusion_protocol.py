@@ -10,9 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.openai.errors import invalid_body, shorten
+from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.media.audio import AUDIO_FORMATS
+from vllm_omni.media.image import IMAGE_FORMATS
+from vllm_omni.media.video import VIDEO_FORMATS
 
 MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
+SIZE = "WIDTHxHEIGHT in pixels, or auto: the pipeline's own."
 DEFAULT_NUM_STEPS = 50  # of most pipelines; one that makes fewer steps sends fewer previews than requested
 
 
@@ -21,13 +26,19 @@ class DiffusionFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
-    negative_prompt: str | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    seed: int | None = None
-    cache_threshold: float | None = None
+    model: str | None = documented("A name of `/v1/models`; by default, the served model.")
+    negative_prompt: str | None = documented("What the output should not show.")
+    num_inference_steps: int | None = documented("Denoise steps.", at_least=1)
+    guidance_scale: float | None = documented("Strength of the guidance by the prompt.", at_least=0)
+    true_cfg_scale: float | None = documented(
+        "The same, by a second run of the denoiser, for pipelines to which guidance_scale is an input.", at_least=0
+    )
+    seed: int | None = documented(
+        "Random seed; output i of several has seed + i.", at_least=-(2**63), at_most=2**64 - 1
+    )
+    cache_threshold: float | None = documented(
+        "Of the step cache: larger reuses more; 0 switches it off; by default, the deployment's.", at_least=0
+    )
     priority: int = Field(default=0, description="Requests with a lower value start and run before others.")
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."
@@ -43,11 +54,11 @@ class DiffusionFields(BaseModel):
 class ImageRequest(DiffusionFields):
     """OpenAI's request for images, with further parameters of diffusion pipelines."""
 
-    prompt: str
-    n: int = 1
-    size: str = Field(default="auto", description='"WIDTHxHEIGHT" in pixels, or "auto": the pipeline\'s own.')
+    prompt: str = Field(description="What the images show.")
+    n: int = documented("Number of images.", default=1, at_least=1)
+    size: str = documented(SIZE, default="auto")
     response_format: Literal["b64_json"] | None = None
-    output_format: str = "png"
+    output_format: str = documented("The files' format.", default="png", values=IMAGE_FORMATS)
     output_compression: int | None = Field(default=None, ge=0, le=100, description="Quality of a jpeg or webp.")
     stream: bool = False
     partial_images: int = Field(default=0, ge=0, le=MAX_PARTIAL_IMAGES, description="Previews in a stream.")
@@ -72,13 +83,13 @@ class ImageRequest(DiffusionFields):
 class VideoRequest(DiffusionFields):
     """Request for a video, in the form of vLLM-Omni's server."""
 
-    prompt: str
-    size: str = "auto"
+    prompt: str = Field(description="What the video shows.")
+    size: str = documented(SIZE, default="auto")
     seconds: float | None = Field(default=None, gt=0, description="Instead of num_frames.")
-    num_frames: int | None = None
-    fps: int | None = None
-    guidance_scale_2: float | None = None
-    output_format: str = "mp4"
+    num_frames: int | None = documented("Number of frames.", at_least=1)
+    fps: int | None = documented("Frames per second.", at_least=1)
+    guidance_scale_2: float | None = documented("guidance_scale of a second expert (Wan2.2).", at_least=0)
+    output_format: str = documented("The file's format.", default="mp4", values=VIDEO_FORMATS)
     user: str | None = None
 
     def params(self) -> dict[str, Any]:
@@ -91,7 +102,7 @@ class SoundRequest(DiffusionFields):
     input: str = Field(description="Description of the sound.")
     audio_length: float | None = Field(default=None, gt=0, description="Seconds.")
     audio_start: float = Field(default=0.0, ge=0, description="Start within the generated sound, seconds.")
-    response_format: str = "wav"
+    response_format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
     user: str | None = None
 
     def params(self) -> dict[str, Any]:
@@ -110,14 +121,14 @@ class ImageChatRequest(DiffusionFields):
     model_config = ConfigDict(extra="allow")
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    modalities: list[str] | None = None
-    n: int | None = None
-    num_outputs_per_prompt: int | None = None
-    size: str = "auto"
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    fps: int | None = None
+    modalities: list[str] | None = documented("Modalities of the reply; by default, those of the pipeline.")
+    n: int | None = documented("Number of outputs.", at_least=1)
+    num_outputs_per_prompt: int | None = documented("The same.", at_least=1)
+    size: str = documented(SIZE, default="auto")
+    height: int | None = documented("Pixels, in place of size.", at_least=1)
+    width: int | None = documented("Pixels, in place of size.", at_least=1)
+    num_frames: int | None = documented("Number of frames.", at_least=1)
+    fps: int | None = documented("Frames per second.", at_least=1)
     stream: bool = False
 
     def params(self) -> dict[str, Any]:

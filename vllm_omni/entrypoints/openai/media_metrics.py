@@ -43,8 +43,8 @@ class AudioMetrics(MediaMetrics):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)
-        self.ttfp = self.histogram("audio_ttfp_s", "Seconds from a request to the first piece of its speech.")
-        self.duration = self.histogram("audio_duration_s", "Seconds of speech in an answer.", LENGTHS)
+        self.ttfp = self.histogram("audio_ttfp_seconds", "Seconds from a request to the first piece of its speech.")
+        self.duration = self.histogram("audio_duration_seconds", "Seconds of speech in an answer.", LENGTHS)
         self.rtf = self.histogram(
             "audio_rtf", "Real-time factor: seconds a request took, by seconds of speech.", FACTORS
         )
@@ -61,9 +61,9 @@ class ImageMetrics(MediaMetrics):
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)
         self.ttfp = self.histogram(
-            "image_ttfp_s", "Seconds from a request to its first picture: a preview, or a finished one."
+            "image_ttfp_seconds", "Seconds from a request to its first picture: a preview, or a finished one."
         )
-        self.total = self.histogram("image_total_s", "Seconds from a request to all of its finished pictures.")
+        self.total = self.histogram("image_total_seconds", "Seconds from a request to all of its finished pictures.")
 
     def observe_end(self, seconds: float, duration_s: float) -> None:
         self.total.observe(seconds)

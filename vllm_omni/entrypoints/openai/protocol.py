@@ -1,17 +1,18 @@
 """Request bodies: vLLM's, extended by modalities, speech and SLOs."""
 
 import inspect
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from openai.types import completion_create_params as completion
 from openai.types.chat import completion_create_params as chat
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.entrypoints.openai.errors import check_fields
-from vllm_omni.media.audio import SPEEDS
+from vllm_omni.entrypoints.openai.schema import documented
+from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS
 from vllm_omni.messages.slo import SLO_ARGS, Slo
 
 OPENAI_FIELDS = {
@@ -21,19 +22,31 @@ OPENAI_FIELDS = {
 """Fields of OpenAI's requests for text; those that vLLM does not know have no effect."""
 
 
+_MILLISECONDS = {"type": ["number", "null"], "exclusiveMinimum": 0}
+SLO_SCHEMA = {
+    "type": ["object", "null"],
+    "properties": {
+        "ttft_ms": _MILLISECONDS,
+        "tpot_ms": _MILLISECONDS,
+        "tpot_share": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    },
+    "additionalProperties": False,
+}
+
+
 class AudioOutput(BaseModel):
     """OpenAI's ``audio`` parameter."""
 
     model_config = ConfigDict(extra="forbid")
 
-    voice: str | None = None  # a speaker of the checkpoint; its first one by default
-    format: str = "wav"
+    voice: str | None = documented("A name of `/v1/audio/voices`; the first by default.")
+    format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
 
 
 class _RequestWithSlo(BaseModel):
     """Adds the latency targets (SLO) of a request to vLLM's fields."""
 
-    slo: Any = Field(
+    slo: Annotated[Any, WithJsonSchema(SLO_SCHEMA)] = Field(
         default=None,
         description="Milliseconds to the first token, and between two tokens, and the share of the gaps that meet the "
         'latter (0.9): {"ttft_ms": 1000, "tpot_ms": 50, "tpot_share": 0.99}, or some of them.',
@@ -92,11 +105,11 @@ class SpeechRequest(BaseModel):
     model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
     input: str = Field(description="The text to speak.")
-    model: str | None = None
-    voice: str | Voice | None = Field(default=None, description="A speaker of the checkpoint; its first by default.")
+    model: str | None = documented("A name of `/v1/models`; by default, the served model.")
+    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
     instructions: str | None = Field(default=None, description="How to speak it.")
-    response_format: str = "mp3"
-    speed: float = Field(default=1.0, ge=SPEEDS[0], le=SPEEDS[1])
+    response_format: str = documented("The file's format.", default="mp3", values=AUDIO_FORMATS)
+    speed: float = Field(default=1.0, ge=SPEEDS[0], le=SPEEDS[1], description="Playback speed, at the same pitch.")
     stream_format: Literal["audio", "sse"] | None = Field(
         default=None,
         description='"audio": bytes as they are encoded; "sse": events; by default, one whole file.',
