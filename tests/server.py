@@ -53,6 +53,9 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30)
 
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
     def metric(self, name: str) -> float:
         """The value of one line of /metrics, given as a regular expression."""
         (value,) = re.findall(rf"^{name} (\S+)$", self.get("/metrics").text, flags=re.MULTILINE)

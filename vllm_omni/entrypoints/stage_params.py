@@ -14,7 +14,10 @@ from vllm_omni.config.checks import Problem
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.vllm_args import make_sampling_params
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.slo import SLO_ARGS, Slo
 from vllm_omni.names import suggest
+
+TRANSFER_ARGS = ("kv_transfer_params", "ec_transfer_params")  # vLLM passes them to its connectors in ``extra_args``
 
 StageParams: TypeAlias = SamplingParams | DiffusionParams | Mapping[str, Any] | None
 """Parameters of one stage: vLLM's object, for a diffusion stage ours; or its fields by name."""
@@ -92,10 +95,12 @@ class StageParamsResolver:
         return over
 
     def _is_by_name(self, given: Mapping[Any, Any]) -> bool:
-        """Whether the keys are names of stages rather than fields of the first stage's parameters."""
+        """Whether the keys are names of stages, even misspelt, rather than fields of the first stage's parameters."""
         if set(given) & set(self._config.stage_names):
             return True
-        return not self._first.is_diffusion and not set(given) <= set(SamplingParams.__struct_fields__)
+        fields = DiffusionParams if self._first.is_diffusion else SamplingParams
+        are_params = all(isinstance(one, SamplingParams | DiffusionParams | Mapping | None) for one in given.values())
+        return bool(given) and are_params and not set(given) & set(fields.__struct_fields__)
 
     def _resolve_diffusion(self, stage: StageConfig, given: StageParams, over: Mapping[str, Any]) -> DiffusionParams:
         if isinstance(given, SamplingParams):
@@ -121,13 +126,13 @@ def _make_sampling_params(stage: str, values: Mapping[str, Any]) -> SamplingPara
     except Problem as exc:
         said = exc.at(".".join(exc.path), values) if exc.path else str(exc)
         raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}") from exc
-    _check_seed(stage, params.seed)
+    _check_values(stage, params)
     return params
 
 
 def _check_sampling_params(stage: str, params: SamplingParams) -> None:
     """Check an object that the caller made: in the engine, a field of a wrong type would end its input thread."""
-    _check_seed(stage, params.seed)
+    _check_values(stage, params)
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     except (msgspec.ValidationError, TypeError) as exc:
@@ -153,7 +158,13 @@ def _check_single(stage: str, params: SamplingParams | DiffusionParams) -> None:
         raise InvalidRequest(f"sampling parameters of stage {stage!r}: n = {params.n}: it answers once; give n = 1")
 
 
-def _check_seed(stage: str, seed: int | None) -> None:
-    """A seed travels as a 64-bit integer; a larger one would fail after the engine's client has noted the request."""
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise InvalidRequest(f"sampling parameters of stage {stage!r}: seed = {seed}: valid: -2**63 to 2**64 - 1")
+def _check_values(stage: str, params: SamplingParams) -> None:
+    """Check values that vLLM's class accepts, and that would fail after the engine's client has noted the request."""
+    where = f"sampling parameters of stage {stage!r}"
+    seed, extra_args = params.seed, params.extra_args or {}
+    if seed is not None and not -(2**63) <= seed < 2**64:  # it travels as a 64-bit integer
+        raise InvalidRequest(f"{where}: seed = {seed}: valid: -2**63 to 2**64 - 1", param="seed")
+    for name in TRANSFER_ARGS:
+        if not isinstance(extra_args.get(name), Mapping | None):
+            raise InvalidRequest(f"{where}: {name} = {extra_args[name]!r}: must be an object", param=name)
+    Slo.parse(extra_args.get(SLO_ARGS))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai.lib.streaming._deltas import accumulate_delta
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.entrypoints.openai.chat_stream import DONE, ChatStreamWriter, SpokenStream
@@ -62,18 +63,21 @@ async def stream_of(
             closed.append("outputs")
 
     stream = SpokenStream(generate(), Samples(), ChatStreamWriter("audio-chat", wants_text))  # type: ignore[arg-type]
-    seen = []
+    seen: list[str] = []
+    message: dict[Any, Any] = {}  # as OpenAI's client makes it of the stream
     async for line in stream.merge(write_lines(stream)):
         if line == DONE:
             seen.append("DONE")
             continue
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        accumulate_delta(message, choice["delta"])
         audio = choice["delta"].get("audio", {})
         seen += [f"text {text}"] if (text := choice["delta"].get("content")) else []
         seen += [f"audio {len(base64.b64decode(data))}"] if (data := audio.get("data")) else []
         seen += [f"transcript {text}"] if (text := audio.get("transcript")) else []
         seen += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return seen
+    assert message["audio"]["id"] == "audio-chat"
+    return [*seen, f"file {len(base64.b64decode(message['audio']['data'], validate=True))}"]
 
 
 REPLY = (
@@ -88,14 +92,14 @@ REPLY = (
 def test_the_text_ends_after_the_speech() -> None:
     closed: list[str] = []
     assert asyncio.run(stream_of(REPLY, closed)) == [
-        "text Hel", "audio 2", "text lo.", "audio 4", "audio 1", "audio 3", "transcript Hello.", "stop", "DONE",
+        "text Hel", "text lo.", "audio 6", "audio 4", "transcript Hello.", "stop", "DONE", "file 10",
     ]  # fmt: skip
     assert closed == ["outputs"]
 
 
 def test_without_text_output_the_text_is_sent_as_transcript() -> None:
     assert asyncio.run(stream_of(REPLY, [], wants_text=False)) == [
-        "transcript Hel", "audio 2", "transcript lo.", "audio 4", "audio 1", "audio 3", "stop", "DONE",
+        "transcript Hel", "transcript lo.", "audio 6", "audio 4", "stop", "DONE", "file 10",
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from tests.reference.media import make_audio, make_image, make_video, write_mp4,
 from tests.server import (
     MAX_MODEL_LEN,
     NUM_CODES,
+    SAMPLES_PER_CODE,
     SHORT,
     STAGES,
     Server,
@@ -114,6 +115,24 @@ def test_vllms_own_parameters_still_work(client: openai.OpenAI, text: str) -> No
     assert choice.finish_reason == "stop"
 
 
+def test_a_chat_of_invocations_is_that_of_the_chat_route(server: Server, text: str) -> None:
+    body = {**SHORT, "modalities": ["text", "audio"], "sampling_params_list": STAGES}
+    message = server.post("/invocations", body).json()["choices"][0]["message"]
+    assert message["content"] == text
+    read_audio(message["audio"]["data"])
+    response = server.post("/invocations", {**body, "modalities": ["text", "adio"]})
+    assert response.status_code == 400 and "did you mean 'audio'?" in response.json()["error"]["message"]
+
+
+def test_a_batch_of_chats_is_answered_in_text_and_rejected_with_audio(server: Server, text: str) -> None:
+    body = {**SHORT, "messages": [SHORT["messages"]] * 2}
+    choices = server.post("/v1/chat/completions/batch", body).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [text, text]
+    response = server.post("/v1/chat/completions/batch", {**body, "modalities": ["text", "audio"]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "modalities.1")
+
+
 def test_vllms_other_routes_answer_in_text(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, n=2, seed=1)
     assert len(answer.choices) == 2
@@ -165,12 +184,12 @@ def test_stream_with_audio(client: openai.OpenAI, text: str, modalities: list[st
 
 
 def read_stream(chunks: Any) -> Stream:
-    stream, ids = Stream("", "", [], []), set()
+    stream, ids = Stream("", "", [], []), list[str]()
     for chunk in chunks:
         kind = None if chunk.choices else "usage"
         for choice in chunk.choices:
             audio = choice.delta.audio
-            ids |= {audio.id} if audio else set()
+            ids += [audio.id] if audio and audio.id else []
             if choice.delta.content:
                 kind, stream = "content", stream._replace(content=stream.content + choice.delta.content)
             if audio and audio.transcript:
@@ -181,8 +200,18 @@ def read_stream(chunks: Any) -> Stream:
                 kind = "finish_reason"
         if kind and kind not in stream.kinds:
             stream.kinds.append(kind)
-    assert len(ids) == 1, "the audio of an answer has one id"
+    assert len(ids) == 1, "the audio of an answer has one id, in its first delta"
     return stream
+
+
+def test_openais_own_helper_puts_the_stream_together(client: openai.OpenAI, text: str) -> None:
+    request = {**SHORT, "modalities": ["text", "audio"], "extra_body": {"sampling_params_list": STAGES}}
+    with client.chat.completions.stream(**request, audio={"voice": "Chelsie", "format": "wav"}) as stream:
+        stream.until_done()
+        message = stream.current_completion_snapshot.choices[0].message
+    assert message.content == message.audio.transcript == text
+    assert message.audio.id.startswith("audio-chatcmpl-")
+    assert len(decode("wav", base64.b64decode(message.audio.data, validate=True))) == NUM_CODES * SAMPLES_PER_CODE
 
 
 def test_text_is_streamed_before_the_speech_is_made(client: openai.OpenAI, server: Server, text: str) -> None:
@@ -265,6 +294,13 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         lambda _: {"modalities": ["audio"], "extra_body": {"use_beam_search": True}},
         "use_beam_search",
     ),
+    "misspelt field": (lambda _: {"extra_body": {"modalites": ["text"]}}, "did you mean 'modalities'?"),
+    "transfer parameters that are no object": (
+        lambda _: {"extra_body": {"vllm_xargs": {"kv_transfer_params": "x"}}},
+        "kv_transfer_params = 'x': must be an object",
+    ),
+    "a schema that refers to itself": (lambda _: schema({"$ref": "#"}), ""),
+    "a nested schema": (lambda _: schema(nested(300)), ""),
     "parameters that are no list": (lambda _: parameters(5), "sampling_params_list"),
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
     "parameters of too many stages": (lambda _: parameters([{}] * 4), "4 sets"),
@@ -302,6 +338,14 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         f"maximum context length is {MAX_MODEL_LEN} tokens",
     ),
 }
+
+
+def schema(value: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
 
 
 def parameters(value: object) -> dict[str, Any]:

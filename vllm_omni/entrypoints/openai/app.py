@@ -29,9 +29,11 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.api_keys import require_api_keys
 from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
-from vllm_omni.entrypoints.openai.errors import add_error_handlers, error_body
+from vllm_omni.entrypoints.openai.errors import add_error_handlers, check_fields, error_body
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
+    IGNORED_FIELDS,
+    OmniBatchChatCompletionRequest,
     OmniChatCompletionRequest,
     OmniCompletionRequest,
     SpeechRequest,
@@ -81,6 +83,19 @@ async def create_completion(request: OmniCompletionRequest, raw_request: Request
     """Upstream's route, with an SLO."""
     request.check()
     response: Response | None = await upstream_completion.create_completion(request, raw_request)
+    return response
+
+
+@router.post(
+    "/v1/chat/completions/batch",
+    dependencies=[Depends(validate_json_request)],
+    responses=answers(),
+    response_model=None,
+)
+async def create_batch_chat_completion(request: OmniBatchChatCompletionRequest, raw_request: Request) -> Response:
+    """Upstream's route: text alone."""
+    check_fields(request, IGNORED_FIELDS)
+    response: Response = await upstream_chat.create_batch_chat_completion(request, raw_request)
     return response
 
 

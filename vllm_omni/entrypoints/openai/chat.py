@@ -39,6 +39,9 @@ from vllm_omni.vllm_patches import adopt
 
 logger = logging.getLogger(__name__)
 
+SERVED = ("text", "audio")
+"""Modalities that a chat answer can have."""
+
 
 class EngineWithArguments:
     """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request."""
@@ -82,7 +85,7 @@ class OmniServingChat(OpenAIServingChat):
             InvalidRequest: an unknown modality, voice, format, stage or parameter.
             StageUnavailable: a stage that the reply needs is dead.
         """
-        assert isinstance(request, OmniChatCompletionRequest)
+        request = OmniChatCompletionRequest.of(request)
         self._check(request)
         modalities = ["text"] if request.modalities is None else request.modalities
         speaker = request.audio.voice if request.audio else None
@@ -98,15 +101,23 @@ class OmniServingChat(OpenAIServingChat):
 
     def _check(self, request: OmniChatCompletionRequest) -> None:
         request.check()
-        known = self.omni.orchestrator.pipeline.modalities
+        made = self.omni.orchestrator.pipeline.modalities
+        served = [modality for modality in made if modality in SERVED]
         for modality in request.modalities or ():
-            if modality not in known:
-                raise InvalidRequest(f"modalities: unknown modality {modality!r}: {suggest(modality, known)}")
-        find_format("audio", AUDIO_FORMATS, request.audio_format)
+            if modality in made and modality not in SERVED:
+                raise InvalidRequest(
+                    f"modalities: {modality!r} is not served in chat answers: valid: {', '.join(served)}",
+                    param="modalities",
+                )
+            if modality not in made:
+                raise InvalidRequest(
+                    f"modalities: unknown modality {modality!r}: {suggest(modality, served)}", param="modalities"
+                )
+        find_format("audio", AUDIO_FORMATS, request.audio_format, "audio.format")
         if request.wants_audio and (request.n or 1) > 1:
-            raise InvalidRequest(f"n = {request.n}: must be 1 with audio output")
+            raise InvalidRequest(f"n = {request.n}: must be 1 with audio output", param="n")
         if request.wants_audio and request.use_beam_search:
-            raise InvalidRequest("use_beam_search: cannot be combined with audio output")
+            raise InvalidRequest("use_beam_search: cannot be combined with audio output", param="use_beam_search")
 
     async def render_chat_request(
         self, request: ChatCompletionRequest

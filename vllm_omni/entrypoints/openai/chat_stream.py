@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -11,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_omni.entrypoints.openai.speech import Speech
-from vllm_omni.entrypoints.openai.sse import DONE, event
+from vllm_omni.entrypoints.openai.sse import DONE, Base64Pieces, event
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 
@@ -57,8 +56,8 @@ class SpokenStream:
                     if isinstance(item, Exception):
                         raise item
                     if isinstance(item, OmniRequestOutput):
-                        if data := await self._speech.encode(item):
-                            yield self._writer.audio(data)
+                        if line := self._writer.audio(await self._speech.encode(item)):
+                            yield line
                         continue
                     for line in self._writer.rewrite(item):
                         if self._text_has_ended and self._writer.is_ending(line):
@@ -91,7 +90,8 @@ class ChatStreamWriter:
     """Writes the lines of a stream: upstream's, rewritten where needed, and those of the speech."""
 
     def __init__(self, audio_id: str, wants_text: bool) -> None:
-        self._audio_id = audio_id
+        self._audio_id: str | None = audio_id  # until it has been sent
+        self._pieces = Base64Pieces()
         self._wants_text = wants_text
         self._head: dict[str, Any] = {}  # the first fields of every chunk
         self._transcript = ""
@@ -121,7 +121,7 @@ class ChatStreamWriter:
             return
         delta["content"] = None
         if content:
-            delta["audio"] = {"id": self._audio_id, "transcript": content}
+            delta["audio"] = {**self._take_id(), "transcript": content}
 
     @staticmethod
     def is_ending(line: str) -> bool:
@@ -131,17 +131,24 @@ class ChatStreamWriter:
         choices = json.loads(line.removeprefix("data: ")).get("choices")
         return not choices or choices[0]["finish_reason"] is not None
 
-    def audio(self, data: bytes) -> str:
-        """The line of a piece of the speech."""
-        return self._audio({"data": base64.b64encode(data).decode()})
+    def audio(self, data: bytes) -> str | None:
+        """The line of a piece of the speech, if it is long enough to be sent."""
+        piece = self._pieces.encode(data)
+        return self._audio({"data": piece}) if piece else None
 
     def end_of_audio(self, data: bytes) -> str:
         """The line of the last piece, with the transcript unless that was sent in pieces."""
-        rest = {"data": base64.b64encode(data).decode()} if data else {}
+        piece = self._pieces.encode(data, is_last=True)
+        rest = {"data": piece} if piece else {}
         transcript = {"transcript": self._transcript} if self._wants_text else {}
         return self._audio({**rest, **transcript, "expires_at": int(time.time())})
 
+    def _take_id(self) -> dict[str, str]:
+        """The id in the first delta with audio, nothing afterwards: clients join the texts of a field."""
+        audio_id, self._audio_id = self._audio_id, None
+        return {} if audio_id is None else {"id": audio_id}
+
     def _audio(self, audio: dict[str, Any]) -> str:
-        delta = {"audio": {"id": self._audio_id, **audio}}
+        delta = {"audio": {**self._take_id(), **audio}}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return event({**self._head, "choices": [choice]})

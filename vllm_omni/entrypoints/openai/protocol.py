@@ -1,25 +1,27 @@
 """Request bodies: vLLM's, extended by modalities, speech and SLOs."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Annotated, Any, Literal
 
 from openai.types import completion_create_params as completion
 from openai.types.chat import completion_create_params as chat
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.entrypoints.openai.errors import check_fields
+from vllm_omni.entrypoints.openai.errors import check_fields, invalid_body
 from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS
 from vllm_omni.messages.slo import SLO_ARGS, Slo
 
-OPENAI_FIELDS = {
+IGNORED_FIELDS = {
     *inspect.get_annotations(chat.CompletionCreateParamsBase),
     *inspect.get_annotations(completion.CompletionCreateParamsBase),
-}
-"""Fields of OpenAI's requests for text; those that vLLM does not know have no effect."""
+} - {"modalities", "audio"}
+"""Fields of OpenAI's requests for text, which have no effect if vLLM does not know them."""
 
 
 _MILLISECONDS = {"type": ["number", "null"], "exclusiveMinimum": 0}
@@ -54,7 +56,7 @@ class _RequestWithSlo(BaseModel):
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` for an unknown field, or an SLO that is not valid."""
-        check_fields(self, ignored=OPENAI_FIELDS)
+        check_fields(self, ignored=IGNORED_FIELDS)
         Slo.parse(self.slo)
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
@@ -68,6 +70,13 @@ class OmniCompletionRequest(_RequestWithSlo, CompletionRequest):
     """vLLM's request, with an SLO."""
 
 
+class OmniBatchChatCompletionRequest(BatchChatCompletionRequest):
+    """vLLM's request for several conversations, which are answered in text, at once."""
+
+    modalities: list[Literal["text"]] | None = None
+    stream: Literal[False] = False
+
+
 class OmniChatCompletionRequest(_RequestWithSlo, ChatCompletionRequest):
     """vLLM's request, with an SLO, and the modalities of the reply."""
 
@@ -77,6 +86,20 @@ class OmniChatCompletionRequest(_RequestWithSlo, ChatCompletionRequest):
         default=None,
         description="Sampling parameters of the stages, by position or by name, over those of the request itself.",
     )
+
+    @classmethod
+    def of(cls, request: ChatCompletionRequest) -> OmniChatCompletionRequest:
+        """The same request with our fields: ``/invocations`` reads a chat as vLLM's class.
+
+        Raises:
+            InvalidRequest: one of our fields is wrong.
+        """
+        if isinstance(request, cls):
+            return request
+        try:
+            return cls.model_validate(request.model_dump(exclude_unset=True))
+        except ValidationError as exc:
+            raise invalid_body(exc.errors(include_url=False), cls) from None
 
     @property
     def wants_audio(self) -> bool:

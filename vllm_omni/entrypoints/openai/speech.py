@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -19,7 +18,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
-from vllm_omni.entrypoints.openai.sse import chain, event
+from vllm_omni.entrypoints.openai.sse import Base64Pieces, chain, event
 from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -148,11 +147,14 @@ class OmniServingSpeech:
 
     @staticmethod
     async def _events(pieces: AsyncGenerator[bytes, None], usage: dict[str, int]) -> AsyncGenerator[str, None]:
+        encoder = Base64Pieces()
         async with aclosing(pieces):
             try:
                 async for piece in pieces:
-                    if piece:
-                        yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+                    if text := encoder.encode(piece):
+                        yield event({"type": "speech.audio.delta", "audio": text})
+                if text := encoder.encode(b"", is_last=True):
+                    yield event({"type": "speech.audio.delta", "audio": text})
                 yield event({"type": "speech.audio.done", "usage": {**usage, "total_tokens": sum(usage.values())}})
             except Exception as exc:  # the response has started: it ends with the error
                 logger.exception("speech failed while it was streamed")
