@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
-    VLLM_OMNI_MAX_READING_MEDIA: int
+    VLLM_OMNI_MAX_MEDIA_BYTES: int
     VLLM_OMNI_MAX_WAITING_MEDIA: int
+    VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S: float
 
 
 class Variable(NamedTuple):
@@ -108,15 +109,21 @@ VARIABLES: Mapping[str, Variable] = {
         lambda: "127.0.0.1",
         "where the transports tcp, nixl and mooncake listen: an address of this host that the other hosts reach",
     ),
-    "VLLM_OMNI_MAX_READING_MEDIA": Variable(
+    "VLLM_OMNI_MAX_MEDIA_BYTES": Variable(
         _positive_count,
-        lambda: 16,
-        "prompts with images, audio or video that are read at a time: opened, decoded, processed for the model",
+        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
+        "decoded images, sounds and videos of prompts that are held at a time until they have been processed; more "
+        "wait, and a prompt that needs more alone is rejected; an eighth of the machine's memory by default",
     ),
     "VLLM_OMNI_MAX_WAITING_MEDIA": Variable(
-        _count,
+        _positive_count,
         lambda: 1024,
-        "prompts with media that may wait to be read; more are rejected (HTTP 503)",
+        "prompts with media that may be fetched, wait or be read at a time; more are rejected (HTTP 503)",
+    ),
+    "VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S": Variable(
+        _positive_seconds,
+        lambda: 30.0,
+        "deadline to fetch one image, sound or video of a prompt, repetitions included",
     ),
 }
 

@@ -6,8 +6,10 @@ Function, and what it replaces  Why                                           Up
 ``torch_kernels_for_encoders``  An encoder that runs in a thread must not     a hook of the loader before it packs
  base_loader's function that    share scratch memory with the language model  weights for CPU kernels
  packs weights, during a load
-``wrap_renderer``               A few prompts with media are read at a time,  a limit in the renderer
- a renderer's two methods       by the engine or by vLLM's HTTP handlers
+``replace_media_connector``     Media wait, as files, until they fit into a   a class per server (VLLM_MEDIA_CONNECTOR
+ the registry's connector       budget of memory; a fetch has one deadline    names one for the process)
+``wrap_renderer``               Prompts with media are counted and hold a     a limit in the renderer
+ a renderer's two methods       budget, for the engine and HTTP handlers
 ``limit_media_threads``         More threads than cores, decoding media,      a pool given to ``MediaConnector``; the
  the size of vLLM's media pool  delay the event loop                          environment variable is read at import
 ``keep_media_in_front_end``     Instances share a front end: it cannot        a cache type for the front end alone
@@ -70,6 +72,13 @@ def wrap_renderer(renderer: BaseRenderer, wrap: Callable[[Any, Any], tuple[Any, 
     renderer.render_cmpl_async, renderer.render_chat_async = wrap(
         renderer.render_cmpl_async, renderer.render_chat_async
     )
+
+
+def replace_media_connector(connector: type) -> None:
+    """Make vLLM's default connector one of ours; another one that VLLM_MEDIA_CONNECTOR names stays."""
+    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+    MEDIA_CONNECTOR_REGISTRY.register("http")(connector)
 
 
 def limit_media_threads() -> None:

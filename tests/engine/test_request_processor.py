@@ -1,4 +1,4 @@
-"""A bounded number of prompts with media is read at a time; prompts without media do not wait."""
+"""Prompts with media are counted and hold a budget while they are read; prompts without media do not wait."""
 
 import asyncio
 import threading
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_omni.engine.media_budget import HOLDING, MediaBudget
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.engine.request_processor import RequestProcessor, has_media, is_chat_with_media, start_threads
 from vllm_omni.errors import Overloaded
@@ -27,17 +28,13 @@ class Renderer:
         self._executor = ThreadPoolExecutor(1)
         self.released = asyncio.Event()
         self.started: list[Any] = []
-        self.num_at_once = 0
-        self.most_at_once = 0
+        self.num_bytes = 0  # of the media of a prompt
 
     async def render_cmpl_async(self, prompts: list[Any]) -> list[dict[str, Any]]:
         self.started += prompts
-        self.num_at_once += 1
-        self.most_at_once = max(self.most_at_once, self.num_at_once)
-        try:
-            await self.released.wait()
-        finally:
-            self.num_at_once -= 1
+        if (holding := HOLDING.get()) is not None:
+            await holding.budget.reserve(holding, self.num_bytes)
+        await self.released.wait()
         return [{"type": "token", "arrival_time": time.time()} for _ in prompts]
 
     async def render_chat_async(self, conversations: list[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -49,73 +46,61 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def bind(max_reading: int, max_waiting: int, observed: list[float] | None = None) -> tuple[Renderer, RequestProcessor]:
+def bind(max_prompts: int, observed: list[float] | None = None) -> tuple[Renderer, RequestProcessor]:
     renderer = Renderer()
     observe = None if observed is None else observed.append
-    processor = RequestProcessor(max_reading, max_waiting, observe)
+    processor = RequestProcessor(MediaBudget(100), max_prompts, observe)
     processor.bind(renderer)  # type: ignore[arg-type]
     return renderer, processor
 
 
-async def test_a_bounded_number_is_read_at_a_time_in_order_of_arrival() -> None:
-    renderer, processor = bind(2, 10)
-    prompts = [{**IMAGE, "prompt": str(number)} for number in range(5)]
-    tasks = [asyncio.ensure_future(renderer.render_cmpl_async([one])) for one in prompts]
-    await settle()
-    assert (processor.num_reading, processor.num_waiting) == (2, 3)
-    renderer.released.set()
-    await asyncio.gather(*tasks)
-    assert renderer.started == prompts and renderer.most_at_once == 2
-    assert (processor.num_reading, processor.num_waiting) == (0, 0)
-
-
-async def test_a_text_is_read_at_once() -> None:
-    renderer, processor = bind(1, 10)
-    images = [asyncio.ensure_future(renderer.render_chat_async([CHAT])) for _ in range(3)]
+async def test_a_text_is_read_however_many_media_are() -> None:
+    renderer, processor = bind(2)
+    images = [asyncio.ensure_future(renderer.render_chat_async([CHAT])) for _ in range(2)]
     await settle()
     texts = [
         asyncio.ensure_future(renderer.render_cmpl_async([TEXT])),
         asyncio.ensure_future(renderer.render_chat_async([CHAT_OF_TEXT])),
     ]
     await settle()
-    assert renderer.started == [CHAT, TEXT, CHAT_OF_TEXT]
+    assert renderer.started == [CHAT, CHAT, TEXT, CHAT_OF_TEXT]
     renderer.released.set()
     await asyncio.gather(*images, *texts)
-    assert processor.num_waiting == 0
+    assert processor.num_prompts == 0
 
 
 async def test_a_prompt_beyond_the_limit_is_rejected_and_can_be_tried_again() -> None:
-    renderer, processor = bind(1, 1)
+    renderer, processor = bind(2)
     held = [asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(2)]
     await settle()
-    with pytest.raises(Overloaded, match="1 prompts with media wait to be read") as rejected:
+    with pytest.raises(Overloaded, match="2 prompts with media are being read") as rejected:
         await renderer.render_cmpl_async([IMAGE])
     with pytest.raises(Overloaded):  # not the prompt's fault
         rejection(rejected.value)
     renderer.released.set()
     await asyncio.gather(*held)
     await renderer.render_cmpl_async([IMAGE])
-    assert processor.num_reading == 0
+    assert processor.num_prompts == 0
 
 
-async def test_an_aborted_prompt_frees_its_slot() -> None:
-    renderer, processor = bind(1, 10)
-    read, waits, last = (asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(3))
+async def test_what_a_prompt_holds_is_released_at_its_end_and_when_it_is_aborted() -> None:
+    renderer, processor = bind(10)
+    renderer.num_bytes = 60
+    tasks = [asyncio.ensure_future(renderer.render_chat_async([CHAT])) for _ in range(3)]
     await settle()
-    waits.cancel()
+    assert processor.budget.num_held_bytes == 60
+    tasks[0].cancel()
     await settle()
-    assert (processor.num_reading, processor.num_waiting) == (1, 1)
-    read.cancel()
-    await settle()
-    assert len(renderer.started) == 2  # the slot passes to the last
+    assert (processor.num_prompts, processor.budget.num_held_bytes) == (2, 60)
     renderer.released.set()
-    await last
-    assert (processor.num_reading, processor.num_waiting) == (0, 0)
+    await asyncio.gather(*tasks[1:])
+    assert (processor.num_prompts, processor.budget.num_held_bytes) == (0, 0)
 
 
-async def test_the_arrival_time_includes_the_wait() -> None:
+async def test_the_time_that_a_prompt_took_includes_its_wait() -> None:
     observed: list[float] = []
-    renderer, _ = bind(1, 10, observed)
+    renderer, _ = bind(10, observed)
+    renderer.num_bytes = 60
     before = time.time()
     tasks = [asyncio.ensure_future(renderer.render_cmpl_async([IMAGE])) for _ in range(2)]
     await settle()

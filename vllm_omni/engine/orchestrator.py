@@ -24,6 +24,7 @@ from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.relay_options import make_relay_options
@@ -108,8 +109,8 @@ class Orchestrator:
         make_engine = partial(StageEngine, stage, self._specs[stage.name], log_stats=self._log_stats)
         reader = None
         if stage.stage_id == 0:
-            limits = envs.VLLM_OMNI_MAX_READING_MEDIA, envs.VLLM_OMNI_MAX_WAITING_MEDIA
-            reader = RequestProcessor(*limits, self.latency_metrics.read.observe)
+            budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES)
+            reader = RequestProcessor(budget, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe)
         if not stage.deployment.is_split:
             engine = make_engine(reader=reader)
             return [engine], engine

@@ -25,11 +25,14 @@ def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
     cause = exc.__cause__
     if cause is not None and str(cause) and str(cause) not in said:
         said = f"{said}: {cause}"
-    return InvalidRequest(f"stage {stage!r}: {said}" if stage else said)
+    return InvalidRequest(f"stage {stage!r}: {said}" if stage else said, param=getattr(exc, "parameter", None))
 
 
-def raise_reported(output: OmniRequestOutput, stage: str) -> None:
+def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: bool = False) -> None:
     """Raise the error that an engine reports in an output, if it does.
+
+    Args:
+        is_constrained: the engine ends the request with an error only if its ``structured_outputs`` allow no token.
 
     Raises:
         InvalidRequest: it is the request's fault.
@@ -42,4 +45,10 @@ def raise_reported(output: OmniRequestOutput, stage: str) -> None:
             raise InvalidRequest(f"stage {stage!r}: {error}")
         raise StageFailed(stage, error)
     if any(completion.finish_reason == "error" for completion in output.outputs):
+        if is_constrained:
+            raise InvalidRequest(
+                f"stage {stage!r}: no token is allowed by the schema or grammar of the request: it cannot be compiled, "
+                "or refers to itself without an end",
+                param="structured_outputs",
+            )
         raise StageFailed(stage, "its engine gave the request up (finish_reason 'error')")

@@ -333,6 +333,9 @@ class StageEngine(StageNode):
             **(context.engine_kwargs if self._is_first else {}),
         )
         sent_at, is_noted = time.time(), False
+        # Otherwise a transfer may have failed, too.
+        transfers = self.vllm_config.kv_transfer_config, self.vllm_config.ec_transfer_config
+        is_constrained = params.structured_outputs is not None and transfers == (None, None)
 
         def note() -> None:
             notes = self.llm.notes.pop(request_id, TaskNotes())
@@ -343,7 +346,7 @@ class StageEngine(StageNode):
             async with self._translate_errors(), aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
-                    raise_reported(output, self.name)
+                    raise_reported(output, self.name, is_constrained=is_constrained)
                     if output.finished:
                         note()
                         is_noted = True

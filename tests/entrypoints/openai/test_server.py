@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import re
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,6 +273,22 @@ def test_media_of_every_kind(client: openai.OpenAI, tmp_path: Path, kind: str) -
     read_audio(answer.choices[0].message.audio.data)
 
 
+def test_pictures_that_trickle_do_not_delay_others(client: openai.OpenAI, server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as host:  # accepts, and never sends anything
+        url = f"http://127.0.0.1:{host.getsockname()[1]}/x.png"
+        body = {**SHORT, "messages": with_part({"type": "image_url", "image_url": {"url": url}})}
+        with ExitStack() as stack:
+            for _ in range(20):
+                chat = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)))
+                data = json.dumps(body).encode()
+                head = "POST /v1/chat/completions HTTP/1.1\r\nhost: server\r\ncontent-type: application/json\r\n"
+                chat.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            held = [stack.enter_context(host.accept()[0]) for _ in range(20)]
+            assert ask(client, messages=with_part(image_part(png()))).choices[0].message.content
+            assert len(held) == 20
+    wait_for("the end of the chats", server.holds_nothing)
+
+
 # -- rejected requests ------------------------------------------------------------------------------------------------
 
 Bad = Callable[[Path], dict[str, Any]]
@@ -299,8 +317,11 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         lambda _: {"extra_body": {"vllm_xargs": {"kv_transfer_params": "x"}}},
         "kv_transfer_params = 'x': must be an object",
     ),
-    "a schema that refers to itself": (lambda _: schema({"$ref": "#"}), ""),
-    "a nested schema": (lambda _: schema(nested(300)), ""),
+    "a schema that refers to itself": (
+        lambda _: schema({"$ref": "#"}),
+        "no token is allowed by the schema or grammar",
+    ),
+    "a nested schema": (lambda _: schema(nested(300)), "nested too deeply"),
     "parameters that are no list": (lambda _: parameters(5), "sampling_params_list"),
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
     "parameters of too many stages": (lambda _: parameters([{}] * 4), "4 sets"),

@@ -15,11 +15,11 @@ from starlette.datastructures import FormData, UploadFile
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.exceptions import VLLMNotFoundError
-from vllm.multimodal.media import MediaConnector
 from vllm.multimodal.media.base import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.utils import random_uuid
 
+from vllm_omni.engine.media_connector import BudgetedConnector
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
@@ -59,7 +59,7 @@ class DiffusionServing:
         self._image_metrics = image_metrics
         self.pipeline = omni.orchestrator.pipeline
         config = omni.model_config
-        self._media = MediaConnector(
+        self._media = BudgetedConnector(
             allowed_local_media_path=config.allowed_local_media_path,
             allowed_media_domains=config.allowed_media_domains,
         )
