@@ -7,7 +7,7 @@ from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
 # Names given by vLLM (message queues of ranks), Python's SharedMemory, torch and the benchmarks.
-NAMES = re.compile(r"(vllm_dist_|psm_|torch_\d|vllm-omni-)")
+NAMES = re.compile(r"(sem\.)?(vllm_dist_|psm_|torch_\d|vllm-omni-)")
 LOOK_TWICE_S = 0.1
 
 

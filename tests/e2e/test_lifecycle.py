@@ -252,7 +252,7 @@ def test_parent_of_two_workers_killed_while_requests_run(run: Run, llava_checkpo
     program = run("generate", "language.tensor_parallel_size=2", model=llava_checkpoint)
     program.wait_for_event("generating")
     shared_memory = program.note_shared_memory()
-    assert any("psm_" in path for path in shared_memory), "an engine core speaks to its workers through it"
+    assert any("/vllm-omni-" in path for path in shared_memory), "an engine core speaks to its workers through it"
     program.kill_parent()
     program.expect_nothing_left()
 
@@ -323,7 +323,7 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     processes = [engine_core, *engine_core.children()]
     shared_memory = mapped_shared_memory(processes)
     assert len(processes) == 3
-    assert any("psm_" in path for path in shared_memory)
+    assert any("/vllm-omni-" in path for path in shared_memory)
     num_sockets = len(program.sockets())
     with no_free_file_descriptor(program):
         wait_for("supervisor", lambda: "language: cannot be watched: [Errno 24]" in program.log(), END_TIMEOUT_S)

@@ -35,11 +35,13 @@ def start_stage(tether: ServerTether) -> multiprocessing.process.BaseProcess:
     return process
 
 
-def share(tether: ServerTether, name: str, ready: Connection) -> None:
+def share(tether: ServerTether, ready: Connection) -> None:
+    """Make what an engine core shares with its workers, and send its names in /dev/shm."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    block = SharedMemory(name, create=True, size=64)
+    block = SharedMemory(create=True, size=64)
     semaphore = multiprocessing.get_context("spawn").Semaphore()
-    ready.send(semaphore._semlock.name)  # type: ignore[attr-defined]
+    name: str = semaphore._semlock.name  # type: ignore[attr-defined]
+    ready.send([block.name, f"sem.{name.removeprefix('/')}"])
     time.sleep(LIFE_S)
     block.close()
 

@@ -1,13 +1,17 @@
 """The private directory of a server."""
 
+import multiprocessing
 import os
 import tempfile
 import uuid
+from multiprocessing import resource_tracker
 
 import pytest
 
+from tests.process.programs import share
 from vllm_omni.process.proc import SHM
-from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.run_directory import RunDirectory, blocks_of
+from vllm_omni.process.tether import ServerTether
 
 
 def test_children_inherit_the_directory_and_the_parent_does_not(
@@ -37,3 +41,22 @@ def test_remove_frees_the_memory_that_workers_share_and_no_other(directory: RunD
         assert other.exists()
     finally:
         other.unlink()
+
+
+def test_remove_frees_what_killed_stages_have_shared(
+    directory: RunDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here, there = multiprocessing.Pipe()
+    tether = ServerTether(directory.path, "talker")
+    with directory.inherited():
+        process = multiprocessing.get_context("spawn").Process(target=share, args=(tether, there), daemon=True)
+    process.start()
+    blocks = {SHM / name for name in here.recv()}
+    process.kill()
+    process.join()
+    assert set(blocks_of(directory.path)) == blocks, "an owner can be told by the names"
+    directory.remove()
+    assert not any(block.exists() for block in blocks)
+    # The tracker, which is asked to forget them, complains of nothing.
+    resource_tracker.ensure_running()
+    assert "Traceback" not in capfd.readouterr().err

@@ -4,7 +4,6 @@ import multiprocessing
 import resource
 import signal
 import socket
-import uuid
 from collections.abc import Callable
 
 import pytest
@@ -17,26 +16,23 @@ from vllm_omni.process.tether import ServerTether
 
 
 def test_the_rest_of_a_stage_is_ended_and_removed_and_other_stages_continue(directory: RunDirectory) -> None:
-    name = f"omni-{uuid.uuid4().hex}"
     tether, other_tether = ServerTether(directory.path, "talker"), ServerTether(directory.path, "thinker")
     processes, others = StageProcesses(tether), StageProcesses(other_tether)
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=share, args=(tether, name, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=share, args=(tether, there), daemon=True)
     process.start()
     other = start_stage(other_tether)
-    semaphore = SHM / f"sem.{here.recv().removeprefix('/')}"
+    blocks = [SHM / name for name in here.recv()]
     wait_for(lambda: any(directory.path.glob("thinker.*.process")))
     processes.note()
     assert not processes.has_lost_one()
     process.kill()  # its shared memory cannot be found afterwards
     process.join()
     assert processes.has_lost_one()
-    assert (SHM / name).exists()
-    assert semaphore.exists()
+    assert all(block.exists() for block in blocks)
     (directory.path / "talker.failure").write_text("the cause")
     processes.end()
-    assert not (SHM / name).exists()
-    assert not semaphore.exists()
+    assert not any(block.exists() for block in blocks)
     assert processes.failure() is None
     assert not list(directory.path.glob("talker.*"))
     assert other.is_alive()

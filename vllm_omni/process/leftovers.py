@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_omni.process.run_directory import OWNER, PREFIX, blocks_of_workers, remove_directory
+from vllm_omni.process.run_directory import OWNER, PREFIX, blocks_of, remove_directory
 
 STARTING_S = 5.0  # a directory this young may belong to a server that has not locked it yet
 
@@ -43,7 +43,7 @@ def remove_leftover(leftover: Leftover, now_s: float) -> bool:
     """Remove it, unless a server owns it by now; returns whether it is gone."""
     with contextlib.suppress(OSError), _claim(leftover.path, now_s) as is_free:
         if is_free:
-            remove_directory(leftover.path)
+            remove_directory(leftover.path, has_tracker=False)
     return not leftover.path.exists()
 
 
@@ -67,6 +67,6 @@ def _claim(path: Path, now_s: float) -> Iterator[bool]:
 
 
 def _measure(path: Path) -> Leftover:
-    blocks = tuple(blocks_of_workers(path))
+    blocks = tuple(blocks_of(path))
     files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
     return Leftover(path, blocks, sum(file.lstat().st_size for file in (*files, *blocks)))

@@ -9,12 +9,14 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing import current_process, resource_tracker, shared_memory
 from pathlib import Path
 
 from vllm_omni import envs
 from vllm_omni.process.proc import SHM
 
 PREFIX = "vllm-omni-"
+NUM_RANDOM = 8  # characters, in the name of a block
 OWNER = "owner"  # the file that the server keeps locked while it lives
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
@@ -38,13 +40,17 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """Point the environment at the directory; another server of this process waits until the block ends."""
+        """Point the environment at the directory, and name semaphores after it, also those of the children; another
+        server of this process waits until the block ends."""
+        config = current_process()._config  # type: ignore[attr-defined]
         with _environment_lock:
             saved = {name: os.environ.get(name) for name in _VARIABLES}
             os.environ.update(dict.fromkeys(_VARIABLES, str(self.path)))
+            semprefix, config["semprefix"] = config["semprefix"], f"/{self.path.name}"
             try:
                 yield
             finally:
+                config["semprefix"] = semprefix
                 for name, value in saved.items():
                     if value is None:
                         os.environ.pop(name, None)
@@ -53,22 +59,47 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Remove the directory and its contents; stages that still run end. A second call does nothing."""
-        remove_directory(self.path)
+        remove_directory(self.path, has_tracker=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-def remove_directory(directory: Path) -> None:
-    """Remove a server's directory, and the shared memory that its workers named after files in it."""
-    for block in blocks_of_workers(directory):
-        block.unlink(missing_ok=True)
+def name_blocks(directory: Path) -> None:
+    """Name the shared memory that this process will make after a server's directory, which shows its owner.
+
+    Python's own names (``psm_*``) are random, as are those of semaphores (``sem.mp-*``; see ``inherited``). There is no
+    public setting for either.
+    """
+    prefix = f"/{directory.name}-"
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + NUM_RANDOM  # type: ignore[attr-defined]
+
+
+def remove_directory(directory: Path, *, has_tracker: bool) -> None:
+    """Remove a server's directory, and what its processes have left in /dev/shm.
+
+    Args:
+        has_tracker: this process is the server, or one of its children: they have one resource tracker, which would
+            report removed blocks as leaked.
+    """
+    for block in blocks_of(directory):
+        remove_block(block, has_tracker=has_tracker)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def blocks_of_workers(directory: Path) -> list[Path]:
-    """Blocks in /dev/shm of vLLM's CPU workers, which are named after their rendezvous file.
+def blocks_of(directory: Path) -> list[Path]:
+    """A server's blocks in /dev/shm (``name_blocks``); vLLM's CPU workers name theirs after their rendezvous file."""
+    names = [directory.name, f"sem.{directory.name}", *(file.name for file in directory.glob("vllm_dist_*"))]
+    return [block for name in names for block in SHM.glob(f"{name}-*")]
 
-    Python's resource tracker, which removes what killed processes leave there, does not know them.
-    """
-    return [block for file in directory.glob("vllm_dist_*") for block in SHM.glob(f"{file.name}-*")]
+
+def remove_block(block: Path, *, has_tracker: bool) -> None:
+    """Remove a block of /dev/shm; see ``remove_directory``."""
+    try:
+        block.unlink()
+    except FileNotFoundError:
+        return
+    if has_tracker and not block.name.startswith("vllm_dist_"):  # made by C++: the tracker does not know it
+        kind = "semaphore" if block.name.startswith("sem.") else "shared_memory"
+        resource_tracker.unregister(f"/{block.name.removeprefix('sem.')}", kind)

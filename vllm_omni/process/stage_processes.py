@@ -6,10 +6,10 @@ import contextlib
 import os
 import signal
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 from vllm_omni.process.proc import ProcessId, bound_sockets, mapped_shared_memory
+from vllm_omni.process.run_directory import remove_block
 from vllm_omni.process.tether import ServerTether
 
 KILL_TIMEOUT_S = 10.0
@@ -73,7 +73,9 @@ class StageProcesses:
                 )
             time.sleep(0.01)
         for block in self._shared_memory - mapped_shared_memory(os.getpid()):
-            _remove_shared_memory(block, self._directory)
+            remove_block(block, has_tracker=True)
+            # Of a block of a CPU worker, also the rendezvous file after which it is named.
+            (self._directory / block.name.partition("-")[0]).unlink(missing_ok=True)
         self._shared_memory.clear()
         for file in self._directory.glob(f"{self._tether.file_stem}.*"):
             file.unlink(missing_ok=True)
@@ -97,17 +99,3 @@ class StageProcesses:
     def _note_shared_memory(self, processes: list[ProcessId]) -> None:
         for process in processes:
             self._shared_memory |= mapped_shared_memory(process.pid)
-
-
-def _remove_shared_memory(block: Path, directory: Path) -> None:
-    try:
-        block.unlink()
-    except FileNotFoundError:
-        return
-    if block.name.startswith("vllm_dist_"):  # see blocks_of_workers; the tracker does not know these
-        (directory / block.name.partition("-")[0]).unlink(missing_ok=True)
-    elif block.name.startswith("sem."):
-        resource_tracker.unregister(f"/{block.name.removeprefix('sem.')}", "semaphore")
-    else:
-        # Child processes share the server's tracker, which would report the block as leaked at the end.
-        resource_tracker.unregister(f"/{block.name}", "shared_memory")

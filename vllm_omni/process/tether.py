@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.process.proc import ProcessId, is_dying
-from vllm_omni.process.run_directory import OWNER, remove_directory
+from vllm_omni.process.run_directory import OWNER, name_blocks, remove_directory
 
 DYING_TIMEOUT_S = 10.0
 RETRY_S = 1.0
@@ -75,6 +75,7 @@ def _bind(tether: ServerTether) -> None:
     global _tether
     if _tether is None:
         _tether = tether
+        name_blocks(tether.directory)
         with contextlib.suppress(OSError):  # the directory is gone, and so is the server
             this = ProcessId.current()
             (tether.directory / f"{tether.file_stem}.{this.pid}.process").write_text(str(this.started_at))
@@ -91,7 +92,7 @@ def _end_with_server(directory: Path) -> None:
             break
         except OSError:  # no file descriptor is free: the server may run
             time.sleep(RETRY_S)
-    remove_directory(directory)
+    remove_directory(directory, has_tracker=True)
     os._exit(1)
 
 

@@ -268,6 +268,8 @@ class Server:
         self.path = Path(self.process.stdout.readline().strip())
         self.block = SHM / f"vllm_dist_{name}-tp:0-[0-1]-cpushm_0"
         self.block.write_text("12345678")
+        self.of_python = SHM / f"sem.{self.path.name}-abcdefgh"
+        self.of_python.touch()
         os.utime(self.path / run_directory.OWNER, (0, 0))  # started long ago
 
     def kill(self) -> None:
@@ -282,6 +284,7 @@ def servers(elsewhere: Path) -> Iterator[list[Server]]:
     for server in servers:
         server.kill()
         server.block.unlink(missing_ok=True)
+        server.of_python.unlink(missing_ok=True)
 
 
 def leftovers(capfd: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
@@ -295,15 +298,15 @@ def test_leftovers_of_a_killed_server_are_listed_and_removed(
     dead, live = servers
     assert leftovers(capfd)["live_servers"] == sorted([str(dead.path), str(live.path)])
     dead.kill()
-    left = {"path": str(dead.path), "blocks": [str(dead.block)], "num_bytes": 12}
+    left = {"path": str(dead.path), "blocks": [str(dead.of_python), str(dead.block)], "num_bytes": 12}
     lives = {"live_servers": [str(live.path)]}
     assert leftovers(capfd) == {"found": [{**left, "removed": False}], **lives}
     assert dead.block.exists()
     assert leftovers(capfd, "--clean") == {"found": [{**left, "removed": True}], **lives}
     assert not dead.path.exists()
-    assert not dead.block.exists()
+    assert not dead.block.exists() and not dead.of_python.exists()
     assert live.path.exists()
-    assert live.block.exists()
+    assert live.block.exists() and live.of_python.exists()
     assert leftovers(capfd, "--clean") == {"found": [], **lives}
 
 
