@@ -101,7 +101,7 @@ def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
     from vllm_omni.testing import qwen2_5_omni as tiny
 
     flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
-    flags += ["--stage=thinker.max_num_seqs=16"]
+    flags += ["--stage=thinker.max_num_seqs=16", '--stage-overrides={"voices": {"onyx": "Ethan"}}']
     checkpoint = tiny.build(directory / "checkpoint")
     variables = {
         "VLLM_OMNI_STAGE_RESTARTS": "1",  # test_stage_death.py

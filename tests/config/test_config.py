@@ -227,7 +227,8 @@ def test_mistake_in_a_file(model, deploy):
         ("edges: {thinker->talker: {credits: 0}}\n", r"thinker->talker.credits = 0: must be at least 1"),
         ("model_type: qwen2_6_omni\n", r"deploy.yaml:1: model_type = 'qwen2_6_omni': did you mean 'qwen2_5_omni'\?"),
         ("engine_args: {max_num_seqs: -1}\n", r"deploy.yaml:1: engine_args.max_num_seqs = -1: must be at least 1"),
-        ("- 1\n", r"must be a mapping with the keys model_type, stages, edges, engine_args"),
+        ("voices: [alloy]\n", r"deploy.yaml:1: voices = \['alloy'\]: must be a mapping"),
+        ("- 1\n", r"must be a mapping with the keys model_type, stages, edges, engine_args, voices"),
         ("stages:\n  thinker: {\n", r"deploy.yaml:3: not valid YAML"),
         ("a: 1\n\tb: 2\n", r"deploy.yaml:2: not valid YAML"),
         ("stages: &a\n  thinker: *a\n", r"not valid YAML"),
@@ -241,6 +242,14 @@ def test_mistake_in_a_file(model, deploy):
     ]:
         with rejected(ConfigError, message, text):
             load_config(model, deploy_config=deploy(text))
+
+
+def test_voices_of_the_layers_are_joined(model, deploy):
+    file = deploy("voices: {alloy: Chelsie, onyx: Chelsie}\n")
+    omni = load_config(model, deploy_config=file, overrides={"voices": {"onyx": "Ethan"}})
+    assert omni.voices == {"alloy": "Chelsie", "onyx": "Ethan"}
+    assert omni.origins["voices", "alloy"].line == 1
+    assert omni.origins["voices", "onyx"].kind == "overrides"
 
 
 def test_anchors_and_merge_keys_work(model, deploy):

@@ -17,7 +17,7 @@ from vllm_omni.config.model import Origin
 from vllm_omni.errors import ConfigError
 from vllm_omni.names import suggest
 
-TOP_LEVEL_KEYS = ("model_type", "stages", "edges", "engine_args")
+TOP_LEVEL_KEYS = ("model_type", "stages", "edges", "engine_args", "voices")
 
 KeyPath = tuple[str, ...]  # keys from the top of a document
 

@@ -68,7 +68,7 @@ def load_config(
 
     Args:
         model: directory or Hub id of the checkpoint; a stage may have another (its ``model`` key).
-        deploy_config: a YAML file with the keys ``model_type``, ``stages``, ``edges``, ``engine_args``.
+        deploy_config: a YAML file with the keys ``model_type``, ``stages``, ``edges``, ``engine_args``, ``voices``.
         overrides: the same keys as a mapping; stages by name or id. The keys may be only stages, too:
             ``{"0": {"max_num_seqs": 8}}``.
         stage_overrides: ``"NAME.KEY=VALUE"``; ``NAME`` a stage's name or id.
@@ -166,6 +166,7 @@ class _Draft:
         self.names = tuple(bundled.mapping("stages"))
         self.stages: dict[str, dict[str, Any]] = {name: {key: {} for key in SECTIONS} for name in self.names}
         self.edges: dict[tuple[str, str], dict[str, Any]] = {}
+        self.voices: dict[str, str] = {}
         self.origins: dict[KeyPath, Origin] = {}
         self.overlay(bundled)
 
@@ -183,6 +184,9 @@ class _Draft:
                 self._set(layer, at, name, key, value)
         for edge in layer.mapping("edges"):
             self._overlay_edge(layer, edge)
+        for name, speaker in layer.mapping("voices").items():
+            self.voices[name] = speaker
+            self.origins["voices", name] = layer.origin(("voices", name))
 
     def build(self, model: str, model_type: str) -> OmniConfig:
         stages = [
@@ -191,7 +195,12 @@ class _Draft:
         ]
         edges = [EdgeConfig(source=s, target=t, **values) for (s, t), values in self.edges.items()]
         return OmniConfig(
-            model=model, model_type=model_type, stages=tuple(stages), edges=tuple(edges), origins=self.origins
+            model=model,
+            model_type=model_type,
+            stages=tuple(stages),
+            edges=tuple(edges),
+            voices=self.voices,
+            origins=self.origins,
         )
 
     def _set(self, layer: Document, at: KeyPath, name: str, key: str, value: object) -> None:

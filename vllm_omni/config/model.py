@@ -206,6 +206,7 @@ class OmniConfig:
     model_type: str
     stages: tuple[StageConfig, ...]
     edges: tuple[EdgeConfig, ...] = ()
+    voices: Mapping[str, str] = field(default_factory=dict)  # a further name of a voice -> the checkpoint's
     origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -66,6 +66,7 @@ class Orchestrator:
         check_graph(config, self.pipeline, self.plan)
         self._specs = {spec.name: spec for spec in self.pipeline.stages}
         self.pipeline.set_chunks(config.edges)
+        self.pipeline.set_voices(config.voices)
         self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}
         self.nodes: dict[str, StageNode] = {}
@@ -211,7 +212,7 @@ class Orchestrator:
         outputs = self.outputs_of(modalities)
         slos = self._slos_of(params)
         self.check_health(self.stages_of(outputs.values()))
-        checked = self.pipeline.validate(options or {})
+        checked = self.pipeline.check_options(options or {})
         context = RequestContext(
             request_id, params, checked, lora_request, priority, trace_headers, engine_kwargs or {}
         )

@@ -276,7 +276,7 @@ class AsyncOmni(StageAdmin):
             StageUnavailable: one of them is not.
             InvalidRequest: an unknown modality or speaker.
         """
-        self.orchestrator.pipeline.validate(_speaker_option(speaker))
+        self.orchestrator.pipeline.check_options(_speaker_option(speaker))
         outputs = self.orchestrator.outputs_of(modalities)
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
 

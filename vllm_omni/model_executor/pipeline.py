@@ -19,6 +19,7 @@ from vllm_omni.flow import Graph
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import StageTimes, Task, TaskNotes
+from vllm_omni.names import suggest
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
@@ -99,6 +100,7 @@ class Pipeline(ABC):
     # Edges whose field is cut into chunks: (source, target) -> sizes, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default
+    voices: Mapping[str, str] = {}  # the deployment's further names of them
     speech_stage: str | None = None  # generates the speech tokens; None: no text to speech
 
     @abstractmethod
@@ -111,6 +113,24 @@ class Pipeline(ABC):
         Raises:
             InvalidRequest: an unknown option or value, with the nearest valid one.
         """
+
+    def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``validate``, where a voice may have a name of the deployment's."""
+        speaker = options.get("speaker")
+        if isinstance(speaker, str) and speaker in self.voices:
+            options = {**options, "speaker": self.voices[speaker]}
+        return self.validate(options)
+
+    def set_voices(self, voices: Mapping[str, str]) -> None:
+        """Set the deployment's further names of voices.
+
+        Raises:
+            ConfigError: a name stands for a voice that the checkpoint does not have.
+        """
+        for name, speaker in voices.items():
+            if speaker not in self.speakers:
+                raise ConfigError(f"voices.{name} = {speaker!r}: {suggest(str(speaker), self.speakers)}")
+        self.voices = dict(voices)
 
     def set_chunks(self, edges: Iterable[EdgeConfig]) -> None:
         """Set the deployment's chunk sizes.

@@ -17,6 +17,7 @@ stages:
   talker:
     max_num_seqs: 2
     default_sampling_params: {top_p: 0.5, detokenize: true}
+voices: {alloy: Ethan}
 """
 FLAGS = [
     '--stage-overrides={"0": {"max_num_seqs": 8}}',
@@ -73,6 +74,7 @@ def test_each_value_has_its_origin(capfd: pytest.CaptureFixture[str], tiny_check
     assert origins["dtype: float32"] == f"{deployment}:1"
     assert origins["max_num_seqs: 2"] == f"{deployment}:4"
     assert origins["top_p: 0.5"] == f"{deployment}:5"
+    assert origins["alloy: Ethan"] == f"{deployment}:6"
     assert origins["max_num_seqs: 8"] == "--stage-overrides"
     assert origins["max_model_len: 4096"] == "--max-model-len"
     assert origins["limit_mm_per_prompt: {image: 2}"] == "--stage thinker.limit_mm_per_prompt={image: 2}"
@@ -106,6 +108,7 @@ def test_config_rejects(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Pat
         (["show", "m", "--jsn"], "unknown flag '--jsn': did you mean '--json'?"),
         (["show", "/etc/passwd"], "it is a file; give the directory of a checkpoint"),
         (["show", "TINY", "--stage=talker.enable_prefix_caching=true"], "this model runs with False only"),
+        (["show", "TINY", '--stage-overrides={"voices": {"alloy": "Eathn"}}'], "voices.alloy = 'Eathn': did you mean"),
         (["show", "TINY", "--deploy-config", "."], "deployment file '.' cannot be read: Is a directory"),
     ]:
         args = [str(tiny_checkpoint) if arg == "TINY" else arg for arg in args]

@@ -165,8 +165,14 @@ def test_fields_of_a_request_change_the_speech(server: Server) -> None:
     assert len(sound(speed=2.0)) == pytest.approx(NUM_SAMPLES / 2, rel=0.1)
 
 
-def test_voices_are_the_checkpoints(server: Server) -> None:
-    assert server.get("/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
+def test_voices_are_the_checkpoints_and_the_deployments(server: Server) -> None:
+    assert server.get("/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan", "onyx"]}
+
+
+def test_a_name_of_the_deployment_is_the_checkpoints_voice(server: Server) -> None:
+    assert say(server, voice="onyx").content == say(server, voice="Ethan").content
+    audio = ask(server.client, modalities=["text", "audio"], audio={"voice": "onyx", "format": "wav"})
+    assert audio.choices[0].message.audio.data
 
 
 def test_another_model_is_not_found(server: Server) -> None:

@@ -98,6 +98,7 @@ def resolve(deployment: OmniConfig) -> list[Value]:
         sizes = pipeline.chunks.get((edge.source, edge.target))
         for key in () if sizes is None else CHUNK_KEYS:
             values.append(_of_deployment(deployment, (*path, "chunks", key), getattr(sizes, key)))
+    values += [_of_deployment(deployment, ("voices", name), voice) for name, voice in deployment.voices.items()]
     return values
 
 

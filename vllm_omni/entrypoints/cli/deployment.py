@@ -163,7 +163,7 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
     group.add_argument(
         "--deploy-config",
         metavar="FILE",
-        help="A YAML file that overrides the one bundled for the model's type: stages, edges, engine_args.",
+        help="A YAML file that overrides the one bundled for the model's type: stages, edges, engine_args, voices.",
     )
     group.add_argument(
         "--stage-overrides",

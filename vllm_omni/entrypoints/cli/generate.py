@@ -193,7 +193,7 @@ def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[
     try:
         if options.modalities is not None:
             orchestrator.outputs_of(options.modalities)
-        orchestrator.pipeline.validate({} if options.speaker is None else {"speaker": options.speaker})
+        orchestrator.pipeline.check_options({} if options.speaker is None else {"speaker": options.speaker})
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
     return options.modalities or tuple(orchestrator.pipeline.modalities)

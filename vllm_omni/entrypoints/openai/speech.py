@@ -74,7 +74,7 @@ class OmniServingSpeech:
         self._sse_keep_alive_s = sse_keep_alive_s
 
     def voices(self) -> dict[str, list[str]]:
-        return {"voices": list(self._pipeline.speakers)}
+        return {"voices": [*self._pipeline.speakers, *self._pipeline.voices]}
 
     async def create_speech(self, request: SpeechRequest, raw_request: Request) -> Response:
         """Serve one request. The response starts with the first bytes, so that an earlier error has an HTTP status.
