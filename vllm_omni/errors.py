@@ -24,6 +24,10 @@ class InvalidRequest(OmniError, ValueError):
         self.param = param
 
 
+class UnknownModel(InvalidRequest):
+    """A request names a model that is not served. HTTP 404."""
+
+
 class GraphError(OmniError, ValueError):
     """A graph declaration is wrong; the message names the node and the field."""
 

@@ -66,12 +66,18 @@ class BudgetedConnector(MediaConnector):
         super().__init__(media_io_kwargs, connection, **kwargs)
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None) -> M:
-        holding = HOLDING.get()
-        if holding is None:  # not a prompt of a renderer
-            return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
-        run = partial(asyncio.get_running_loop().run_in_executor, global_thread_pool)
         file = await super().load_from_url_async(url, _Files(media_io), fetch_timeout=fetch_timeout)
-        await holding.budget.reserve(holding, await run(num_decoded_bytes, media_io, file))
+        return await self._decode(media_io, file)
+
+    async def decode_image(self, data: bytes) -> Any:
+        """Decode an image that came with the request."""
+        media_io = ImageMediaIO()
+        return await self._decode(media_io, _Files(media_io).load_bytes(data))
+
+    async def _decode(self, media_io: MediaIO[Any], file: File) -> Any:
+        run = partial(asyncio.get_running_loop().run_in_executor, global_thread_pool)
+        if (holding := HOLDING.get()) is not None:
+            await holding.budget.reserve(holding, await run(num_decoded_bytes, media_io, file))
         return await run(file.decode)
 
 

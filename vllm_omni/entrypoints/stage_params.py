@@ -125,7 +125,8 @@ def _make_sampling_params(stage: str, values: Mapping[str, Any]) -> SamplingPara
         params: SamplingParams = make_sampling_params(values)
     except Problem as exc:
         said = exc.at(".".join(exc.path), values) if exc.path else str(exc)
-        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}") from exc
+        param = exc.path[0] if exc.path else None
+        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}", param=param) from exc
     _check_values(stage, params)
     return params
 

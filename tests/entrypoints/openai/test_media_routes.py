@@ -133,6 +133,7 @@ async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClie
     content = [{"type": "image_url", "image_url": {"url": url_of(PICTURE)}}, {"type": "text", "text": "at night"}]
     body = {"messages": [{"role": "user", "content": content}], "size": "64x64", "seed": 3, "num_inference_steps": 2}
     answer = (await editor.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["completion_tokens"] == 16  # 64x64 pixels
     url = answer["choices"][0]["message"]["content"][0]["image_url"]["url"]
     assert url.partition(",")[2] == await edit(editor, PICTURE)
 

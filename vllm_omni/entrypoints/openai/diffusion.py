@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -13,19 +12,19 @@ from PIL import Image
 from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
-from vllm.exceptions import VLLMNotFoundError
+from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.multimodal.media.base import MediaWithBytes
-from vllm.multimodal.media.image import ImageMediaIO
 from vllm.utils import random_uuid
 
+from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.media_connector import BudgetedConnector
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics, MediaTimer
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.errors import InvalidRequest, UnknownModel
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
+from vllm_omni.names import suggest
 
 ROUTES = {
     "image": "/v1/images/generations",
@@ -91,12 +90,14 @@ class DiffusionServing:
 
         Raises:
             InvalidRequest: names the invalid field as in the body.
-            VLLMNotFoundError: the request names another model.
+            UnknownModel: the request names another one.
             StageFailed: the stage failed on the request.
         """
-        unknown = await self._models.check_model(fields.model)
-        if isinstance(unknown, ErrorResponse):
-            raise VLLMNotFoundError(unknown.error.message)
+        if await self._models.check_model(fields.model) is not None:
+            served = [model.name for model in self._models.base_model_paths]
+            raise UnknownModel(
+                f"model = {fields.model!r} is not served: {suggest(str(fields.model), served)}", param="model"
+            )
         self._omni.check_admission()
         timer = MediaTimer(self._image_metrics)
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
@@ -131,11 +132,10 @@ class DiffusionServing:
         """
         try:
             if isinstance(given, UploadFile):
-                image = await asyncio.to_thread(ImageMediaIO().load_bytes, await given.read())
-            elif isinstance(given, str) and ":" in given[:8]:
-                image = await self._media.fetch_image_async(given)
+                image = await self._media.decode_image(await given.read())
             elif isinstance(given, str):
-                image = await asyncio.to_thread(ImageMediaIO().load_base64, "image", given)
+                url = given if ":" in given[:8] else f"data:image/*;base64,{given}"
+                image = await self._media.fetch_image_async(url)
             else:
                 raise ValueError(f"must be a file or a URL, not {type(given).__name__}")
         except Exception as exc:
@@ -146,29 +146,31 @@ class DiffusionServing:
 async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Read the fields of the body, JSON or a form; a form field given several times becomes a list.
 
-    A dependency of the routes, so that the body has been read before they start to wait for a disconnect. Uploaded
-    files stay open until the answer is complete.
+    A dependency of the routes, so that the body has been read before they start to wait for a disconnect. Until the
+    answer is complete, uploaded files stay open, and images of the body hold a part of the server's budget.
 
     Raises:
         InvalidRequest: the body is neither, or is not an object.
     """
+    budget: MediaBudget = raw_request.app.state.media_budget
+    async with AsyncExitStack() as stack:
+        stack.enter_context(budget.hold())
+        yield await _read_body(raw_request, stack)
+
+
+async def _read_body(raw_request: Request, stack: AsyncExitStack) -> dict[str, Any]:
     kind = raw_request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0].strip()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        form = await raw_request.form()
-        try:
-            yield _fields(form)
-        finally:
-            await form.close()
-    elif kind in ("", "application/json"):
-        try:
-            values = json.loads(await raw_request.body())
-        except ValueError as exc:
-            raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
-        if not isinstance(values, dict):
-            raise InvalidRequest("the body must be an object")
-        yield values
-    else:
+        return _fields(await stack.enter_async_context(raw_request.form()))
+    if kind not in ("", "application/json"):
         raise InvalidRequest(f"content-type {kind!r}: must be application/json or multipart/form-data")
+    try:
+        values = json.loads(await raw_request.body())
+    except ValueError as exc:
+        raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(values, dict):
+        raise InvalidRequest("the body must be an object")
+    return values
 
 
 Values = Annotated[dict[str, Any], Depends(read_values)]

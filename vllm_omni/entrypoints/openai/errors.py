@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException as RoutingError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
 
-from vllm_omni.errors import InvalidRequest, OmniError, Overloaded, StageUnavailable
+from vllm_omni.errors import InvalidRequest, OmniError, Overloaded, StageUnavailable, UnknownModel
 from vllm_omni.names import suggest
 
 MAX_REPORTED = 3  # of the mistakes in one body
@@ -90,9 +90,11 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
-    """400 where the request is at fault, 503 where it may be tried again, else 500."""
+    """404 for another model, 400 where the request is at fault, 503 where it may be tried again, else 500."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
-    if isinstance(exc, ValueError):
+    if isinstance(exc, UnknownModel):
+        status = HTTPStatus.NOT_FOUND
+    elif isinstance(exc, ValueError):
         status = HTTPStatus.BAD_REQUEST
     elif isinstance(exc, StageUnavailable | Overloaded):
         status = HTTPStatus.SERVICE_UNAVAILABLE

@@ -21,7 +21,7 @@ from vllm.utils import random_uuid
 from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
 from vllm_omni.entrypoints.openai.errors import check_fields
-from vllm_omni.entrypoints.openai.images import data_url
+from vllm_omni.entrypoints.openai.images import data_url, usage_of
 from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
@@ -62,7 +62,12 @@ class OmniServingImageChat:
         }
         if fields.stream:
             return StreamingResponse(_stream(head, message, modality), media_type="text/event-stream")
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        tokens = usage_of(images, output.images if modality == "image" else [])
+        usage = {
+            "prompt_tokens": tokens["input_tokens"],
+            "completion_tokens": tokens["output_tokens"],
+            "total_tokens": tokens["total_tokens"],
+        }
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -77,7 +78,9 @@ class OmniServingImages:
         if fields.stream:
             outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
             outputs = chain(await anext(outputs), outputs)
-            events = with_sse_keep_alive(self._events(outputs, fields, image_format, kind), self._sse_keep_alive_s)
+            events = with_sse_keep_alive(
+                self._events(outputs, fields, images, image_format, kind), self._sse_keep_alive_s
+            )
             return StreamingResponse(events, media_type="text/event-stream")
         output = await self._serving.answer(fields.prompt, fields, images, raw_request)
         pictures = output.images
@@ -89,6 +92,7 @@ class OmniServingImages:
                 "data": [{"b64_json": one} for one in files],
                 "output_format": fields.output_format,
                 "size": _size(pictures[0]),
+                "usage": usage_of(images, pictures),
             }
         )
 
@@ -96,6 +100,7 @@ class OmniServingImages:
     async def _events(
         outputs: AsyncGenerator[OmniRequestOutput, None],
         fields: ImageRequest,
+        given: Sequence[Image.Image],
         image_format: ImageFormat,
         kind: str,
     ) -> AsyncGenerator[str, None]:
@@ -116,19 +121,29 @@ class OmniServingImages:
                         yield await write("partial_image", preview, partial_image_index=num_partial)
                         num_partial += 1
                     for image in output.images:
-                        yield await write("completed", image, usage=NO_TOKENS)
+                        yield await write("completed", image, usage=usage_of(given, [image]))
             except Exception as exc:  # the answer has started, so it ends with the error
                 logger.exception("an image failed while its progress was streamed")
                 yield event({"type": "error", **create_error_response(exc).model_dump()}, "error")
 
 
-NO_TOKENS = {
-    "input_tokens": 0,
-    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
-    "output_tokens": 0,
-    "total_tokens": 0,
-}
-"""Usage that OpenAI's clients expect; a diffusion pipeline counts no tokens."""
+TOKEN_SIDE = 16
+"""Pixels along the side of the square that counts as a token: as most denoisers see an image."""
+
+
+def usage_of(given: Sequence[Image.Image], made: Sequence[Image.Image]) -> dict[str, Any]:
+    """Usage in OpenAI's form, in squares of pixels; a diffusion pipeline counts no tokens of text."""
+    num_given, num_made = (sum(map(_num_squares, images)) for images in (given, made))
+    return {
+        "input_tokens": num_given,
+        "input_tokens_details": {"image_tokens": num_given, "text_tokens": 0},
+        "output_tokens": num_made,
+        "total_tokens": num_given + num_made,
+    }
+
+
+def _num_squares(image: Image.Image) -> int:
+    return math.ceil(image.width / TOKEN_SIDE) * math.ceil(image.height / TOKEN_SIDE)
 
 
 def data_url(image: Image.Image, image_format: ImageFormat) -> str:

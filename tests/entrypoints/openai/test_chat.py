@@ -1,0 +1,39 @@
+"""What a chat may ask for, without engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.errors import InvalidRequest
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Draw a cat."}]}
+
+
+def make_chat(*modalities: str) -> OmniServingChat:
+    chat = OmniServingChat.__new__(OmniServingChat)
+    pipeline = SimpleNamespace(modalities=dict.fromkeys(modalities, "output"))
+    chat.omni = SimpleNamespace(orchestrator=SimpleNamespace(pipeline=pipeline))  # type: ignore[assignment]
+    return chat
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_modality_that_chat_answers_cannot_have_is_rejected(stream: bool) -> None:
+    for wanted in ("image", "critique"):  # the second is a text of another stage
+        request = OmniChatCompletionRequest(**CHAT, modalities=["text", wanted], stream=stream)
+        with pytest.raises(InvalidRequest, match=f"'{wanted}' is not served in chat answers: valid: text") as rejected:
+            await make_chat("text", "image", "critique").create_chat_completion(request)
+        assert rejected.value.param == "modalities"
+
+
+def test_a_request_of_vllm_keeps_what_it_does_not_know() -> None:
+    request = ChatCompletionRequest(**CHAT, modalities=["audio"], audio={"voice": "Ethan"}, temperature=0.5)
+    ours = OmniChatCompletionRequest.of(request)
+    assert (ours.modalities, ours.audio and ours.audio.voice, ours.temperature) == (["audio"], "Ethan", 0.5)
+    assert ours.messages == request.messages
+    assert OmniChatCompletionRequest.of(ours) is ours
+    with pytest.raises(InvalidRequest, match=r"unknown field 'audio.vocie': did you mean 'voice'\?"):
+        OmniChatCompletionRequest.of(ChatCompletionRequest(**CHAT, audio={"vocie": "Ethan"}))
