@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxFillPipeline, FluxPipeline
 from PIL import Image
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
+from tests.diffusion.other_pipelines import make_from
 from tests.shared_engines import QWEN_IMAGE, SharedEngines
 from vllm_omni import DiffusionParams, OmniLLM
-from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError, StageFailed
 
 SMALL = DiffusionParams(height=48, width=64, num_inference_steps=3, seed=5)
 
@@ -34,6 +36,16 @@ def test_engine_arguments_without_an_effect_are_rejected_before_an_engine_starts
 ) -> None:
     with pytest.raises(ConfigError, match=f"stage 'diffusion': {said}"):
         OmniLLM(tiny_pipeline("qwen-image"), **given)
+
+
+@pytest.mark.long
+def test_a_pipeline_that_needs_more_than_a_request_can_bring_does_not_start(
+    tiny_pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    make_from(FluxPipeline.from_pretrained(tiny_pipeline("flux")), FluxFillPipeline).save_pretrained(tmp_path)
+    said = "'diffusion': did not start: .*FluxFillPipeline answers no request: .*it also takes mask_image"
+    with pytest.raises(StageFailed, match=said):
+        OmniLLM(tmp_path)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def _run_as_accepted(
             return _run_at_some_size(pipeline, copies, candidates, make)
         except Exception as exc:
             error = forget_frames(exc)
-    said = f"{type(pipeline).__name__} answers no request: {describe(error)}"
+    said = f"{type(pipeline).__name__} answers no request: {describe(error).rstrip('.')}"
     if missing := unreachable_inputs(pipeline):
         said += f"; only text, numbers and images reach a pipeline, and it also takes {', '.join(missing)}"
     raise ConfigError(f"{said} (merge: false in the section diffusion starts it unchecked)") from error
