@@ -61,7 +61,9 @@ $(STAMP): requirements/cpu.lock requirements/fix_cpu_env.py pyproject.toml
 		echo "error: $(TORCH) could not be installed. What the first attempt said is in $(VENV)/pip.log."; \
 		echo "       It is on PyTorch's public CPU index. If this machine reaches a mirror of that, name it and try again:"; \
 		echo "       make $(or $(MAKECMDGOALS),.venv) PIP_FLAGS='--extra-index-url URL'"; exit 1; }
+	@# vllm-omni is another project, with a package and a command of the same names.
 	@$(PIP) install -qq --no-deps $(PIP_FLAGS) -r requirements/cpu.lock \
+		&& $(PIP) uninstall -qq -y vllm-omni \
 		&& $(PIP) install -qq --no-deps --no-build-isolation -e . \
 		&& $(BIN)/python requirements/fix_cpu_env.py || { \
 		echo "error: the installation failed; the reason stands above. To try again: make $(or $(MAKECMDGOALS),.venv)"; exit 1; }

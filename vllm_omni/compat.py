@@ -11,12 +11,20 @@ DISTRIBUTION = "vllm-omni-flow"
 NAMESAKE = "vllm-omni"
 """Another project's distribution, on PyPI, whose package and command have the names of this one's."""
 
+PLUGIN_GROUP, PLUGIN_VALUE = "vllm.general_plugins", "vllm_omni.plugin:register"
+
 _HOW = how_to_install("cpu", "cuda")
 
 
+def is_ours(found: metadata.Distribution) -> bool:
+    """Whether a distribution is this project, by its plugin: names are not unique."""
+    return any((entry.group, entry.value) == (PLUGIN_GROUP, PLUGIN_VALUE) for entry in found.entry_points)
+
+
 def warn_of_namesake() -> None:
-    """Warn if another distribution with this package is installed beside this one: either may replace the other's."""
-    if all(any(metadata.distributions(name=name)) for name in (DISTRIBUTION, NAMESAKE)):
+    """Warn if another project with this package is installed beside this one: either may replace the other's files."""
+    others = (found for found in metadata.distributions(name=NAMESAKE) if not is_ours(found))
+    if any(others) and any(metadata.distributions(name=DISTRIBUTION)):
         warnings.warn(
             f"the distributions {DISTRIBUTION} and {NAMESAKE} are both installed, and both have the package vllm_omni; "
             f"`vllm-omni doctor` says which one runs. To keep this one: pip uninstall {NAMESAKE}, then {_HOW}",

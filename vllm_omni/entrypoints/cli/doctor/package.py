@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import vllm_omni
-from vllm_omni.compat import DISTRIBUTION, NAMESAKE, SUPPORTED_VLLM, check_vllm_version
+from vllm_omni.compat import (
+    DISTRIBUTION,
+    NAMESAKE,
+    PLUGIN_GROUP,
+    PLUGIN_VALUE,
+    SUPPORTED_VLLM,
+    check_vllm_version,
+    is_ours,
+)
 from vllm_omni.entrypoints.cli.doctor.report import Report
 from vllm_omni.errors import ConfigError, MissingDependency, how_to_install
 
-PLUGIN_GROUP = "vllm.general_plugins"
-PLUGIN_NAME, PLUGIN_VALUE = "vllm_omni", "vllm_omni.plugin:register"
+PLUGIN_NAME = "vllm_omni"
 ENGINE_EXTRAS = ("cpu", "cuda")  # one of them must be complete
 INSTALL = how_to_install(*ENGINE_EXTRAS)
 
@@ -56,7 +63,7 @@ def _examine_distributions(report: Report, path: Sequence[str]) -> list[dict[str
 def _report_namesake(report: Report, found: metadata.Distribution, place: str) -> None:
     what = f"{place} has the distribution {NAMESAKE} {found.version}"
     remedy = f"{sys.executable} -m pip uninstall {NAMESAKE}; then, {INSTALL}"
-    if any((entry.group, entry.value) == (PLUGIN_GROUP, PLUGIN_VALUE) for entry in found.entry_points):
+    if is_ours(found):
         report.warn(f"{what}, which installs this project under another project's name", remedy)
     else:
         report.problem(
