@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_READY_TIMEOUT_S: float
     VLLM_OMNI_STAGE_RESTARTS: int
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
+    VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S: float
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
@@ -93,6 +94,11 @@ VARIABLES: Mapping[str, Variable] = {
         _positive_seconds,
         lambda: 600.0,
         "seconds after which a restart no longer counts",
+    ),
+    "VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S": Variable(
+        _positive_seconds,
+        lambda: 5.0,
+        "how long a stage may take to end when the server ends, seconds; then its processes are killed",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,

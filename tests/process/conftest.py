@@ -1,7 +1,7 @@
 """A server's directory."""
 
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +9,9 @@ from vllm_omni.process.run_directory import RunDirectory
 
 
 @pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RunDirectory]:
-    monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(tmp_path))
-    directory = RunDirectory()
-    yield directory
-    directory.remove()
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirectory]:
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as parent:  # the path of a socket must be short
+        monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", parent)
+        directory = RunDirectory()
+        yield directory
+        directory.remove()

@@ -5,10 +5,13 @@ import os
 import tempfile
 import uuid
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
+from tests.cases import rejected
 from tests.process.programs import share
+from vllm_omni.errors import ConfigError
 from vllm_omni.process.proc import SHM
 from vllm_omni.process.run_directory import RunDirectory, blocks_of
 from vllm_omni.process.tether import ServerTether
@@ -25,6 +28,18 @@ def test_children_inherit_the_directory_and_the_parent_does_not(
         raise ArithmeticError
     assert os.environ["TMPDIR"] == "/before"
     assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+def test_a_parent_that_cannot_hold_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    for parent, message in [
+        ("/proc", "No such file or directory: set VLLM_OMNI_RUNTIME_DIR"),
+        (long, "too long a path"),
+    ]:
+        monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(parent))
+        with rejected(ConfigError, message, parent):
+            RunDirectory()
 
 
 def test_remove_frees_the_memory_that_workers_share_and_no_other(directory: RunDirectory) -> None:

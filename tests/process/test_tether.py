@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.process.programs import TIMEOUT_S, start_stage, wait_for
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.tether import ServerTether, enter_stage_process
@@ -61,10 +63,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("directory")
 def test_stage_ends_and_removes_the_directory_when_the_server_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(SERVER)
-    env = os.environ | {"VLLM_OMNI_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env) as server:
         assert server.stdout is not None
         path, stage, forked = server.stdout.readline().split()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.abstract import Executor
 
+from vllm_omni import envs
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance, Tasks
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
@@ -38,17 +40,13 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
-from vllm_omni.process.stage_processes import StageProcesses
+from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import keep_media_in_front_end
 
 logger = logging.getLogger(__name__)
-
-# A process that has not ended by then is killed, and its semaphores stay until the program ends. Upstream's five
-# seconds are too short for several engines on a few cores: a Python process with torch and vLLM takes seconds to end.
-SHUTDOWN_TIMEOUT_S = 20.0
 
 # How long an aborted request waits for its engine to acknowledge. An engine answers between two steps, and a vocoder's
 # step may take minutes: it then drops the request at the end of that step. Only after this wait is the request reported
@@ -130,7 +128,7 @@ class StageEngine(StageNode):
                     profiles_front_end=self._is_first and (self.instance is None or self.instance.is_front),
                 )
             except Exception as exc:
-                raise StageFailed(self.name, f"did not start: {processes.failure() or exc}") from exc
+                raise StageFailed(self.name, self._start_failure(exc)) from exc
         if self._reader is not None:
             self._reader.bind(self.llm.renderer)
         processes.note()
@@ -159,7 +157,7 @@ class StageEngine(StageNode):
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:
-            reason = f"did not start: {processes.failure() or exc}"
+            reason = self._start_failure(exc)
             with suppress(TimeoutError):
                 processes.end()
             raise StageFailed(self.name, reason) from exc
@@ -193,8 +191,11 @@ class StageEngine(StageNode):
 
     def shutdown(self) -> None:
         """End the engine's processes; does nothing when it was not started."""
-        if self._llm is not None:
-            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        if self._llm is None:
+            return
+        self._llm.shutdown(timeout=envs.VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S)
+        if -signal.SIGKILL in self._llm.exit_codes():  # one that was killed leaves its workers and shared memory
+            self._started.end()
 
     @property
     def _started(self) -> StageProcesses:
@@ -228,10 +229,13 @@ class StageEngine(StageNode):
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
-        cause = self._started.failure()
-        if cause is None and (killed := [-code for code in self.llm.exit_codes() if code < 0]):
-            cause = f"killed by {signal.Signals(killed[0]).name}"
+        cause = self._started.failure() or killed_by(self.llm.exit_codes())
         return f"its engine has died: {cause}" if cause else "its engine has died"
+
+    def _start_failure(self, error: Exception) -> str:
+        # Upstream reports exit codes in its message: "Failed core proc(s): {'EngineCore_DP0': -9}".
+        codes = map(int, re.findall(r"': (-\d+)", str(error)))
+        return f"did not start: {self._started.failure() or killed_by(codes) or error}"
 
     async def ask(self, call: Coroutine[Any, Any, T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Await a call of the engine that is not a request.

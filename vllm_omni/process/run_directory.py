@@ -13,6 +13,7 @@ from multiprocessing import current_process, resource_tracker, shared_memory
 from pathlib import Path
 
 from vllm_omni import envs
+from vllm_omni.errors import ConfigError
 from vllm_omni.process.proc import SHM
 
 PREFIX = "vllm-omni-"
@@ -22,6 +23,9 @@ OWNER = "owner"  # the file that the server keeps locked while it lives
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
 
+MAX_SOCKET_NAME = 107  # bytes in the path of a UNIX socket
+SOCKET_NAME_BYTES = len("/vllm-omni-xxxxxxxx/") + 36  # a private directory, and a UUID in it
+
 
 class RunDirectory:
     """Creates and locks the directory; stages that are started inside ``inherited`` put their files there.
@@ -29,13 +33,25 @@ class RunDirectory:
     The server holds a lock on a file of the directory, and each process of a stage waits for that lock
     (``ServerTether``). The lock is free once the server has ended, or has removed the directory. It is a POSIX lock:
     ``flock``, or an open pipe, would survive in children that the user's program forks.
+
+    Raises:
+        ConfigError: the directory cannot be created, or its path is too long for sockets.
     """
 
     def __init__(self) -> None:
-        tempfile.gettempdir()  # cached here: a first call inside ``inherited`` would cache this directory for good
+        # Reads the temporary directory, too: a first call inside ``inherited`` would cache this directory for good.
+        parent = envs.VLLM_OMNI_RUNTIME_DIR
+        if wrong := path_too_long(parent):
+            raise ConfigError(f"{wrong}: set VLLM_OMNI_RUNTIME_DIR to a directory with a short path")
         self.server_pid = os.getpid()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=envs.VLLM_OMNI_RUNTIME_DIR))
-        self._lock: int | None = os.open(self.path / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self._lock: int | None = os.open(self.path / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"no directory for a server's sockets can be created in {parent}: {exc.strerror}: set "
+                "VLLM_OMNI_RUNTIME_DIR to a writable directory"
+            ) from exc
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
 
     @contextlib.contextmanager
@@ -74,6 +90,16 @@ def name_blocks(directory: Path) -> None:
     prefix = f"/{directory.name}-"
     shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
     shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + NUM_RANDOM  # type: ignore[attr-defined]
+
+
+def path_too_long(parent: Path) -> str | None:
+    """Why servers cannot create their sockets in a directory below ``parent``, if that is so."""
+    if len(os.fsencode(parent)) + SOCKET_NAME_BYTES <= MAX_SOCKET_NAME:
+        return None
+    return (
+        f"{parent}, where servers create their sockets, is too long a path: a socket's path has at most "
+        f"{MAX_SOCKET_NAME} bytes, and theirs are {SOCKET_NAME_BYTES} bytes longer than this one"
+    )
 
 
 def remove_directory(directory: Path, *, has_tracker: bool) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_omni.process.proc import ProcessId, bound_sockets, mapped_shared_memory
@@ -99,3 +100,12 @@ class StageProcesses:
     def _note_shared_memory(self, processes: list[ProcessId]) -> None:
         for process in processes:
             self._shared_memory |= mapped_shared_memory(process.pid)
+
+
+def killed_by(exit_codes: Iterable[int]) -> str | None:
+    """Describe the signal that ended one of these processes, if one did."""
+    killed = next((-code for code in exit_codes if code < 0), None)
+    if killed is None:
+        return None
+    hint = " (by the system if memory ran out: see dmesg)" if killed == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(killed).name}{hint}"

@@ -13,10 +13,9 @@ from vllm_omni import envs
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
 from vllm_omni.names import suggest
 from vllm_omni.process.proc import SHM
+from vllm_omni.process.run_directory import path_too_long
 
 MIN_SHM_BYTES = 256 * 2**20  # Docker's default, 64 MiB, is too little for workers that share tensors
-MAX_SOCKET_NAME = 107  # bytes in the path of a UNIX socket
-SOCKET_NAME_BYTES = len("/vllm-omni-xxxxxxxx/") + 36  # a private directory, and a UUID in it
 
 # Variables beside this project's own that change how stages run. Values are shown, so none of them is a secret.
 VARIABLES = (
@@ -102,12 +101,8 @@ def examine_environment(report: Report, environ: Mapping[str, str]) -> None:
     if not parents:
         return
     parent = parents[0]  # the one in use
-    if len(os.fsencode(parent)) + SOCKET_NAME_BYTES > MAX_SOCKET_NAME:
-        report.problem(
-            f"{parent}, where servers create their sockets, is too long a path: a socket's path has at most "
-            f"{MAX_SOCKET_NAME} bytes, and theirs are {SOCKET_NAME_BYTES} bytes longer than this one",
-            "set VLLM_OMNI_RUNTIME_DIR to a directory with a short path",
-        )
+    if wrong := path_too_long(parent):
+        report.problem(wrong, "set VLLM_OMNI_RUNTIME_DIR to a directory with a short path")
     elif not os.access(parent, os.W_OK | os.X_OK):
         report.problem(
             f"{parent}, where servers create their sockets, is not writable",
