@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import logging
+import resource
 import socket
 import subprocess
 import sys
@@ -66,14 +67,17 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert "(default: None)" not in out
 
 
-def test_help_and_errors_need_no_vllm() -> None:
-    code = (
-        "import sys; from vllm_omni.entrypoints.cli.main import main\n"
-        "try: main(['tiny', 'qwen'])\n"
-        "except SystemExit: pass\n"
-        "main(['--help']); assert not {'vllm', 'torch', 'diffusers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+def test_commands_that_start_nothing_import_no_vllm() -> None:
+    graphs = str(Path(__file__).parents[2] / "examples" / "graphs" / "qwen_omni.py")
+    for args in (["--help"], ["config", "--help"], ["config", "shwo"], ["tiny", "qwen"], ["doctor"], ["graph", graphs]):
+        code = (
+            "import sys; from vllm_omni.entrypoints.cli.main import main\n"
+            f"try: main({args})\n"
+            "except SystemExit: pass\n"
+            "print({'vllm', 'torch', 'transformers', 'diffusers'} & set(sys.modules), file=sys.stderr)"
+        )
+        result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+        assert result.stderr.splitlines()[-1] == "set()", args
 
 
 # -- tiny --------------------------------------------------------------------------------------------------------------
@@ -114,6 +118,24 @@ def test_tiny_rejects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         (["qwen2_5_omni"], "DIR"),
     ]:
         assert why in rejected(capsys, "tiny", *(directory if arg == "DIR" else arg for arg in args)), args
+
+
+def test_a_disk_that_is_full_leaves_nothing_in_the_way_of_another_try(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("qwen2_5_omni", "llava-1.5", "qwen-image"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        try:
+            with pytest.raises(SystemExit) as exit_info:
+                main(["tiny", name, str(tmp_path / name)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert exit_info.value.code == 1
+        assert f"{tmp_path / name} cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+        assert not list((tmp_path / name).iterdir())
+    main(["tiny", "qwen-image", str(tmp_path / "qwen-image")])
+    assert (tmp_path / "qwen-image" / "model_index.json").exists()
 
 
 def test_tiny_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_limits_of_the_control_group(tmp_path: Path) -> None:
 
 
 def test_this_environment_can_serve(capfd: pytest.CaptureFixture[str], elsewhere: Path) -> None:
-    main(["doctor"])
+    main(["doctor", "--deep"])
     out = capfd.readouterr().out
     assert out.splitlines()[-1] == "A server can run here."
     assert "vllm_omni.plugin:register" in out

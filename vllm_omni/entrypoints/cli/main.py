@@ -22,7 +22,7 @@ COMMANDS = {
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
 
-NEED_VLLM = ("serve", "generate", "config")
+NEED_VLLM = ("serve", "generate")
 QUIET = ("generate", "config", "graph")  # without the log lines of libraries
 
 HELP = f"""usage: vllm-omni COMMAND ...

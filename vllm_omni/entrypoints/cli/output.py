@@ -1,13 +1,13 @@
 """Write a command's answer: the path of ``--output``, files, times, and the reason for a failure."""
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.cli.parser import reason
 from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.media.audio import AUDIO_SUFFIXES
 from vllm_omni.media.image import IMAGE_SUFFIXES
@@ -84,15 +84,3 @@ def print_times(output: OmniRequestOutput) -> None:
 def stage_seconds(output: OmniRequestOutput) -> dict[str, float]:
     """For ``--json``."""
     return {stage: round(seconds, 4) for stage, seconds in output.stage_durations.items()}
-
-
-def reason(exc: BaseException) -> str:
-    """Describe an error in one line: the system's message for a file or a connection, or the error's first line."""
-    deepest: BaseException | None = exc
-    while deepest is not None:
-        if isinstance(deepest, OSError) and deepest.strerror:
-            return deepest.strerror
-        deepest = deepest.__cause__ or deepest.__context__
-    line = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-    line = line.removeprefix("the prompt or its media cannot be read: ")
-    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", line)

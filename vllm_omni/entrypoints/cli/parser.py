@@ -1,6 +1,7 @@
-"""Errors of every parser of the command line: one line, with the nearest valid name."""
+"""Errors of the command line: one line, with the nearest valid name."""
 
 import argparse
+import re
 from collections.abc import Collection
 from typing import NoReturn
 
@@ -29,3 +30,15 @@ class RejectingParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(action, f"invalid value {value!r}: {suggest(str(value), choices)}")
+
+
+def reason(exc: BaseException) -> str:
+    """Describe an error in one line: the system's message for a file or a connection, or the error's first line."""
+    deepest: BaseException | None = exc
+    while deepest is not None:
+        if isinstance(deepest, OSError) and deepest.strerror:
+            return deepest.strerror
+        deepest = deepest.__cause__ or deepest.__context__
+    line = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+    line = line.removeprefix("the prompt or its media cannot be read: ")
+    return re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", line)

@@ -12,7 +12,7 @@ from vllm.connections import global_http_connection
 from vllm.multimodal.media.connector import MediaConnector
 
 from vllm_omni.engine.rejection import rejection
-from vllm_omni.entrypoints.cli.output import reason
+from vllm_omni.entrypoints.cli.parser import reason
 from vllm_omni.errors import ConfigError
 
 FETCH_TIMEOUT_S = 30.0

@@ -1,12 +1,13 @@
 """``vllm-omni tiny NAME DIR``: write a tiny random checkpoint."""
 
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from vllm_omni.config import DIFFUSERS, LANGUAGE, bundled_model_types
-from vllm_omni.entrypoints.cli.parser import RejectingParser
-from vllm_omni.errors import ConfigError
+from vllm_omni.entrypoints.cli.parser import RejectingParser, reason
+from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.testing import diffusion as diffusers_tiny
 
 LLAVA = "llava-1.5"  # a language model that reads images
@@ -34,9 +35,18 @@ def tiny(args: Sequence[str]) -> None:
     if options.variant != "base" and options.name not in model_types:
         raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
     try:
-        _build(directory, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
-    except (ValueError, OSError) as exc:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as unfinished:  # a failure leaves the directory empty
+            path = Path(unfinished)
+            _build(path, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
+            for child in path.iterdir():
+                child.replace(directory / child.name)
+    except OmniError:
+        raise
+    except ValueError as exc:
         raise ConfigError(str(exc)) from exc
+    except Exception as exc:  # the libraries that write weights have errors of their own for a full disk
+        raise OmniError(f"{directory} cannot be written: {reason(exc)}") from exc
     print(directory)
 
 

@@ -1,6 +1,6 @@
 """``vllm-omni doctor``: whether this machine can serve, what is missing, and what killed servers left on it.
 
-Nothing here needs vLLM; facts about vLLM itself are reported if it can be imported.
+Nothing here imports vLLM, which takes seconds, but ``--deep``.
 """
 
 from __future__ import annotations
@@ -41,29 +41,34 @@ def doctor(args: Sequence[str]) -> None:
         "problem with its remedy. Exit code 0 if a server could run, 1 if not.",
     )
     parser.add_argument("--clean", action="store_true", help="remove what killed servers have left")
+    parser.add_argument(
+        "--deep", action="store_true", help="also import vLLM, which takes seconds: whether it loads, platform, GPUs"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     environ = dict(os.environ)
     hush()
     with only_the_answer_on_stdout():
-        report = examine(environ, clean=options.clean)
+        report = examine(environ, clean=options.clean, deep=options.deep)
     if options.json:
         problems, warnings = ([one._asdict() for one in found] for found in (report.problems, report.warnings))
         print(json.dumps({**report.sections, "problems": problems, "warnings": warnings}, indent=2))
     else:
-        _print(report, is_clean=options.clean)
+        _print(report, is_clean=options.clean, is_deep=options.deep)
     if report.problems:
         raise SystemExit(1)
 
 
-def examine(environ: Mapping[str, str], *, clean: bool = False) -> Report:
-    """Examine everything; ``clean`` removes leftovers."""
+def examine(environ: Mapping[str, str], *, clean: bool = False, deep: bool = False) -> Report:
+    """Examine everything; ``clean`` removes leftovers, ``deep`` imports vLLM."""
     report = Report()
     package.examine_package(report, sys.path, Path(vllm_omni.__file__).parent)
     entry_points = metadata.entry_points(group=package.PLUGIN_GROUP)
     package.examine_plugin(report, entry_points, environ.get("VLLM_PLUGINS"))
     package.examine_extras(report, package.requirements())
     package.examine_vllm(report)
+    if deep and report.sections["versions"]["vllm"] is not None:
+        package.examine_platform(report)
     examine_machine(report, control_groups(), Path("/proc/meminfo"))
     examine_environment(report, environ)
     examine_leftovers(report, runtime_directories(environ), clean=clean)
@@ -86,7 +91,7 @@ def examine_leftovers(report: Report, parents: Sequence[Path], *, clean: bool) -
     report.sections["leftovers"] = {"found": found, "live_servers": live}
 
 
-def _print(report: Report, *, is_clean: bool) -> None:
+def _print(report: Report, *, is_clean: bool, is_deep: bool) -> None:
     for title, text in _lines(report.sections):
         print(f"{title:<13}{text}")
     leftovers = report.sections["leftovers"]
@@ -100,7 +105,10 @@ def _print(report: Report, *, is_clean: bool) -> None:
     for level, findings in (("warning", report.warnings), ("problem", report.problems)):
         for finding in findings:
             print(f"\n{level}: {finding.what}\n  remedy: {finding.remedy}")
-    print("\nA server could not run here." if report.problems else "\nA server can run here.")
+    if report.problems:
+        print("\nA server could not run here.")
+    else:
+        print(f"\nA server can run here{'' if is_deep else ', if vLLM loads (vllm-omni doctor --deep)'}.")
 
 
 def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

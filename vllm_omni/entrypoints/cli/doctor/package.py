@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -154,51 +155,44 @@ def _is_installed(name: str, specifier: str) -> bool:
 
 
 def examine_vllm(report: Report) -> None:
-    """Import vLLM, and check its version, the platform that it detects, and the devices."""
+    """Check vLLM's version, from what its distribution says."""
     providers = sorted(set(metadata.packages_distributions().get("vllm", ())))
-    report.sections["versions"] = versions = {
+    version = _version(providers[0]) if providers and _is_importable("vllm") else None
+    report.sections["versions"] = {
         "python": sys.version.split()[0],
-        "vllm": None,
+        "vllm": version,
         "supported_vllm": SUPPORTED_VLLM,
         "torch": _version("torch"),
         "transformers": _version("transformers"),
         "vllm_from": [f"{name} {_version(name)}" for name in providers],
     }
-    examine_providers(report, providers, is_called_vllm=_version("vllm") is not None)
-    try:
-        import vllm
-        from vllm.platforms import current_platform
-    except Exception as exc:
-        if isinstance(exc, ModuleNotFoundError) and exc.name == "vllm":
-            report.problem("vLLM is not installed", INSTALL)
-        else:
-            report.problem(f"vLLM cannot be imported: {type(exc).__name__}: {_first_line(exc)}", INSTALL)
+    examine_providers(report, providers, is_called_vllm="vllm" in providers)
+    if version is None:
+        report.problem("vLLM is not installed", INSTALL)
         return
-    versions["vllm"] = vllm.__version__
     try:
-        check_vllm_version(vllm.__version__)
+        check_vllm_version(version)
     except MissingDependency as exc:
         what, _, remedy = str(exc).partition(": ")
         report.problem(what, remedy)
-    _examine_platform(report, type(current_platform).__name__, current_platform.device_type)
 
 
-def examine_providers(report: Report, providers: Sequence[str], *, is_called_vllm: bool) -> None:
-    """Check which distributions install the package ``vllm``: there should be one, called ``vllm``."""
-    if len(providers) > 1:
-        report.problem(
-            f"several distributions have the package vllm, {' and '.join(providers)}: files of one replace another's",
-            f"{sys.executable} -m pip uninstall {' '.join(providers)}; then, {INSTALL}",
-        )
-    elif providers and not is_called_vllm:
-        report.warn(
-            f"no distribution is called vllm, but {providers[0]}: vLLM's own commands (without --omni) do not start",
-            f"in the checkout of this project: {sys.executable} requirements/fix_cpu_env.py",
-        )
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
-def _examine_platform(report: Report, name: str, device_type: str) -> None:
-    report.sections["platform"] = {"name": name, "device_type": device_type}
+def examine_platform(report: Report) -> None:
+    """Import vLLM, and check the platform that it detects, and the devices."""
+    try:
+        from vllm.platforms import current_platform
+    except Exception as exc:
+        report.problem(f"vLLM cannot be imported: {type(exc).__name__}: {_first_line(exc)}", INSTALL)
+        return
+    device_type = current_platform.device_type
+    report.sections["platform"] = {"name": type(current_platform).__name__, "device_type": device_type}
     if not device_type:
         report.problem(
             "vLLM recognises no platform here: its build fits no device of this machine",
@@ -213,6 +207,20 @@ def _examine_platform(report: Report, name: str, device_type: str) -> None:
         report.problem(str(exc), "use a machine of one of these platforms, or install a package that adds this one")
     if device_type == "cuda":
         _examine_gpus(report)
+
+
+def examine_providers(report: Report, providers: Sequence[str], *, is_called_vllm: bool) -> None:
+    """Check which distributions install the package ``vllm``: there should be one, called ``vllm``."""
+    if len(providers) > 1:
+        report.problem(
+            f"several distributions have the package vllm, {' and '.join(providers)}: files of one replace another's",
+            f"{sys.executable} -m pip uninstall {' '.join(providers)}; then, {INSTALL}",
+        )
+    elif providers and not is_called_vllm:
+        report.warn(
+            f"no distribution is called vllm, but {providers[0]}: vLLM's own commands (without --omni) do not start",
+            f"in the checkout of this project: {sys.executable} requirements/fix_cpu_env.py",
+        )
 
 
 def _examine_gpus(report: Report) -> None:
