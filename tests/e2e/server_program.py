@@ -6,6 +6,7 @@ It reports its progress in lines that start with EVENT, and waits for a line of 
 """
 
 import json
+import os
 import signal
 import sys
 import time
@@ -65,6 +66,14 @@ def main(model: str, scenario: str, overrides: list[str]) -> None:
             except ArithmeticError:
                 report("closed after the user's own ArithmeticError")
             omni.close()
+            sys.stdin.readline()
+        case "close a stuck stage":
+            for engine in omni.engine.orchestrator.engines.values():
+                for pid in engine.pids():
+                    os.kill(pid, signal.SIGSTOP)
+            report("stuck")
+            omni.close()
+            report("closed")
             sys.stdin.readline()
         case "leave":
             report("leaving")

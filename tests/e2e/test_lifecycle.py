@@ -285,6 +285,17 @@ def test_ctrl_c_while_requests_run(run: Run) -> None:
 
 
 @pytest.mark.long
+def test_close_ends_a_stage_that_is_stuck(run: Run, one_stage: Path) -> None:
+    program = run("close a stuck stage", model=one_stage)
+    program.wait_for_event("stuck")
+    program.wait_for_event("closed", END_TIMEOUT_S)
+    program.expect_only_the_parent_left()
+    assert program.leftovers() == []
+    program.resume()
+    assert program.wait_for_exit() == 0
+
+
+@pytest.mark.long
 def test_whole_group_terminated(run: Run, one_stage: Path) -> None:
     """As service managers and containers do: one signal for the server and its stages, which has no handler here."""
     program = run("generate", model=one_stage)

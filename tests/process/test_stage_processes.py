@@ -11,7 +11,7 @@ import pytest
 from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, survive_in_vllm, wait_for
 from vllm_omni.process.proc import SHM, is_dying
 from vllm_omni.process.run_directory import RunDirectory
-from vllm_omni.process.stage_processes import StageProcesses
+from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.tether import ServerTether
 
 
@@ -97,3 +97,9 @@ def test_first_reason_of_a_failure_is_reported_per_stage(directory: RunDirectory
     assert process.exitcode == 1
     assert processes.failure() == "ValueError: the cause"
     assert StageProcesses(ServerTether(directory.path, "thinker")).failure() is None
+
+
+def test_a_signal_that_the_system_sends_without_memory_is_described() -> None:
+    assert killed_by([0, 1, -signal.SIGKILL]) == "killed by SIGKILL (by the system if memory ran out: see dmesg)"
+    assert killed_by([-signal.SIGSEGV]) == "killed by SIGSEGV"
+    assert killed_by([1]) is None

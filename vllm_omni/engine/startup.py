@@ -72,20 +72,21 @@ def start_engines(
     run_directory = RunDirectory()
     running = RunningEngines(engines.values(), run_directory)
     starts: dict[str, Future[None]] = {}
-    try:
-        with run_directory.inherited():
+    with run_directory.inherited():
+        try:
             for name, engine in engines.items():
                 tether = ServerTether(run_directory.path, name)
                 tether[NUM_STAGES] = len(engines)
                 tether[OPTIONS] = to_builtins(options[name])
                 starts[name] = in_thread(engine.start, tether, hub)
             _await_starts(starts)
-    except BaseException:
-        running.shutdown()
-        # Processes that are still starting end with the directory; wait, so that they do not outlive this call.
-        wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
-        raise
-    running.supervise()
+            running.supervise()
+        except BaseException:
+            running.shutdown()
+            # Processes that are still starting end with the directory; wait, so that they do not outlive this call. A
+            # thread that has not created its sockets yet fails at that: elsewhere, nothing would remove them.
+            wait(starts.values(), timeout=START_ABORTED_TIMEOUT_S)
+            raise
     return running
 
 
