@@ -283,10 +283,16 @@ def test_mistake_in_a_stage_flag(model):
 
 
 def test_unknown_keyword_names_the_nearest(model):
-    with pytest.raises(
-        ConfigError, match=r"'max_num_seq' = 8: vLLM has no such engine argument: did you mean 'max_num_seqs'"
-    ):
-        load_config(model, max_num_seq=8)
+    for arguments, message in [
+        ({"max_num_seq": 8}, "unknown argument 'max_num_seq': did you mean 'max_num_seqs'"),
+        ({"dtype": "float33", "max_num_seq": 8}, "unknown argument 'max_num_seq': did you mean 'max_num_seqs'"),
+        ({"stage_override": ["thinker.seed=1"]}, "unknown argument 'stage_override': did you mean 'stage_overrides'"),
+        ({"deploy_confg": "x"}, "unknown argument 'deploy_confg': did you mean 'deploy_config'"),
+    ]:
+        with rejected(ConfigError, message, arguments):
+            load_config(model, **arguments)
+    with rejected(ConfigError, "unknown argument 'log_stat': did you mean 'log_stats'", "beside a config"):
+        find_config(None, load_config(model), None, {"log_stat": True})
 
 
 def test_misspelt_environment_variable_is_rejected_at_load(model, monkeypatch):

@@ -82,6 +82,12 @@ def test_wrong_parameters_are_rejected_with_their_stage(
     changed.top_k = "many"  # type: ignore[assignment]  # vLLM checks the constructor alone
     for resolver, given, message in [
         (speech, {"talkr": {}}, "unknown stage 'talkr': did you mean 'talker'"),
+        (speech, {"talkr": None}, "unknown stage 'talkr': did you mean 'talker'"),
+        (speech, {"thinker": {}, "max_tokens": 3}, "unknown stage 'max_tokens'"),
+        (speech, {"temprature": 1}, "'thinker': temprature = 1: .*did you mean 'temperature'"),
+        (speech, {"max_tokens": 3, "temprature": 1}, "'thinker': temprature = 1: .*did you mean 'temperature'"),
+        (speech, [{"max_tokens": 3, "temprature": 1}], "'thinker': temprature = 1: .*did you mean 'temperature'"),
+        (speech, {"extra_args": {}, "temprature": 1}, "'thinker': temprature = 1: .*did you mean 'temperature'"),
         (speech, [{}, {}, {}], "3 sets of sampling parameters for the stages thinker, talker"),
         (speech, [3], "'thinker' = 3: must be fields by name"),
         (speech, {"talker": {"temprature": 1}}, "'talker': temprature = 1: .*did you mean 'temperature'"),
@@ -98,6 +104,8 @@ def test_wrong_parameters_are_rejected_with_their_stage(
         (diffusion, SamplingParams(), "'diffusion': it samples no tokens; give DiffusionParams"),
         (diffusion, {"width": 64, "heigth": 64}, "stage 'diffusion': unknown diffusion parameter .*'height'"),
         (diffusion, {"heigth": 64}, "stage 'diffusion': unknown diffusion parameter .*did you mean 'height'"),
+        (diffusion, {"width": 64, "heigth": 64}, "unknown diffusion parameter 'heigth': did you mean 'height'"),
+        (diffusion, {"difusion": {}}, "unknown stage 'difusion': did you mean 'diffusion'"),
         (diffusion, {"height": 0}, "stage 'diffusion': height = 0: must be at least 1"),
     ]:
         with rejected(InvalidRequest, message, given):

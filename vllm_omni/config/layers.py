@@ -21,7 +21,7 @@ A stage's own setting, in the same layer or a later one, wins over it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from vllm_omni.config.vllm_args import (
 from vllm_omni.errors import ConfigError
 from vllm_omni.names import suggest
 
+LAYERS = ("deploy_config", "overrides", "stage_overrides", "epd")  # arguments of ``load_config``
 STAGE_KEYS = tuple(key for key in STAGE_FIELDS if key not in ("stage_id", "name"))  # of a stage in a file
 
 
@@ -87,6 +88,7 @@ def load_config(
         keys = dict(overrides) if set(overrides) & set(TOP_LEVEL_KEYS) else {"stages": dict(overrides)}
         layers.append(Document("overrides", with_string_keys(keys), {}, "overrides"))
     if engine_args:
+        reject_unknown_arguments(engine_args)
         layers.append(Document("", {"engine_args": engine_args}, {}, "argument"))
     if epd is not None:
         section = {"instances": epd} if isinstance(epd, str) else epd
@@ -116,6 +118,14 @@ def _read_flag(text: str) -> Document:
     return Document(text, {"stages": {ref: {head: {rest: value} if dot else value}}}, {}, "stage")
 
 
+def reject_unknown_arguments(names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise ``ConfigError`` for a name that is no argument of ``load_config``, and none of ``others``."""
+    valid = (*LAYERS, *others, *known_engine_args())
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"unknown argument {name!r}: {suggest(name, valid)}")
+
+
 def find_config(
     model: str | os.PathLike[str] | None,
     config: OmniConfig | None,
@@ -130,6 +140,7 @@ def find_config(
     Raises:
         ConfigError: nothing is given, or arguments that exclude each other; and as ``load_config``.
     """
+    reject_unknown_arguments(changes, ("config", "stage_configs", "log_stats"))
     is_changed = any(value not in (None, (), [], {}) for value in changes.values())
     if config is not None:
         if model or stage_configs is not None or is_changed:

@@ -328,7 +328,8 @@ class AsyncOmni(StageAdmin):
 def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterable[str]) -> None:
     for name in engine_kwargs:
         if name not in ENGINE_ARGUMENTS:
-            raise TypeError(f"unknown argument {name!r}: {suggest(name, ENGINE_ARGUMENTS)}")
+            valid = {**signature(AsyncOmni.generate).parameters, **ENGINE_ARGUMENTS}.keys() - {"self", "engine_kwargs"}
+            raise TypeError(f"unknown argument {name!r}: {suggest(name, sorted(valid))}")
     if type(priority) is not int:
         raise InvalidRequest(f"priority = {priority!r}: must be an int")
     if modalities is not None and not (
