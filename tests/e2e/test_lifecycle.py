@@ -285,14 +285,15 @@ def test_ctrl_c_while_requests_run(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_close_ends_a_stage_that_is_stuck(run: Run, one_stage: Path) -> None:
-    program = run("close a stuck stage", model=one_stage)
+def test_close_ends_a_stage_that_is_stuck(run: Run, llava_checkpoint: Path) -> None:
+    program = run("close a stuck stage", "language.tensor_parallel_size=2", model=llava_checkpoint)
     program.wait_for_event("stuck")
     program.wait_for_event("closed", END_TIMEOUT_S)
     program.expect_only_the_parent_left()
     assert program.leftovers() == []
     program.resume()
     assert program.wait_for_exit() == 0
+    assert "leaked" not in program.log()
 
 
 @pytest.mark.long
