@@ -102,9 +102,11 @@ def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
 
     flags = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN}", "--skip-mm-profiling"]
     flags += ["--stage=thinker.max_num_seqs=16", '--stage-overrides={"voices": {"onyx": "Ethan"}}']
+    flags += ["--trust-request-mm-kwargs"]
     checkpoint = tiny.build(directory / "checkpoint")
     variables = {
         "VLLM_OMNI_STAGE_RESTARTS": "1",  # test_stage_death.py
+        "VLLM_OMNI_STAGE_STUCK_S": "10",  # likewise
         "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # not three, with seconds between them
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles how it ranks logprobs, which takes seconds and g++
     }

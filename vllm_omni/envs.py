@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_RESTARTS: int
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S: float
+    VLLM_OMNI_STAGE_STUCK_S: float
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
@@ -99,6 +100,12 @@ VARIABLES: Mapping[str, Variable] = {
         _positive_seconds,
         lambda: 5.0,
         "how long a stage may take to end when the server ends, seconds; then its processes are killed",
+    ),
+    "VLLM_OMNI_STAGE_STUCK_S": Variable(
+        _positive_seconds,
+        lambda: 60.0,
+        "how long the processes of a stage with requests may make no step and use no CPU time, seconds, or ten times "
+        "as long if they use some, as a compilation or a long step does; then they are killed, and the stage restarts",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,

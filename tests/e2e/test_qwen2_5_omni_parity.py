@@ -102,7 +102,6 @@ def start_deployment(name: str, directory: Path) -> OmniLLM:
         max_model_len=2048,
         block_size=BLOCK_SIZE,
         skip_mm_profiling=True,
-        mm_processor_cache_gb=0,
         stage_overrides=stage_overrides,
         overrides={"edges": {"thinker->talker": edge, "talker->token2wav": {"chunks": chunks}}},
         log_stats=True,

@@ -56,7 +56,6 @@ async def test_codes_and_waveform_equal_transformers(name: str, checkpoint: Chec
         enforce_eager=True,
         max_model_len=2048,
         skip_mm_profiling=True,
-        mm_processor_cache_gb=0,
         overrides={"edges": {"thinker->talker": {"transport": transport}}},
         stage_overrides=stage_overrides,
     )

@@ -18,6 +18,7 @@ from tests.shared_engines import QWEN, SharedEngines
 from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 
 PROMPT = format_prompt("Hello, who are you?")
@@ -224,6 +225,20 @@ def test_wrong_input_is_a_value_error_and_affects_no_other_request(omni: OmniLLM
         generate(omni, **{"prompts": PROMPT, **arguments})
     (output,) = generate(omni, modalities=["text"])
     assert output.outputs[0].text
+
+
+def test_videos_that_were_sent_before_count_like_new_ones_and_a_rejected_one_can_be_sent_later(omni: OmniLLM) -> None:
+    most = max_video_positions(omni.engine.orchestrator.pipeline.thinker_config.text_config)
+    one = video_at(100 / (0.6 * most))  # two pairs of frames, 25 positions in a second
+    two = one | {
+        "prompt": format_prompt(2 * VIDEO),
+        "multi_modal_data": {"video": 2 * one["multi_modal_data"]["video"]},
+    }
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="higher fps"):
+            generate(omni, two)
+        (output,) = generate(omni, one, modalities=["text"])
+        assert output.outputs[0].text
 
 
 def test_a_bad_prompt_among_good_ones_fails_the_call_and_leaves_nothing(omni: OmniLLM) -> None:

@@ -190,6 +190,17 @@ def make_cases() -> list[Case]:
             videos=(dance,),
             use_audio_in_video=True,
         ),
+        # The same video with a shorter sound and a longer one.
+        *(
+            Case(
+                name,
+                format_prompt(f"{VIDEO}Describe it."),
+                audios=(sound,),
+                videos=(dance,),
+                use_audio_in_video=True,
+            )
+            for name, sound in (("video_audio_short", short), ("video_audio_long", long))
+        ),
         Case(
             "video_audio_fps1",
             format_prompt(f"Look: {VIDEO}"),

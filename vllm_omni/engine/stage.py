@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
@@ -43,6 +44,7 @@ from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, Stag
 from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
+from vllm_omni.process.watchdog import StepWatchdog
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import keep_media_in_front_end
 
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
+UNLIMITED_S = 1e7
 
 T = TypeVar("T")
 
@@ -92,6 +95,9 @@ class StageEngine(StageNode):
         self._llm: StageLLM | None = None
         self._processes: StageProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
+        self._num_requests = 0
+        self._watchdog = StepWatchdog(self)
+        self._stuck: str | None = None  # why the watchdog has ended the engine, until it is restarted
 
     @property
     def llm(self) -> StageLLM:
@@ -147,6 +153,7 @@ class StageEngine(StageNode):
         """
         processes = self._started
         started = time.monotonic()
+        self._stuck = None
         self.llm.engine_core.shutdown(timeout=0)
         try:
             processes.end()
@@ -187,6 +194,7 @@ class StageEngine(StageNode):
 
     async def aclose(self) -> None:
         """Stop reading the engine's outputs. Call it before ``shutdown``, which would look like a failure."""
+        await self._watchdog.stop()
         await self.llm.stop_reading()
 
     def shutdown(self) -> None:
@@ -229,6 +237,8 @@ class StageEngine(StageNode):
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
+        if self._stuck is not None:
+            return self._stuck
         cause = self._started.failure() or killed_by(self.llm.exit_codes())
         return f"its engine has died: {cause}" if cause else "its engine has died"
 
@@ -270,6 +280,22 @@ class StageEngine(StageNode):
         """
         return await self.ask(self.llm.collective_rpc("relay_statistics"))
 
+    # -- for the watchdog (``Watched``) -------------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        return self._num_requests > 0
+
+    async def answer(self) -> None:
+        await self.ask(self.llm.is_paused(), UNLIMITED_S)
+
+    def cpu_s(self) -> float:
+        return self._started.cpu_s()
+
+    def end_stuck(self, reason: str) -> None:
+        logger.error("stage %s: %s", self.name, reason)
+        self._stuck = reason
+        self.kill()
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -304,12 +330,19 @@ class StageEngine(StageNode):
                 (prompt,) = await self.llm.renderer.render_cmpl_async([parsed])
             except Exception as exc:
                 raise rejection(exc, self.name) from exc
-        # A value of another type would end the engine core's thread that receives requests.
-        wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
-        if wrong:
-            raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
-        if self.spec.check_prompt is not None:
-            self.spec.check_prompt(prompt)
+        try:
+            # A value of another type would end the engine core's thread that receives requests.
+            wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
+            if wrong:
+                raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
+            if self.spec.check_prompt is not None:
+                self.spec.check_prompt(prompt)
+        except InvalidRequest:
+            # vLLM's processor cache takes the media for sent: without them, a later prompt could not be served.
+            if (cache := self.llm.renderer.mm_processor_cache) is not None:
+                for name in chain.from_iterable(prompt.get("mm_hashes", {}).values()):
+                    cache.invalidate(name)
+            raise
         return prompt
 
     async def run(
@@ -340,6 +373,8 @@ class StageEngine(StageNode):
         # Otherwise a transfer may have failed, too.
         transfers = self.vllm_config.kv_transfer_config, self.vllm_config.ec_transfer_config
         is_constrained = params.structured_outputs is not None and transfers == (None, None)
+        self._num_requests += 1
+        self._watchdog.start()
 
         def note() -> None:
             notes = self.llm.notes.pop(request_id, TaskNotes())
@@ -356,6 +391,7 @@ class StageEngine(StageNode):
                         is_noted = True
                     yield output
         finally:
+            self._num_requests -= 1
             if not is_noted:
                 note()
             published += self.llm.published.pop(request_id, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ class ProcessId(NamedTuple):
         return fields[STATE] != "Z" and int(fields[STARTED_AT]) == self.started_at
 
 
-STATE, FLAGS, STARTED_AT = 0, 6, 19  # in ``_fields``
+STATE, PARENT, FLAGS, STARTED_AT = 0, 1, 6, 19  # in ``_fields``
+CPU_TIMES = slice(11, 15)  # likewise: its own in user and system mode, and those of its children that have ended
 
 
 def _fields(stat: str) -> list[str]:
@@ -56,6 +58,17 @@ def is_dying(pid: int) -> bool:
         return True
     pending = int(status.partition("SigPnd:")[2].split(maxsplit=1)[0], 16)
     return bool(int(_fields(stat)[FLAGS]) & PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
+
+
+def cpu_s(pids: Collection[int]) -> float:
+    """Seconds of CPU time that processes and their descendants have used, as far as these still run."""
+    stats = {int(path.name): _read(int(path.name), "stat") for path in Path("/proc").glob("[0-9]*")}
+    fields = {pid: _fields(stat) for pid, stat in stats.items() if stat is not None}
+    family, new = set[int](), set(pids) & fields.keys()
+    while new:
+        family |= new
+        new = {pid for pid, one in fields.items() if int(one[PARENT]) in new} - family
+    return sum(int(ticks) for pid in family for ticks in fields[pid][CPU_TIMES]) / os.sysconf("SC_CLK_TCK")
 
 
 def mapped_shared_memory(pid: int) -> set[Path]:

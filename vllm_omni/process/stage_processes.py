@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_omni.process.proc import ProcessId, bound_sockets, mapped_shared_memory
+from vllm_omni.process.proc import ProcessId, bound_sockets, cpu_s, mapped_shared_memory
 from vllm_omni.process.run_directory import remove_block
 from vllm_omni.process.tether import ServerTether
 
@@ -40,6 +40,10 @@ class StageProcesses:
     def pids(self) -> list[int]:
         """The processes that live."""
         return [process.pid for process in self._find()]
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU time that the processes noted and their children have used."""
+        return cpu_s([process.pid for process in self._started])
 
     def has_lost_one(self) -> bool:
         """Whether one of the processes noted, the engine core or a worker, has ended.

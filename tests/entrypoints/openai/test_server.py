@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -289,6 +290,18 @@ def test_pictures_that_trickle_do_not_delay_others(client: openai.OpenAI, server
     wait_for("the end of the chats", server.holds_nothing)
 
 
+def test_a_film_is_heard_with_its_own_sound_whatever_sound_the_same_pictures_had_before(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
+    num_tokens = []
+    for seconds in (3.0, 1.0, 4.0):
+        film = write_mp4(tmp_path / f"{seconds:g}.mp4", make_video(8), fps=2, audio=make_audio(seconds)).read_bytes()
+        part = {"type": "video_url", "video_url": {"url": data_url("video/mp4", film)}}
+        kwargs = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+        num_tokens.append(ask(client, messages=with_part(part), extra_body=kwargs).usage.prompt_tokens)
+    assert num_tokens[2] > num_tokens[0] > num_tokens[1]
+
+
 # -- rejected requests ------------------------------------------------------------------------------------------------
 
 Bad = Callable[[Path], dict[str, Any]]
@@ -435,6 +448,41 @@ def test_an_slo_is_reported_and_a_wrong_one_rejected(server: Server, route: str,
         assert rejected.status_code == 400, rejected.text
         assert "slo" in rejected.json()["error"]["message"]
     assert count("requests") == requests + 2
+
+
+SPEECH = {"input": "Hello", "max_new_tokens": 8}
+TIMED = {
+    "chat": ("/v1/chat/completions", {**SHORT, "modalities": ["text", "audio"]}),
+    "completion": ("/v1/completions", {"prompt": "Hello", "max_tokens": 8}),
+    "speech": ("/v1/audio/speech", SPEECH),
+}
+
+
+def test_a_request_past_its_deadline_ends_in_every_stage(server: Server) -> None:
+    cores = [engine_core(server, stage) for stage in ("thinker", "talker")]
+    for route, body in TIMED.values():
+        with paused(cores[route != "/v1/completions"].pid):
+            response = httpx.post(server.url + route, json={**body, "deadline_s": 0.5}, timeout=30)
+        assert response.status_code == 504, route
+        assert re.search("not done after 0[.].* s; nodes still running: t", response.json()["error"]["message"]), route
+    route, body = TIMED["chat"]
+    with paused(cores[1].pid):
+        lines = httpx.post(server.url + route, json={**body, "deadline_s": 0.5, "stream": True}, timeout=30).text
+    assert "not done after" in lines
+    wait_for("every stage has released the requests", server.holds_nothing)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_a_deadline_that_cannot_be_honoured_is_rejected(server: Server, name: str) -> None:
+    route, body = TIMED[name]
+    for deadline_s in (0, -1, "soon", 1e9, [1]):
+        response = httpx.post(server.url + route, json={**body, "deadline_s": deadline_s}, timeout=30)
+        assert response.status_code == 400, deadline_s
+        assert "deadline_s" in response.json()["error"]["message"]
+    text = json.dumps({**body, "deadline_s": math.nan})
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(server.url + route, content=text, headers=headers, timeout=30).status_code == 400
+    assert httpx.post(server.url + route, json={**body, "deadline_s": 60}, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("leaves", ["stream of the thinker", "stream of the talker", "whole answer"])

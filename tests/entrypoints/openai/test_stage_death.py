@@ -1,4 +1,4 @@
-"""What clients see while killed stages restart. The last file that uses the shared server, which it stops."""
+"""What clients see while stages that are stuck or killed restart. The last file that uses the shared server."""
 
 import openai
 import pytest
@@ -23,12 +23,14 @@ def states(server: Server) -> dict[str, str]:
     return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
 
 
-def test_a_killed_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, server: Server, text: str) -> None:
-    kill(server, "token2wav")
-    wait_for("/health reports it", lambda: server.get("/health").status_code == 503)
+def test_a_stuck_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, server: Server, text: str) -> None:
+    engine_core(server, "token2wav").suspend()
+    with pytest.raises(openai.InternalServerError, match="'token2wav': its engine made no step for 10 s") as error:
+        ask(client, modalities=["text", "audio"])
+    assert error.value.status_code == 500
     response = server.get("/health")
-    killed = "killed by SIGKILL (by the system if memory ran out: see dmesg)"
-    message = f"stage 'token2wav': restarting: its engine has died: {killed}"
+    assert response.status_code == 503
+    message = "stage 'token2wav': restarting: its engine made no step for 10 s, with requests"
     assert response.json()["error"]["message"] == message
     assert states(server) == {"thinker": "running", "talker": "running", "token2wav": "restarting"}
     assert server.metric(r'vllm_omni:stage_up\{stage="token2wav"\}') == 0
@@ -53,6 +55,9 @@ def test_a_killed_first_stage_restarts_and_stops_the_server_the_second_time(
     seen = ask(client, messages=messages).choices[0].message.content
     kill(server, "thinker")
     wait_for("/health reports it", lambda: server.get("/health").status_code == 503)
+    killed = "killed by SIGKILL (by the system if memory ran out: see dmesg)"
+    message = f"stage 'thinker': restarting: its engine has died: {killed}"
+    assert server.get("/health").json()["error"]["message"] == message
     with pytest.raises(openai.InternalServerError) as error:
         ask(client)
     assert error.value.status_code == 503

@@ -22,12 +22,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMError
 from vllm.inputs import EngineInput
 from vllm.renderers.chat_utils import ConversationMessage
+from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, SpokenStream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import DEADLINE_ARGS, OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.entrypoints.openai.sse import DONE
 from vllm_omni.errors import InvalidRequest
@@ -44,14 +45,22 @@ SERVED = ("text", "audio")
 
 
 class EngineWithArguments:
-    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request."""
+    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request.
+
+    A request's deadline comes with its parameters (``DEADLINE_ARGS``).
+    """
 
     def __init__(self, engine: AsyncOmni, **arguments: Any) -> None:
         self.engine = engine
         self.arguments = arguments
 
-    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[OmniRequestOutput, None]:
-        return self.engine.generate(*args, **{**kwargs, **self.arguments})
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        deadline_s = (sampling_params.extra_args or {}).get(DEADLINE_ARGS)
+        return self.engine.generate(
+            prompt, sampling_params, *args, **{**kwargs, **self.arguments, "deadline_s": deadline_s}
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

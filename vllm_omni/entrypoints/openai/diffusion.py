@@ -104,7 +104,11 @@ class DiffusionServing:
         media = {"multi_modal_data": {"image": list(images)}} if images else {}
         try:
             outputs = self._omni.generate(
-                {"prompt": prompt, **media}, fields.params(), request_id, priority=fields.priority
+                {"prompt": prompt, **media},
+                fields.params(),
+                request_id,
+                priority=fields.priority,
+                deadline_s=fields.deadline_s,
             )
             async with aclosing(outputs):
                 async for output in outputs:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.openai.errors import invalid_body, shorten
+from vllm_omni.entrypoints.openai.protocol import Deadline
 from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS
@@ -40,6 +41,7 @@ class DiffusionFields(BaseModel):
         "Of the step cache: larger reuses more; 0 switches it off; by default, the deployment's.", at_least=0
     )
     priority: int = Field(default=0, description="Requests with a lower value start and run before others.")
+    deadline_s: Deadline = None
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."
     )

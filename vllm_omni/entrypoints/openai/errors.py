@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException as RoutingError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
 
-from vllm_omni.errors import InvalidRequest, OmniError, Overloaded, StageUnavailable, UnknownModel
+from vllm_omni.errors import DeadlineExceeded, InvalidRequest, OmniError, Overloaded, StageUnavailable, UnknownModel
 from vllm_omni.names import suggest
 
 MAX_REPORTED = 3  # of the mistakes in one body
@@ -90,7 +90,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
-    """404 for another model, 400 where the request is at fault, 503 where it may be tried again, else 500."""
+    """404, 400 where the request is at fault, 503 where it may be tried again, 504 after its deadline, else 500."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     if isinstance(exc, UnknownModel):
         status = HTTPStatus.NOT_FOUND
@@ -98,6 +98,8 @@ async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
         status = HTTPStatus.BAD_REQUEST
     elif isinstance(exc, StageUnavailable | Overloaded):
         status = HTTPStatus.SERVICE_UNAVAILABLE
+    elif isinstance(exc, DeadlineExceeded):
+        status = HTTPStatus.GATEWAY_TIMEOUT
     param = exc.param if isinstance(exc, InvalidRequest) else None
     return JSONResponse(error_body(str(exc), status, param), status)
 

@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.entrypoints.openai.errors import check_fields, invalid_body
 from vllm_omni.entrypoints.openai.schema import documented
+from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS
 from vllm_omni.messages.slo import SLO_ARGS, Slo
 
@@ -35,6 +36,20 @@ SLO_SCHEMA = {
     "additionalProperties": False,
 }
 
+DEADLINE_ARGS = "deadline_s"
+"""Key of ``SamplingParams.extra_args`` under which vLLM's handlers pass a request's deadline on."""
+
+MAX_DEADLINE_S = 86400.0
+
+Deadline = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="Seconds from its arrival after which the request is aborted in every stage (504).",
+    ),
+]
+
 
 class AudioOutput(BaseModel):
     """OpenAI's ``audio`` parameter."""
@@ -45,8 +60,8 @@ class AudioOutput(BaseModel):
     format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
 
 
-class _RequestWithSlo(BaseModel):
-    """Adds the latency targets (SLO) of a request to vLLM's fields."""
+class _TimedRequest(BaseModel):
+    """Adds the latency targets (SLO) and the deadline of a request to vLLM's fields."""
 
     slo: Annotated[Any, WithJsonSchema(SLO_SCHEMA)] = Field(
         default=None,
@@ -54,20 +69,24 @@ class _RequestWithSlo(BaseModel):
         'latter (0.9): {"ttft_ms": 1000, "tpot_ms": 50, "tpot_share": 0.99}, or some of them.',
     )
 
+    deadline_s: Deadline = None
+
     def check(self) -> None:
-        """Raise ``InvalidRequest`` for an unknown field, or an SLO that is not valid."""
+        """Raise ``InvalidRequest`` for an unknown field, or an SLO or a deadline that cannot be honoured."""
         check_fields(self, ignored=IGNORED_FIELDS)
         Slo.parse(self.slo)
+        if self.deadline_s is not None and getattr(self, "use_beam_search", False):
+            raise InvalidRequest("deadline_s: cannot be combined with use_beam_search", param="deadline_s")
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
         params: SamplingParams = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
-        if self.slo is not None:
-            params.extra_args = {**(params.extra_args or {}), SLO_ARGS: self.slo}
+        more: dict[str, Any] = {**(params.extra_args or {}), DEADLINE_ARGS: self.deadline_s}
+        params.extra_args = more if self.slo is None else more | {SLO_ARGS: self.slo}
         return params
 
 
-class OmniCompletionRequest(_RequestWithSlo, CompletionRequest):
-    """vLLM's request, with an SLO."""
+class OmniCompletionRequest(_TimedRequest, CompletionRequest):
+    """vLLM's request, with an SLO and a deadline."""
 
 
 class OmniBatchChatCompletionRequest(BatchChatCompletionRequest):
@@ -77,8 +96,8 @@ class OmniBatchChatCompletionRequest(BatchChatCompletionRequest):
     stream: Literal[False] = False
 
 
-class OmniChatCompletionRequest(_RequestWithSlo, ChatCompletionRequest):
-    """vLLM's request, with an SLO, and the modalities of the reply."""
+class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
+    """vLLM's request, with an SLO, a deadline, and the modalities of the reply."""
 
     modalities: list[str] | None = Field(default=None, description='Modalities of the reply; ["text"] by default.')
     audio: AudioOutput | None = Field(default=None, description="The voice and the file format of the speech.")
@@ -123,7 +142,7 @@ class Voice(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """OpenAI's request for speech; the last three fields are ours."""
+    """OpenAI's request for speech; the last four fields are ours."""
 
     model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
@@ -142,6 +161,7 @@ class SpeechRequest(BaseModel):
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )
+    deadline_s: Deadline = None
 
     @property
     def speaker(self) -> str | None:

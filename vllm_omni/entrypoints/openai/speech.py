@@ -130,6 +130,7 @@ class OmniServingSpeech:
             speaker=request.speaker,
             lora_request=self._upstream._maybe_get_adapters(request),
             trace_headers=trace_headers,
+            deadline_s=request.deadline_s,
         )
 
     @staticmethod

@@ -26,6 +26,7 @@ from vllm_omni.names import suggest
 logger = logging.getLogger(__name__)
 
 OPTIONS = ("speaker", "num_reply_tokens")
+MAX_KNOWN_VIDEOS = 1 << 16
 
 # The talker was trained with this system turn; the model's authors support speech with no other.
 SYSTEM_PROMPT = (
@@ -107,6 +108,8 @@ class Qwen2_5OmniPipeline(Pipeline):
             ),
         )
         self.end_codes = frozenset(end_codes)
+        # By the video's name: vLLM's processor cache leaves out the data of those that the engine has.
+        self._video_positions: dict[str, float] = {}
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name in options:
@@ -204,9 +207,9 @@ class Qwen2_5OmniPipeline(Pipeline):
             if item is not None and not item.get_data()["input_audio_features"].isfinite().all():
                 raise InvalidRequest("the audio has samples that are NaN, infinite or far beyond [-1, 1]")
         tokens_per_second = self.thinker_config.position_id_per_seconds
-        num_positions = 0.0
-        for item in prompt.get("mm_kwargs", {}).get("video", ()):
-            if item is None:  # sent before, by vLLM's processor cache, and checked then
+        names = prompt.get("mm_hashes", {}).get("video", ())
+        for name, item in zip(names, prompt.get("mm_kwargs", {}).get("video", ()), strict=True):
+            if item is None:
                 continue
             data = item.get_data()
             seconds = float(data["second_per_grid_ts"])
@@ -215,7 +218,10 @@ class Qwen2_5OmniPipeline(Pipeline):
                 raise InvalidRequest(
                     f"mm_processor_kwargs: the video has {seconds} seconds per pair of frames: give an fps above 0"
                 )
-            num_positions += reach
+            self._video_positions[name] = reach
+            if len(self._video_positions) > MAX_KNOWN_VIDEOS:
+                del self._video_positions[next(iter(self._video_positions))]
+        num_positions = sum(self._video_positions.get(name, 0.0) for name in names)
         most = max_video_positions(self.thinker_config.text_config)
         if num_positions > most:
             raise InvalidRequest(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,12 @@ from vllm.model_executor.models.qwen2_5_omni_thinker import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.audio import AudioResampler
+from vllm.multimodal.hasher import MultiModalHasher
 
 from vllm_omni.model_executor.stage_model import check_all_loaded
+
+PAIR = "video+audio:"
+"""Start of the names of a video and its own audio."""
 
 
 def max_video_positions(text_config: PreTrainedConfig) -> int:
@@ -38,8 +43,62 @@ class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
         return parser
 
 
+class ThinkerProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
+    """Upstream's, where a video and its own audio (``use_audio_in_video``) are one item to every cache.
+
+    Upstream names each by its own content, for its cache of processed items, the prefix cache and the encoder cache.
+    But the placeholder tokens of such a video interleave both, so they depend on both.
+    """
+
+    def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
+        hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)
+        if not inputs.hf_processor_mm_kwargs.get("use_audio_in_video"):
+            return hashes
+        algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
+        seconds = inputs.hf_processor_mm_kwargs.get("second_per_grid_ts") or ()
+        pairs = [
+            MultiModalHasher.hash_kwargs(algorithm, video=video, audio=audio, seconds=rate or 1.0)
+            for video, audio, rate in zip_longest(hashes.get("video", ()), hashes.get("audio", ()), seconds)
+            if video and audio
+        ]
+        return {
+            modality: [*(f"{PAIR}{pair}:{modality}" for pair in pairs), *names[len(pairs) :]]
+            if modality in ("video", "audio")
+            else names
+            for modality, names in hashes.items()
+        }
+
+    def _get_cache_missing_items(self, cache: Any, mm_data_items: Any, mm_hashes: dict[str, list[str]]) -> Any:
+        # Upstream looks up each item by itself; of a pair, one may have been evicted, and cannot be processed alone.
+        return super()._get_cache_missing_items(_PairCache(cache), mm_data_items, mm_hashes)
+
+    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: dict[str, list[bool]]) -> dict[str, Any]:
+        # Upstream counts only the missing videos when it looks up this list.
+        kwargs = dict(super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached))
+        if seconds := kwargs.get("second_per_grid_ts"):
+            is_cached = mm_is_cached.get("video", ())
+            kwargs["second_per_grid_ts"] = [one for one, known in zip(seconds, is_cached, strict=False) if not known]
+        return kwargs
+
+
+class _PairCache:
+    """The part of vLLM's processor cache that looks up items: of a pair, both are found or none."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def is_cached(self, names: Sequence[str]) -> list[bool]:
+        return [all(self._cache.is_cached(_pair_of(name))) for name in names]
+
+
+def _pair_of(name: str) -> list[str]:
+    """The names of the pair that the item belongs to, or its own alone."""
+    stem, _, modality = name.rpartition(":")
+    return [f"{stem}:video", f"{stem}:audio"] if modality and stem.startswith(PAIR) else [name]
+
+
 @MULTIMODAL_REGISTRY.register_processor(
-    Qwen2_5OmniThinkerMultiModalProcessor,
+    ThinkerProcessor,
     info=ThinkerProcessingInfo,
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
