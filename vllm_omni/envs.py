@@ -124,9 +124,9 @@ VARIABLES: Mapping[str, Variable] = {
     ),
     "VLLM_OMNI_MAX_MEDIA_BYTES": Variable(
         _positive_count,
-        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
-        "decoded images, sounds and videos of prompts that are held at a time until they have been processed; more "
-        "wait, and a prompt that needs more alone is rejected; an eighth of the machine's memory by default",
+        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4,
+        "memory to decode and process images, sounds and videos of prompts, 16 times their decoded bytes; others wait, "
+        "and a prompt that needs more alone is rejected; a quarter of the machine's memory by default",
     ),
     "VLLM_OMNI_MAX_WAITING_MEDIA": Variable(
         _positive_count,

@@ -66,7 +66,7 @@ async def test_prompts_with_several_items_do_not_wait_for_each_other() -> None:
 async def test_a_prompt_that_exceeds_the_whole_budget_is_rejected() -> None:
     budget = MediaBudget(1000)
     prompt = Prompt(budget, 600, 600)
-    with pytest.raises(InvalidRequest, match="take 1,200 bytes when decoded: at most 1,000 are possible"):
+    with pytest.raises(InvalidRequest, match="take 1,200 bytes to decode and process: at most 1,000 are possible"):
         await prompt.task
     assert budget.num_held_bytes == 0
 

@@ -51,7 +51,7 @@ async def started(picture: bytes) -> AsyncIterator[tuple[BudgetedConnector, str]
 
 async def test_what_is_being_fetched_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S", "60")
-    budget = MediaBudget(10_000)
+    budget = MediaBudget(160_000)
 
     async def read(url: str) -> Any:
         with budget.hold() as holding:
@@ -59,7 +59,7 @@ async def test_what_is_being_fetched_holds_nothing(monkeypatch: pytest.MonkeyPat
 
     async with started(png(40, 50)) as (connector, host):
         trickles = [asyncio.ensure_future(read(f"{host}/trickle")) for _ in range(16)]
-        assert await read(f"{host}/good") == ((40, 50), 40 * 50 * 4)
+        assert await read(f"{host}/good") == ((40, 50), 16 * 40 * 50 * 4)
         assert budget.num_held_bytes == 0
         for one in trickles:
             one.cancel()
@@ -82,19 +82,19 @@ async def test_an_item_waits_as_a_file_until_it_fits(tmp_path: Path) -> None:
                 self.asked.set()
             await super().reserve(holding, num_bytes)
 
-    budget, connector, picture = Budget(10_000), BudgetedConnector(), data_url("image/png", png(40, 50))
+    budget, connector, picture = Budget(160_000), BudgetedConnector(), data_url("image/png", png(40, 50))
 
     async def read() -> Any:
         with budget.hold():
             return (await connector.fetch_image_async(picture)).size
 
     with budget.hold() as other:
-        await budget.reserve(other, 9_000)
+        await budget.reserve(other, 90_000)
         waits = asyncio.ensure_future(read())
         await budget.asked.wait()
-        assert budget.num_held_bytes == 9_000
+        assert budget.num_held_bytes == 90_000
     assert await waits == (40, 50)
-    with pytest.raises(InvalidRequest, match="take 14,400 bytes when decoded"), budget.hold():
+    with pytest.raises(InvalidRequest, match="take 230,400 bytes to decode"), budget.hold():
         await connector.fetch_image_async(data_url("image/png", png(60, 60)))
 
 

@@ -70,6 +70,14 @@ def test_overrides_win_over_given_parameters(speech: StageParamsResolver) -> Non
     assert given.top_p == 0.75
 
 
+def test_stop_ids_of_an_override_replace_the_given_ones(speech: StageParamsResolver) -> None:
+    over = speech.check_overrides([{"stop_token_ids": [7]}, {"stop_token_ids": [8]}])
+    given = SamplingParams(stop_token_ids=[5])
+    params = speech.resolve(given, over)
+    assert [params[name].all_stop_token_ids for name in ("thinker", "talker")] == [{7}, {8}]
+    assert given.all_stop_token_ids == {5}
+
+
 def test_fields_of_a_diffusion_stage_win_over_its_defaults(diffusion: StageParamsResolver) -> None:
     for given in ({"height": 128}, DiffusionParams(height=128), [{"height": 128}], {"diffusion": {"height": 128}}):
         assert diffusion.resolve(given)["diffusion"] == DiffusionParams(height=128, num_inference_steps=20), given

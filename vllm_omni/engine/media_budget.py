@@ -1,4 +1,4 @@
-"""``MediaBudget``: how many bytes of decoded media the prompts of a front end hold at a time."""
+"""``MediaBudget``: how many bytes the media of all prompts that a front end reads take at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_omni.errors import InvalidRequest
 
 
 class Holding:
-    """The decoded media of one prompt."""
+    """What the media of one prompt take."""
 
     def __init__(self, budget: MediaBudget) -> None:
         self.budget = budget
@@ -67,8 +67,8 @@ class MediaBudget:
         total = holding.num_bytes + num_bytes
         if total > self.num_bytes:
             raise InvalidRequest(
-                f"the media of the prompt take {total:,} bytes when decoded: at most {self.num_bytes:,} are possible "
-                "(VLLM_OMNI_MAX_MEDIA_BYTES); send smaller images, or fewer frames"
+                f"the media of the prompt take {total:,} bytes to decode and process: at most {self.num_bytes:,} are "
+                "possible (VLLM_OMNI_MAX_MEDIA_BYTES); send smaller images, or fewer frames"
             )
         one = _Waiting(holding, num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(one)

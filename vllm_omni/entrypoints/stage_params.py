@@ -113,7 +113,8 @@ class StageParamsResolver:
             raise InvalidRequest(f"parameters of stage {stage.name!r}: it samples tokens; give SamplingParams")
         if isinstance(given, SamplingParams):
             _check_sampling_params(stage.name, given)
-            return msgspec.structs.replace(given, **over) if over else given
+            # The set of all stop ids is derived from the fields; a copy would share it.
+            return msgspec.structs.replace(given, **over, _all_stop_token_ids=set()) if over else given
         values = {**stage.default_sampling_params, **(given or {}), **over}
         if stage is self._first:
             values = {**self._model_config.get_diff_sampling_param(), **values}

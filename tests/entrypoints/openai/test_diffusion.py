@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.openai.images import usage_of
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.state.media_budget = MediaBudget(10_000)
+    app.state.media_budget = MediaBudget(160_000)
     add_error_handlers(app)
 
     @app.post("/")
@@ -42,11 +42,11 @@ def png(width: int, height: int) -> bytes:
 
 async def test_an_uploaded_image_holds_a_part_of_the_budget_until_the_answer(app: FastAPI) -> None:
     response = await post(app, files={"image": png(40, 50)})
-    assert response.json() == {"size": [40, 50], "held": 40 * 50 * 4}
+    assert response.json() == {"size": [40, 50], "held": 16 * 40 * 50 * 4}
     assert app.state.media_budget.num_held_bytes == 0
     response = await post(app, files={"image": png(60, 60)})
     assert response.status_code == 400
-    assert "take 14,400 bytes when decoded: at most 10,000" in response.json()["error"]["message"]
+    assert "take 230,400 bytes to decode and process: at most 160,000" in response.json()["error"]["message"]
 
 
 async def test_a_body_that_cannot_be_read_is_rejected(app: FastAPI) -> None:

@@ -330,10 +330,6 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         lambda _: {"extra_body": {"vllm_xargs": {"kv_transfer_params": "x"}}},
         "kv_transfer_params = 'x': must be an object",
     ),
-    "a schema that refers to itself": (
-        lambda _: schema({"$ref": "#"}),
-        "no token is allowed by the schema or grammar",
-    ),
     "a nested schema": (lambda _: schema(nested(300)), "nested too deeply"),
     "parameters that are no list": (lambda _: parameters(5), "sampling_params_list"),
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
@@ -401,6 +397,16 @@ def test_bad_requests_are_rejected_with_their_reason(
         assert response is None, f"{name}: not rejected"
         assert server.holds_nothing(), name
         assert ask(client).choices[0].message.content == text, f"after {name}"
+
+
+def test_a_schema_that_allows_no_token_is_the_requests_fault(client: openai.OpenAI, server: Server) -> None:
+    endless = schema({"$ref": "#"})
+    with pytest.raises(openai.BadRequestError, match="no token is allowed by the schema or grammar") as rejected:
+        ask(client, **endless)
+    assert rejected.value.param == "structured_outputs"
+    with pytest.raises(openai.APIError, match="no token is allowed by the schema or grammar"):
+        list(ask(client, **endless, stream=True))  # it has started when the engine finds out
+    assert server.holds_nothing()
 
 
 # -- the other routes, and clients that leave --------------------------------------------------------------------------
