@@ -38,6 +38,7 @@ SHORT = {"model": "tiny", "messages": QUESTION, "temperature": 0.0, "max_tokens"
 class Server:
     url: str
     process: subprocess.Popen[bytes]
+    log: Path
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -89,7 +90,7 @@ def serve(model: Path, log: Path, *flags: str, **variables: str) -> Iterator[Ser
     command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
-    server = Server(f"http://127.0.0.1:{port}", process)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)
         yield server

@@ -1,7 +1,7 @@
 """Every error this project raises, by fault and by what a caller can do next.
 
-Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError``: the caller can correct them). Other
-failures raise a plain ``OmniError``: the request can be tried again, or the stage must be restarted.
+Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError``: the caller can correct them).
+``Unavailable`` can be tried again. Other failures raise a plain ``OmniError``.
 """
 
 
@@ -101,12 +101,20 @@ class StageFailed(OmniError):
         self.reason = reason
 
 
-class StageUnavailable(StageFailed):
-    """A stage that the request needs is being restarted, or could not be: nothing was started. HTTP 503."""
+class Unavailable(OmniError):
+    """The request can be tried again, later or elsewhere. HTTP 503."""
 
 
-class Overloaded(OmniError):
-    """Too many requests wait: this one was not started, and can be tried again. HTTP 503."""
+class StageUnavailable(StageFailed, Unavailable):
+    """A stage that the request needs is being restarted, or could not be: nothing was started."""
+
+
+class Overloaded(Unavailable):
+    """Too many requests wait: this one was not started."""
+
+
+class ShuttingDown(Unavailable):
+    """The server is being stopped: the request was not started, or was aborted."""
 
 
 def how_to_install(*extras: str) -> str:

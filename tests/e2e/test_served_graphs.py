@@ -1,6 +1,7 @@
-"""A loop over a language model, over HTTP: its text is one text, and its own code is not the client's fault."""
+"""A loop over a language model, over HTTP; at the end, its server drains."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.looping import FAILS, NUM_ITERATIONS, REJECTS
-from tests.server import Server, serve
+from tests.server import Server, serve, wait_for
 from vllm_omni.testing import llava
 
 pytestmark = pytest.mark.timeout(400)
@@ -27,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (installed / "entry_points.txt").write_text("[vllm_omni.pipelines]\nlooping = tests.e2e.looping:LoopingPipeline\n")
     (directory / "looping.yaml").write_text("model_type: looping\n")
     flags = [f"--deploy-config={directory / 'looping.yaml'}", "--dtype=float32", "--enforce-eager"]
-    flags += ["--max-model-len=512"]
+    flags += ["--max-model-len=512", "--shutdown-timeout=100"]
     root = Path(__file__).resolve().parents[2]
     paths = [str(directory), str(root), os.environ.get("PYTHONPATH", "")]
     with serve(
@@ -56,3 +57,19 @@ def test_a_streamed_loop_is_one_text_with_one_finish_reason_and_one_usage(server
 def test_an_error_of_the_pipelines_own_code_is_a_500_with_the_stages_name(server: Server, seed: int) -> None:
     with pytest.raises(openai.InternalServerError, match=r"stage 'writer': its request could not be made.*draft"):
         ask(server, seed=seed)
+
+
+def test_a_server_that_is_told_to_end_finishes_its_requests_and_takes_no_others(server: Server) -> None:
+    num_tokens = 150
+    stream = ask(server, stream=True, max_tokens=num_tokens, stream_options={"include_usage": True})
+    chunks, logged = [next(stream), next(stream)], server.log.stat().st_size
+    server.process.send_signal(signal.SIGTERM)
+    wait_for("that it is no longer ready", lambda: server.get("/health").status_code == 503)
+    for is_stream in (False, True):
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as rejected:
+            ask(server, stream=is_stream)
+        assert rejected.value.status_code == 503
+    chunks += list(stream)
+    assert chunks[-1].usage.completion_tokens == NUM_ITERATIONS * num_tokens
+    server.process.wait(100)
+    assert "Traceback" not in server.log.read_text()[logged:]

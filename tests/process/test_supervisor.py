@@ -1,5 +1,8 @@
 """When a stage is restarted. Restarts of real engines: tests/e2e/test_lifecycle.py."""
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -10,7 +13,7 @@ from vllm_omni.errors import StageFailed
 from vllm_omni.process import supervisor
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.status import StageState, StageStatus
-from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget, Supervisor
+from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget, Supervisor, in_thread
 
 
 class Clock:
@@ -178,3 +181,12 @@ def test_the_end_of_a_supervisor_is_reported(directory: RunDirectory) -> None:
     Supervisor(engine, directory)
     assert engine.settled.wait(TIMEOUT_S)
     assert engine.statuses == [StageStatus(StageState.FAILED, "its supervisor ended", 0)]
+
+
+def test_processes_of_an_engine_do_not_see_ctrl_c() -> None:
+    def start() -> None:
+        program = "import signal; assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+    in_thread(start).result(TIMEOUT_S)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import start_engines
-from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
+from vllm_omni.errors import CallAborted, ConfigError, InvalidRequest, OmniError, ShuttingDown, StageFailed
 from vllm_omni.flow import GraphParser, GraphRuntime
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.slo import Slo, slo_of
@@ -43,6 +44,7 @@ from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the server is shutting down"
 PAUSE_MODES = ("abort", "wait", "keep")  # vLLM's
 
 
@@ -76,6 +78,9 @@ class Orchestrator:
         self.latency_metrics = LatencyMetrics()
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
+        self.is_stopping = False  # requests are rejected
+        self._running: set[str] = set()  # ids of requests
+        self._has_ended = asyncio.Event()  # set when one of them ends
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -151,11 +156,31 @@ class Orchestrator:
             self._finalizer()
         self.hub.close()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Reject new requests, and wait until the running ones have ended or the time is over."""
+        self.is_stopping = True
+        logger.info("shutting down: %d requests have %g s to end", len(self._running), timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._running:
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+
     async def aclose(self) -> None:
         """Abort running requests, await them, and stop reading from the engines; ``shutdown`` then ends those."""
+        self.is_stopping = True
+        if self._running:
+            logger.warning("shutting down: %d requests are aborted", len(self._running))
         await self.runtime.aclose()
         for engine in self.engines.values():
             await engine.aclose()
+
+    def check_running(self) -> None:
+        """Raises:
+        ShuttingDown: the server is being stopped, or was.
+        """
+        if self.is_stopping:
+            raise ShuttingDown(STOPPING)
 
     def check_health(self, stages: Iterable[str] | None = None) -> None:
         """Check the given stages (default: all).
@@ -208,9 +233,11 @@ class Orchestrator:
         Raises:
             InvalidRequest: the request is malformed.
             StageUnavailable: a stage that it needs is being restarted, or could not be.
+            ShuttingDown: the server is being stopped.
             StageFailed: the request failed in a stage, or in the pipeline's own code that makes the stage's requests.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
+        self.check_running()
         outputs = self.outputs_of(modalities)
         slos = self._slos_of(params)
         self.check_health(self.stages_of(outputs.values()))
@@ -226,11 +253,14 @@ class Orchestrator:
         call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
         latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
         answer = Answer(self.pipeline, self.plan, context, outputs, latency)
+        self._running.add(request_id)
         try:
             async for frame in call:
                 yield answer.output_of(frame)
         except OmniError as exc:
             latency.fail(exc)
+            if self.is_stopping and isinstance(exc, CallAborted | StageFailed):
+                raise ShuttingDown(STOPPING) from exc
             raise
         except VLLMError:
             raise
@@ -245,6 +275,8 @@ class Orchestrator:
             for payload in context.payloads:
                 self.hub.release_payload(payload, for_all=True)
             self.gate.leave(request_id)
+            self._running.discard(request_id)
+            self._has_ended.set()
 
     def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
         """The request's latency targets, by stage that has any.

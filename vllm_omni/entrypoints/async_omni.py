@@ -49,8 +49,6 @@ class AsyncOmni(StageAdmin):
         StageFailed: a stage did not start; nothing is left running.
     """
 
-    is_stopped = False  # after ``shutdown`` it is
-
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
@@ -122,9 +120,11 @@ class AsyncOmni(StageAdmin):
         Raises:
             InvalidRequest: the request is malformed.
             StageUnavailable: a stage that the request needs is being restarted, or could not be.
+            ShuttingDown: the server is being stopped.
             StageFailed: a stage failed it.
         """
         self._loop = asyncio.get_running_loop()
+        self.orchestrator.check_running()
         _check_arguments(priority, modalities, engine_kwargs)
         params = self.params.resolve(sampling_params, stage_params)
         outputs = self.orchestrator.generate(
@@ -238,6 +238,11 @@ class AsyncOmni(StageAdmin):
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it is being shut down, or was: requests are rejected."""
+        return self.orchestrator.is_stopping
+
+    @property
     def is_running(self) -> bool:
         """False after a shutdown, and after the first stage has died too often: vLLM's server then ends."""
         return not self.is_stopped and self._entry_node.current_status().state is not StageState.FAILED
@@ -263,8 +268,10 @@ class AsyncOmni(StageAdmin):
 
         Raises:
             StageUnavailable: a stage is dead: it is being restarted, or could not be.
+            ShuttingDown: the server is being stopped.
             InvalidRequest: there is no such stage.
         """
+        self.orchestrator.check_running()
         if stage is not None and stage not in self.config.stage_names:
             raise InvalidRequest(f"unknown stage {stage!r}: {suggest(stage, self.config.stage_names)}")
         self.orchestrator.check_health(None if stage is None else [stage])
@@ -274,8 +281,10 @@ class AsyncOmni(StageAdmin):
 
         Raises:
             StageUnavailable: one of them is not.
+            ShuttingDown: the server is being stopped.
             InvalidRequest: an unknown modality or speaker.
         """
+        self.orchestrator.check_running()
         self.orchestrator.pipeline.check_options(_speaker_option(speaker))
         outputs = self.orchestrator.outputs_of(modalities)
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
@@ -297,12 +306,17 @@ class AsyncOmni(StageAdmin):
     def shutdown(self, timeout: float | None = None) -> None:
         """End every stage; calling it twice does nothing.
 
+        Args:
+            timeout: seconds that running requests have to end; new ones are rejected meanwhile. None, 0: none.
+
         Called from a thread without the requests' event loop, as vLLM's server does, it aborts them first; in their own
         thread, await ``aclose`` instead.
         """
         loop, was_stopped = self._loop, self.is_stopped
-        self.is_stopped = True
+        self.orchestrator.is_stopping = True
         if not was_stopped and loop is not None and loop.is_running() and loop is not _running_loop():
+            if timeout:
+                asyncio.run_coroutine_threadsafe(self.orchestrator.drain(timeout), loop).result()
             aborted = asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop)
             try:
                 aborted.result(ABORT_TIMEOUT_S)

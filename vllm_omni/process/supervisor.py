@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from typing import Protocol
 
 from vllm_omni import envs
@@ -186,10 +188,15 @@ class Supervisor:
 
 
 def in_thread(function: Callable[..., None], *args: object) -> Future[None]:
-    """Submit a call as an executor does, but in a daemon thread, which does not delay the interpreter's exit."""
+    """Submit a call as an executor does, but in a daemon thread, which does not delay the interpreter's exit.
+
+    Processes that the call starts do not see Ctrl-C, which a terminal sends to all: the server ends them.
+    """
     future: Future[None] = Future()
+    resource_tracker.ensure_running()  # starting it in the thread would unblock the signal
 
     def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             function(*args)
         except BaseException as exc:

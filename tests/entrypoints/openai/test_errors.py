@@ -1,14 +1,16 @@
 """Errors over HTTP have OpenAI's shape, say what is valid, and blame the right field."""
 
+import logging
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
+from vllm.exceptions import RetryableRequestError
 
-from vllm_omni.entrypoints.openai.errors import add_error_handlers
+from vllm_omni.entrypoints.openai.errors import add_error_handlers, end_of_stream
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
-from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
+from vllm_omni.errors import InvalidRequest, Overloaded, ShuttingDown, StageFailed
 
 APP = FastAPI()
 add_error_handlers(APP)
@@ -99,3 +101,18 @@ async def test_an_error_has_the_status_of_its_fault(name: str, status: int, kind
     code, error = await ask("GET", f"/raises/{name}")
     assert (code, error["code"], error["type"]) == (status, status, kind)
     assert message in error["message"]
+
+
+def test_a_stream_ends_with_the_error_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    body = end_of_stream(StageFailed("talker", "died"), "speech")
+    assert (body["error"]["code"], body["error"]["type"]) == (500, "InternalServerError")
+    assert [(one.levelno, bool(one.exc_info)) for one in caplog.records] == [(logging.ERROR, True)]
+
+
+@pytest.mark.parametrize("error", [ShuttingDown("later"), RetryableRequestError("later")], ids=repr)
+def test_what_may_be_tried_again_ends_a_stream_without_a_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = end_of_stream(error, "speech")
+    assert (body["error"]["code"], body["error"]["type"]) == (503, "ServiceUnavailableError")
+    assert [(one.levelno, one.exc_info) for one in caplog.records] == [(logging.WARNING, None)]

@@ -29,7 +29,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.api_keys import require_api_keys
 from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
-from vllm_omni.entrypoints.openai.errors import add_error_handlers, check_fields, error_body
+from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of, check_fields
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
@@ -40,7 +40,7 @@ from vllm_omni.entrypoints.openai.protocol import (
 )
 from vllm_omni.entrypoints.openai.schema import describe_app
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
-from vllm_omni.errors import ConfigError, StageFailed
+from vllm_omni.errors import ConfigError, Unavailable
 
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
@@ -127,8 +127,8 @@ async def health(raw_request: Request) -> JSONResponse:
     stages = {name: asdict(status) for name, status in omni.stage_report().items()}
     try:
         await omni.check_health()
-    except StageFailed as exc:
-        return JSONResponse(error_body(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) | {"stages": stages}, 503)
+    except Unavailable as exc:
+        return JSONResponse(body_of(exc) | {"stages": stages}, 503)
     return JSONResponse({"stages": stages})
 
 

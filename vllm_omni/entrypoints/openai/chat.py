@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +18,7 @@ from openai.types.chat.chat_completion_audio import ChatCompletionAudio
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError
 from vllm.inputs import EngineInput
 from vllm.renderers.chat_utils import ConversationMessage
 from vllm.sampling_params import SamplingParams
@@ -27,18 +26,17 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, SpokenStream
+from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import DEADLINE_ARGS, OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
-from vllm_omni.entrypoints.openai.sse import DONE
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.entrypoints.openai.sse import DONE, event
+from vllm_omni.errors import InvalidRequest, Unavailable
 from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 from vllm_omni.vllm_patches import adopt
-
-logger = logging.getLogger(__name__)
 
 SERVED = ("text", "audio")
 """Modalities that a chat answer can have."""
@@ -57,13 +55,23 @@ class EngineWithArguments:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[OmniRequestOutput, None]:
-        deadline_s = (sampling_params.extra_args or {}).get(DEADLINE_ARGS)
-        return self.engine.generate(
-            prompt, sampling_params, *args, **{**kwargs, **self.arguments, "deadline_s": deadline_s}
-        )
+        kwargs |= self.arguments | {"deadline_s": (sampling_params.extra_args or {}).get(DEADLINE_ARGS)}
+        return _retryable(self.engine.generate(prompt, sampling_params, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+async def _retryable(
+    outputs: AsyncGenerator[OmniRequestOutput, None],
+) -> AsyncGenerator[OmniRequestOutput, None]:
+    """Raise what may be tried again as vLLM's own error, of which its handlers log no traceback."""
+    async with aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except Unavailable as exc:
+            raise RetryableRequestError(str(exc)) from exc
 
 
 class OmniServingChat(OpenAIServingChat):
@@ -206,9 +214,13 @@ class OmniServingChat(OpenAIServingChat):
                 async for line in merged:
                     yield line
             except Exception as exc:  # the reply has started: it ends with the error, as upstream's do
-                logger.exception("request %s: failed while its speech was streamed", request_id)
-                yield f"data: {self.create_streaming_error_response(exc)}\n\n"
+                yield event(end_of_stream(exc, f"request {request_id}"))
                 yield DONE
+
+    def _convert_generation_error_to_streaming_response(self, e: GenerationError) -> str:
+        """As upstream, with the type that belongs to the status."""
+        body: str = self.create_streaming_error_response(e)
+        return body
 
     def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.omni.orchestrator.pipeline.sample_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from inspect import isclass
@@ -15,9 +16,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as RoutingError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.exceptions import RetryableRequestError
 
-from vllm_omni.errors import DeadlineExceeded, InvalidRequest, OmniError, Overloaded, StageUnavailable, UnknownModel
+from vllm_omni.errors import DeadlineExceeded, InvalidRequest, OmniError, Unavailable, UnknownModel
 from vllm_omni.names import suggest
+
+logger = logging.getLogger(__name__)
 
 MAX_REPORTED = 3  # of the mistakes in one body
 
@@ -89,19 +93,37 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [one for one in (annotation, *get_args(annotation)) if isclass(one) and issubclass(one, BaseModel)]
 
 
-async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
-    """404, 400 where the request is at fault, 503 where it may be tried again, 504 after its deadline, else 500."""
+def body_of(exc: Exception) -> dict[str, Any]:
+    """The body for an error: 404, 400 where the request is at fault, 503 where it may be tried again, 504 after its
+    deadline, else 500.
+    """
+    if not isinstance(exc, OmniError):
+        body: dict[str, Any] = create_error_response(exc).model_dump()
+        return body
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     if isinstance(exc, UnknownModel):
         status = HTTPStatus.NOT_FOUND
     elif isinstance(exc, ValueError):
         status = HTTPStatus.BAD_REQUEST
-    elif isinstance(exc, StageUnavailable | Overloaded):
+    elif isinstance(exc, Unavailable):
         status = HTTPStatus.SERVICE_UNAVAILABLE
     elif isinstance(exc, DeadlineExceeded):
         status = HTTPStatus.GATEWAY_TIMEOUT
-    param = exc.param if isinstance(exc, InvalidRequest) else None
-    return JSONResponse(error_body(str(exc), status, param), status)
+    return error_body(str(exc), status, exc.param if isinstance(exc, InvalidRequest) else None)
+
+
+def end_of_stream(exc: Exception, what: str) -> dict[str, Any]:
+    """Log an error of a reply that has started, which then ends with this body."""
+    if isinstance(exc, Unavailable | DeadlineExceeded | RetryableRequestError):
+        logger.warning("%s: %s", what, exc)
+    else:
+        logger.error("%s failed while it was streamed", what, exc_info=exc)
+    return body_of(exc)
+
+
+async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
+    body = body_of(exc)
+    return JSONResponse(body, body["error"]["code"])
 
 
 async def _on_validation_error(raw_request: Request, exc: Exception) -> JSONResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,18 +13,16 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
+from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.sse import chain, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
 from vllm_omni.media.image import IMAGE_FORMATS, ImageFormat, encode_image
 from vllm_omni.messages.outputs import OmniRequestOutput
-
-logger = logging.getLogger(__name__)
 
 IMAGE_FIELDS = ("image", "images", "url")
 """Fields in which a request to edit may have its images."""
@@ -123,8 +120,7 @@ class OmniServingImages:
                     for image in output.images:
                         yield await write("completed", image, usage=usage_of(given, [image]))
             except Exception as exc:  # the answer has started, so it ends with the error
-                logger.exception("an image failed while its progress was streamed")
-                yield event({"type": "error", **create_error_response(exc).model_dump()}, "error")
+                yield event({"type": "error", **end_of_stream(exc, "an image")}, "error")
 
 
 TOKEN_SIDE = 16

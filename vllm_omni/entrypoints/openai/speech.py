@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -15,15 +14,13 @@ from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.errors import check_fields
+from vllm_omni.entrypoints.openai.errors import check_fields, end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
 from vllm_omni.entrypoints.openai.sse import Base64Pieces, chain, event
 from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
-
-logger = logging.getLogger(__name__)
 
 
 class Speech:
@@ -158,6 +155,4 @@ class OmniServingSpeech:
                     yield event({"type": "speech.audio.delta", "audio": text})
                 yield event({"type": "speech.audio.done", "usage": {**usage, "total_tokens": sum(usage.values())}})
             except Exception as exc:  # the response has started: it ends with the error
-                logger.exception("speech failed while it was streamed")
-                error = BaseServing.create_error_response(exc).error.model_dump()
-                yield event({"type": "speech.audio.error", "error": error})
+                yield event({"type": "speech.audio.error", **end_of_stream(exc, "speech")})

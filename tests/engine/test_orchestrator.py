@@ -1,0 +1,113 @@
+"""Requests through the orchestrator, on a stage without an engine: errors of the pipeline, and the end of a server."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.outputs import RequestOutput
+
+from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.latency_metrics import LatencyMetrics
+from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.errors import InvalidRequest, OmniError, ShuttingDown
+from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface
+from vllm_omni.messages.outputs import OmniRequestOutput, collect
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
+from vllm_omni.process.status import StageStatus
+
+
+class Writer(Role):
+    write = interface([["prompt"]], {"text": Field("text", streamed=True)})
+
+
+class Stage(StageNode):
+    """Answers a request once ``may_end`` is set, or raises."""
+
+    name = "writer"
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def generate(
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        if self.error is not None:
+            raise self.error
+        await self.may_end.wait()
+        yield OmniRequestOutput.of(RequestOutput("id", None, [1], None, outputs=[], finished=True))
+
+    def current_status(self) -> StageStatus:
+        return StageStatus()
+
+
+@pytest.fixture
+async def orchestrator() -> Orchestrator:
+    graph = Graph("g")
+    graph.output(text=graph.role(Writer, "writer").write(prompt=graph.placeholder("prompt")).text)
+    made = object.__new__(Orchestrator)
+    made.pipeline = SimpleNamespace(  # type: ignore[assignment]
+        stages=[StageSpec("writer", "", "text")],
+        modalities={"text": "text"},
+        extra_outputs={},
+        sample_rate=0,
+        check_options=lambda options: options,
+    )
+    made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer")])  # type: ignore[assignment]
+    made.plan = GraphParser(graph).parse()
+    made.engines, made.nodes = {}, {"writer": Stage()}
+    made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
+    made.runtime = GraphRuntime(made.plan, made.nodes)
+    made.is_stopping, made._running, made._has_ended = False, set(), asyncio.Event()
+    return made
+
+
+def ask(orchestrator: Orchestrator, request_id: str = "request") -> "asyncio.Task[OmniRequestOutput]":
+    return asyncio.ensure_future(collect(orchestrator.generate("hello", {}, request_id)))
+
+
+def stage_of(orchestrator: Orchestrator) -> Any:
+    return orchestrator.nodes["writer"]
+
+
+async def test_a_drain_ends_with_the_requests_that_run_and_rejects_others(orchestrator: Orchestrator) -> None:
+    running = ask(orchestrator)
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(orchestrator.drain(timeout_s=60))
+    await asyncio.sleep(0)
+    with pytest.raises(ShuttingDown):
+        await ask(orchestrator, "another")
+    assert not draining.done()
+    stage_of(orchestrator).may_end.set()
+    assert (await running).finished
+    await draining
+
+
+async def test_requests_left_after_a_drain_are_aborted_as_to_be_tried_again(orchestrator: Orchestrator) -> None:
+    running = ask(orchestrator)
+    await asyncio.sleep(0)
+    await orchestrator.drain(timeout_s=0)
+    await orchestrator.aclose()
+    with pytest.raises(ShuttingDown, match="shutting down"):
+        await running
+
+
+async def test_a_drain_without_requests_ends_at_once(orchestrator: Orchestrator) -> None:
+    await orchestrator.drain(timeout_s=60)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("bad")], ids=repr)
+async def test_an_unexpected_error_is_no_fault_of_the_request(orchestrator: Orchestrator, error: Exception) -> None:
+    stage_of(orchestrator).error = error
+    with pytest.raises(OmniError, match=r"the pipeline failed: .*bad.* in node 'writer.write'") as raised:
+        await ask(orchestrator)
+    assert not isinstance(raised.value, ValueError)
+
+
+async def test_a_rejection_by_a_stage_stays_one(orchestrator: Orchestrator) -> None:
+    stage_of(orchestrator).error = InvalidRequest("no")
+    with pytest.raises(InvalidRequest):
+        await ask(orchestrator)
