@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,12 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert "(default: None)" not in out
 
 
-def test_commands_that_start_nothing_import_no_vllm() -> None:
-    graphs = str(Path(__file__).parents[2] / "examples" / "graphs" / "qwen_omni.py")
-    for args in (["--help"], ["config", "--help"], ["config", "shwo"], ["tiny", "qwen"], ["doctor"], ["graph", graphs]):
+def test_commands_that_start_nothing_import_no_vllm(
+    tiny_checkpoint: Path, tiny_pipeline: Callable[[str], Path]
+) -> None:
+    graphs = Path(__file__).parents[2] / "examples" / "graphs" / "qwen_omni.py"
+    commands = [["--help"], ["config", "--help"], ["config", "shwo"], ["tiny", "qwen"], ["doctor"]]
+    for args in [*commands, *(["graph", str(one)] for one in (graphs, tiny_checkpoint, tiny_pipeline("qwen-image")))]:
         code = (
             "import sys; from vllm_omni.entrypoints.cli.main import main\n"
             f"try: main({args})\n"

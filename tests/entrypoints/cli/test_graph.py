@@ -47,6 +47,28 @@ def test_graph_of_a_model_is_printed(capsys: pytest.CaptureFixture[str], tiny_ch
     assert "rows <- thinker.generate.rows by thinker_to_talker()" in out
 
 
+def test_graph_of_a_model_is_checked_with_a_deployment(
+    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    deployment = tmp_path / "deploy.yaml"
+    deployment.write_text("stages: {talker: {max_num_seqs: 2}}\n")
+    code, out, _ = run(capsys, str(tiny_checkpoint), "--deploy-config", str(deployment))
+    assert (code, out) == (0, run(capsys, str(tiny_checkpoint))[1])
+    for text, why in [
+        (
+            "stages: {talkr: {max_num_seqs: 2}}\n",
+            "deploy.yaml:1: stages.talkr: no stage 'talkr': did you mean 'talker'",
+        ),
+        ("edges: {thinker->token2wav: {stream: true}}\n", "edge thinker->token2wav: the graph has no such edge"),
+    ]:
+        deployment.write_text(text)
+        code, out, err = run(capsys, str(tiny_checkpoint), "--deploy-config", str(deployment))
+        assert (code, out) == (2, "")
+        assert why in err
+    code, _, err = run(capsys, write(tmp_path, GOOD), "--deploy-config", str(deployment))
+    assert (code, "--deploy-config: for a model" in err) == (2, True)
+
+
 def test_graphs_of_a_file_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, write(tmp_path, GOOD), "--format", "mermaid")
     assert (code, out.splitlines()[0]) == (0, "flowchart LR")

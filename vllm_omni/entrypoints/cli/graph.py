@@ -3,8 +3,10 @@
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
+from vllm_omni.compat import require_vllm
 from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.errors import ConfigError, GraphError
 from vllm_omni.flow import Graph, GraphParser, StaticPlan
@@ -26,10 +28,18 @@ def graph(args: Sequence[str]) -> None:
     """
     parser = RejectingParser(prog="vllm-omni graph", description=DESCRIPTION)
     parser.add_argument("source", metavar="MODEL_OR_FILE", help="a checkpoint, or a Python file, which is run")
+    parser.add_argument(
+        "--deploy-config", metavar="FILE", help="check a model's graph with this deployment, as a start"
+    )
     parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="output file (default: stdout)")
     options = parser.parse_args(args)
-    graphs = _of_file(Path(options.source)) if options.source.endswith(".py") else [_of_model(options.source)]
+    if options.source.endswith(".py"):
+        if options.deploy_config is not None:
+            raise ConfigError("--deploy-config: for a model; a file of graphs has no deployment")
+        graphs = _of_file(Path(options.source))
+    else:
+        graphs = [_of_model(options.source, options.deploy_config)]
     plans: list[StaticPlan] = []
     errors: list[GraphError] = []
     for one in graphs:
@@ -64,20 +74,18 @@ def _of_file(path: Path) -> list[Graph]:
     return list(graphs.values())
 
 
-def _of_model(model: str) -> Graph:
-    from vllm_omni.compat import require_vllm
+def _of_model(model: str, deploy_config: str | None) -> Graph:
+    """The graph of a model; only those of other packages, and the checks of a deployment, need vLLM."""
+    from vllm_omni.config import bundled_model_types, load_config, read_model_type
 
+    if deploy_config is None and (model_type := read_model_type(model)) in bundled_model_types():
+        module = import_module(f"vllm_omni.model_executor.models.{model_type}.graph")
+        graph: Graph = module.graph_of(model)
+        return graph
     require_vllm("vllm-omni graph MODEL")
-    from vllm.transformers_utils.config import get_config
+    from vllm_omni.engine.orchestrator import Orchestrator
 
-    from vllm_omni.config import read_model_type
-    from vllm_omni.model_executor.pipeline import load_pipeline
-
-    model_type = read_model_type(model)
-    try:
-        return load_pipeline(model_type, model, get_config(model, trust_remote_code=False)).graph
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{model}: {exc}") from exc
+    return Orchestrator(load_config(model, deploy_config=deploy_config)).pipeline.graph
 
 
 def _write(text: str, path: Path | None) -> None:

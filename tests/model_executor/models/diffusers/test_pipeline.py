@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import GraphParser
 from vllm_omni.model_executor.generation_model import GenerationConfig
-from vllm_omni.model_executor.models.diffusers.pipeline import DiffusersPipeline, modality_of
+from vllm_omni.model_executor.models.diffusers.graph import modality_of
+from vllm_omni.model_executor.models.diffusers.pipeline import DiffusersPipeline
 
 
 def made_by_diffusers() -> dict[str, str]:

@@ -9,12 +9,8 @@ from transformers import PreTrainedConfig
 
 from vllm_omni.config import LANGUAGE
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.flow import Field, Graph, Role, interface
+from vllm_omni.model_executor.models.language.graph import graph_of
 from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
-
-
-class LanguageModel(Role):
-    generate = interface(inputs_or=[["prompt"]], outputs={"text": Field("text", streamed=True)})
 
 
 class LanguagePipeline(Pipeline):
@@ -23,10 +19,7 @@ class LanguagePipeline(Pipeline):
     modalities = {"text": "text"}
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
-        self.graph = Graph(LANGUAGE)
-        prompt = self.graph.placeholder("prompt")
-        reply = self.graph.role(LanguageModel, LANGUAGE).generate(prompt=prompt)
-        self.graph.output(text=reply.text)
+        self.graph = graph_of(model)
         # vLLM rejects a model that can only pool.
         self.stages = (StageSpec(LANGUAGE, architecture="", output_type="text", engine_args={"runner": "generate"}),)
 

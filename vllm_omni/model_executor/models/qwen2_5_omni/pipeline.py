@@ -12,9 +12,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, interface
+from vllm_omni.flow import CallInfo, Chunk
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import encode
+from vllm_omni.model_executor.models.qwen2_5_omni.graph import build_graph
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
@@ -38,21 +39,6 @@ SYSTEM_PROMPT = (
 PUBLISHER_ARGS = {"speculative_config": None, "async_scheduling": False, "enable_prompt_embeds": False}
 
 
-class Thinker(Role):
-    generate = interface(
-        inputs_or=[["prompt"]],
-        outputs={"text": Field("text", streamed=True), "rows": Field("hidden_states", streamed=True)},
-    )
-
-
-class Talker(Role):
-    generate = interface(inputs_or=[["rows"]], outputs={"codes": Field("codec", streamed=True)})
-
-
-class Token2Wav(Role):
-    decode = interface(inputs_or=[["codes"]], outputs={"audio": Field("audio", streamed=True)})
-
-
 class Qwen2_5OmniPipeline(Pipeline):
     """Text, images, audio and video in; text and speech out."""
 
@@ -69,7 +55,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         self.talker_config = talker = hf_config.talker_config
         dit = hf_config.token2wav_config.dit_config
         self.codes_per_block = dit.block_size // dit.repeats
-        self.graph = self._build_graph()
+        self.graph = build_graph(self.thinker_to_talker, self.talker_to_token2wav)
         end_codes = [talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id]
         self.stages = (
             StageSpec(
@@ -132,17 +118,6 @@ class Qwen2_5OmniPipeline(Pipeline):
             after="<|im_end|>\n<|im_start|>assistant\n",
             reply=text,
         )
-
-    def _build_graph(self) -> Graph:
-        graph = Graph("qwen2_5_omni")
-        prompt = graph.placeholder("prompt")
-        thinker, talker = graph.role(Thinker, "thinker"), graph.role(Talker, "talker")
-        token2wav = graph.role(Token2Wav, "token2wav")
-        reply = thinker.generate(prompt=prompt)
-        speech = talker.generate(rows=reply.rows.via(self.thinker_to_talker))
-        sound = token2wav.decode(codes=speech.codes.via(self.talker_to_token2wav))
-        graph.output(text=reply.text, audio=sound.audio, codec_ids=speech.codes)
-        return graph
 
     async def thinker_to_talker(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         """Send references to the thinker's rows as soon as the reply has one; later rows follow in the stream that the
