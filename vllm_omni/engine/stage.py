@@ -10,7 +10,6 @@ import asyncio
 import copy
 import logging
 import re
-import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -199,11 +198,8 @@ class StageEngine(StageNode):
 
     def shutdown(self) -> None:
         """End the engine's processes; does nothing when it was not started."""
-        if self._llm is None:
-            return
-        self._llm.shutdown(timeout=envs.VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S)
-        if -signal.SIGKILL in self._llm.exit_codes():  # one that was killed leaves its workers and shared memory
-            self._started.end()
+        if self._llm is not None:
+            self._llm.shutdown(timeout=envs.VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S)
 
     @property
     def _started(self) -> StageProcesses:
