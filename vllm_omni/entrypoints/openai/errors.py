@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from inspect import isclass
+from reprlib import Repr
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request
@@ -59,8 +60,10 @@ def check_fields(request: BaseModel, ignored: Iterable[str] = ()) -> None:
 
 
 def shorten(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 80 else f"{said[:77]}..."
+    """``repr``, without writing out what is long or nested."""
+    short = Repr()
+    short.maxstring = short.maxother = 80
+    return short.repr(value)
 
 
 def _param(error: Mapping[str, Any]) -> str:
@@ -76,8 +79,9 @@ def _mistake(error: Mapping[str, Any], body: Any) -> str:
         return f"{param}: is missing"
     if error["type"] == "json_invalid":
         return f"the body is not valid JSON: {error['ctx']['error']}"
-    said = error["msg"].removeprefix("Value error, ")
-    return f"{param} = {shorten(error['input'])}: {said[0].lower()}{said[1:]}"
+    if error["type"] == "value_error":  # of a validator, which says it all
+        return str(error["msg"].removeprefix("Value error, "))
+    return f"{param} = {shorten(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def _fields_at(body: Any, path: Iterable[str | int]) -> Iterable[str]:
