@@ -100,6 +100,11 @@ def test_a_network_that_accepts_only_one_row_is_not_merged(pipeline, caplog, mon
     assert "AutoencoderKLQwenImage (vae) does not merge requests: RuntimeError: one at a time" in caplog.text
 
 
+def test_the_check_s_own_requests_leave_no_warning_of_diffusers_in_the_log(pipeline, caplog, capfd):
+    find(pipeline, caplog)
+    assert "guidance_scale is passed" not in capfd.readouterr().err + caplog.text
+
+
 def test_a_network_outside_the_table_is_logged(caplog):
     assert find(make_ddpm(), caplog) == {}
     assert "UNet2DModel (unet) is not in the table" in caplog.text
@@ -132,7 +137,7 @@ def test_an_error_that_does_not_depend_on_the_size_ends_the_check(pipeline, capl
     tried.fail = fail_with(ValueError("never"))
     with pytest.raises(ConfigError, match="QwenImagePipeline answers no request: ValueError: never"):
         find(pipeline, caplog)
-    assert tried.heights == [32, 64, None] * 2  # repeated, so the default size is tried; the same with fewer arguments
+    assert tried.heights == [32, 64, 32, 64, None]  # repeated with fewer arguments, and with the default size
 
 
 def test_an_error_that_is_not_about_size_ends_the_check_at_once(pipeline, caplog, tried):

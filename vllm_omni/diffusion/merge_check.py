@@ -13,6 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,8 @@ def _run_as_accepted(
     for is_plain, has_image in itertools.product((False, True), image_choices):
         make = partial(make_request, pipeline, has_image=has_image, is_plain=is_plain)
         try:
-            return _run_at_some_size(pipeline, copies, candidates, make)
+            with _quiet_diffusers():
+                return _run_at_some_size(pipeline, copies, candidates, make, is_last=is_plain)
         except Exception as exc:
             error = forget_frames(exc)
     said = f"{type(pipeline).__name__} answers no request: {describe(error).rstrip('.')}"
@@ -114,8 +116,13 @@ def _run_at_some_size(
     copies: PipelineCopies,
     candidates: Mapping[str, MergeRule],
     make: Callable[[int, int | None], DiffusionRequest],
+    *,
+    is_last: bool,
 ) -> dict[str, MergeRule | str]:
-    """Run the check at the first of ``SIDES`` that the pipeline accepts, else at its default size."""
+    """Run the check at the first of ``SIDES`` that the pipeline accepts, else at its default size.
+
+    An error with the same text at two sizes hardly depends on the size; the default is then tried only for ``is_last``.
+    """
 
     def run(side: int | None) -> dict[str, MergeRule | str]:
         requests = [make(index, side) for index in range(len(PROMPTS))]
@@ -130,9 +137,23 @@ def _run_at_some_size(
             raise
         except Exception as exc:
             errors.append(describe(exc))
-            if errors.count(errors[-1]) > 1:  # word for word, so it does not depend on the size
-                break
+            if errors.count(errors[-1]) > 1:
+                if is_last:
+                    break
+                raise
     return run(None)
+
+
+@contextmanager
+def _quiet_diffusers() -> Iterator[None]:
+    """Keep the warnings of pipelines about requests that no user made out of the log."""
+    diffusers_logger = logging.getLogger("diffusers")
+    level = diffusers_logger.level
+    diffusers_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        diffusers_logger.setLevel(level)
 
 
 def make_request(
@@ -148,7 +169,8 @@ def make_request(
             "guidance_scale": GUIDANCE + index,
             "true_cfg_scale": GUIDANCE + index,
         }
-    extra_args = {} if is_plain else {name: value for name, value in SHORT_CUTS.items() if name in accepted}
+    short_cuts = {} if is_plain else SHORT_CUTS | ({"max_area": side**2} if side else {})
+    extra_args = {name: value for name, value in short_cuts.items() if name in accepted}
     taken = {name: value for name, value in values.items() if name in accepted}
     params = DiffusionParams(seed=index, extra_args=extra_args, **taken)
     images = [make_image(index, side or 512)] if has_image else []
@@ -176,8 +198,7 @@ def _run_side_by_side(
     fingerprints = Fingerprints()
     try:
         for call in calls:
-            call.resume()
-        _raise_error(calls)
+            _resume(call)
         while running := _next_calls(calls):
             waiting = [call.pending for call in running if call.pending is not None]
             outputs = [pending.run() for pending in waiting]
@@ -189,8 +210,7 @@ def _run_side_by_side(
                 if isinstance(rule, MergeRule):
                     results[component] = _find_rule(waiting, outputs, rule, candidates[component], fingerprints)
             for call, output in zip(running, outputs, strict=True):
-                call.resume(output)
-            _raise_error(calls)
+                _resume(call, output)
     finally:
         for call in calls:
             call.cancel()
@@ -203,10 +223,10 @@ def _next_calls(calls: Sequence[SuspendedCall]) -> list[SuspendedCall]:
     return [call for call in running if call.pending is not None and call.pending.is_denoiser] or running
 
 
-def _raise_error(calls: Sequence[SuspendedCall]) -> None:
-    for call in calls:
-        if call.error is not None:
-            raise call.error
+def _resume(call: SuspendedCall, value: Any = None) -> None:
+    call.resume(value)
+    if call.error is not None:
+        raise call.error
 
 
 def _find_rule(
