@@ -117,9 +117,8 @@ def _serve_images(directory: Path) -> "AbstractContextManager[Server]":
     from tests.server import serve
     from vllm_omni.testing import diffusion as tiny
 
-    limits = ["max_pixels=65536", "max_steps=1000", "max_outputs=4"]
-    flags = [f"--stage=diffusion.diffusion.{limit}" for limit in limits]
-    return serve(tiny.build(directory / "checkpoint", "qwen-image"), directory / "log", *flags)
+    checkpoint = tiny.build(directory / "checkpoint", "qwen-image")
+    return serve(checkpoint, directory / "log", "--stage=diffusion.diffusion.max_outputs=4")
 
 
 def is_idle(llm: "OmniLLM") -> bool:

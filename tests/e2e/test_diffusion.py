@@ -281,6 +281,22 @@ async def test_a_bad_request_fails_alone_with_a_reason(image_omni: AsyncOmni, im
         assert difference(good["images"], expected) < TOLERANCE, reason
 
 
+@on_the_loop_of("image_omni")
+async def test_an_urgent_request_ends_before_those_that_arrived_first(image_omni: AsyncOmni) -> None:
+    ended: list[int] = []
+
+    async def ask(number: int, priority: int) -> None:
+        params = DiffusionParams(**SIZE, num_inference_steps=20, seed=number)
+        async for _ in image_omni.generate("a red cat", params, priority=priority):
+            pass
+        ended.append(number)
+
+    num_others = 12  # of which eight share a batch
+    tasks = [asyncio.create_task(ask(number, 0)) for number in range(num_others)]
+    await asyncio.gather(*tasks, ask(num_others, -1))
+    assert ended.index(num_others) <= 8
+
+
 @pytest.mark.parametrize("num_steps_before", [0, 1, 3])
 @on_the_loop_of("image_omni")
 async def test_an_abort_ends_one_request_alone(

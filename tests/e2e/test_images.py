@@ -140,7 +140,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"size": "0x64"}, "size", "width = 0: must be at least 1 pixel"),
     ({"size": "-64x64"}, "size", "width = -64"),
     ({"size": "big"}, "size", "must be 'auto' or WIDTHxHEIGHT"),
-    ({"size": "512x512"}, "size", "at most 65536 pixels here"),
+    (
+        {"size": "16384x16384"},
+        "size",
+        "at most 4194304 pixels here (to allow more, raise max_pixels of",
+    ),
+    ({"prompt": "fox " * 500_000}, "prompt", "at most 2048 prompt tokens here"),
     ({"num_inference_steps": 0}, "num_inference_steps", "must be at least 1"),
     ({"num_inference_steps": 1001}, "num_inference_steps", "at most 1000 steps here"),
     ({"num_inference_steps": 1.5}, "num_inference_steps", "valid integer"),
@@ -154,7 +159,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"background": "transparent"}, "background", "opaque"),
     ({"partial_images": 2}, "partial_images", "only in a stream"),
     ({"negative_promt": "x"}, "negative_promt", "did you mean 'negative_prompt'"),
-    ({"extra_params": {"foo": 1}}, None, "takes no extra argument 'foo'"),
+    ({"extra_params": {"foo": 1}}, "extra_params", "takes no extra argument 'foo'"),
+    ({"extra_params": {"latents": [1]}}, "extra_params", "which no request can carry; others: sigmas"),
+    ({"extra_params": {"prompt_embeds": [1.0]}}, "extra_params", "which no request can carry"),
+    ({"extra_params": {"max_sequence_length": "x"}}, "extra_params", "must be a whole number"),
+    ({"extra_params": {"sigmas": [1.0] * 100_000}}, "extra_params", "at most 1000 steps here"),
     ({"extra_params": {"generator": 1}}, "extra_params", "seed"),
     ({"image": "x"}, "image", "/v1/images/edits"),
 ]
@@ -247,6 +256,7 @@ def test_a_client_that_leaves_a_stream_ends_the_request(server: Server) -> None:
     body = {**LONG, "stream": True, "progress": True}
     with httpx.stream("POST", server.url + "/v1/images/generations", json=body, timeout=60) as response:
         event = next(events_of(response))
+        wait_for("the request among those that run", lambda: num_running(server) == 1)
     assert event["step"] < 900
     wait_for("the end of the request", lambda: num_running(server) == 0 and server.holds_nothing())
 

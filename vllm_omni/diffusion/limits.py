@@ -30,7 +30,8 @@ TIMES_DEFAULT = 4
 """Without a limit of the deployment: how many times the pipeline's own default a request may have."""
 
 # Used where a pipeline names no default.
-DEFAULT_SIDE, DEFAULT_FRAMES, DEFAULT_SECONDS, DEFAULT_TOKENS = 1024, 81, 60, 512
+DEFAULT_SIDE, DEFAULT_FRAMES, DEFAULT_SECONDS, DEFAULT_TOKENS = 1024, 81, 10, 512
+LEAST_SECONDS = 60  # the defaults of sounds are samples of what the models are made for
 ROUNDING = 1.1  # sides are rounded to multiples, also those of an image that is scaled to an area
 MAX_TOKENS = 8192  # the tokenizers of language models read more, and the pipelines cut it
 CHARS_PER_TOKEN = 8
@@ -63,7 +64,7 @@ class CallLimits:
         defaults = {
             "max_pixels": math.prod(self._sides.values()),
             "max_frames": self._frames or DEFAULT_FRAMES,
-            "max_seconds": self._seconds,
+            "max_seconds": max(self._seconds, LEAST_SECONDS),
             "max_prompt_tokens": default_of(accepted, "max_prompt_tokens") or longest_text(pipeline),
         }
         own = {name: TIMES_DEFAULT * value for name, value in defaults.items() if getattr(given, name) is None}

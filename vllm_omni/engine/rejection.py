@@ -42,7 +42,7 @@ def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: boo
         if (error := report.get("error")) is None:
             continue
         if report.get("invalid"):
-            raise InvalidRequest(f"stage {stage!r}: {error}")
+            raise InvalidRequest(f"stage {stage!r}: {error}", param=report.get("param"))
         raise StageFailed(stage, error)
     if any(completion.finish_reason == "error" for completion in output.outputs):
         if is_constrained:

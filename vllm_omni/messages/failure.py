@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_omni.errors import InvalidRequest
 
@@ -13,6 +13,13 @@ logger = logging.getLogger(__name__)
 class Failure(NamedTuple):
     message: str
     is_invalid: bool = False  # the request is at fault, not the stage
+    param: str | None = None  # the parameter at fault, if it is a single one
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the request's last output says, read by ``raise_reported``."""
+        param = {} if self.param is None else {"param": self.param}
+        return {"error": self.message, "invalid": self.is_invalid, **param}
 
 
 def make_failure(request_id: str, exc: Exception, invalid: type[Exception] = InvalidRequest) -> Failure:
@@ -24,4 +31,6 @@ def make_failure(request_id: str, exc: Exception, invalid: type[Exception] = Inv
     is_invalid = isinstance(exc, invalid)
     if not is_invalid:
         logger.error("request %s failed", request_id, exc_info=exc)
-    return Failure(str(exc) if isinstance(exc, InvalidRequest) else f"{type(exc).__name__}: {exc}", is_invalid)
+    if isinstance(exc, InvalidRequest):
+        return Failure(str(exc), is_invalid, exc.param)
+    return Failure(f"{type(exc).__name__}: {exc}", is_invalid)

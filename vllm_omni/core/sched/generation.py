@@ -83,9 +83,7 @@ class GenerationScheduler(Scheduler):
         # Upstream cannot end a scheduled request with an error; its own update skips requests that have ended.
         failures = model_runner_output.failures if isinstance(model_runner_output, DenoiseOutput) else {}
         failed = [
-            last_output(
-                request, pooling_output=pack(Payload(values={"error": failure.message, "invalid": failure.is_invalid}))
-            )
+            last_output(request, pooling_output=pack(Payload(values=failure.report)))
             for request_id, failure in failures.items()
             for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         ]

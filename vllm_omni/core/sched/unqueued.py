@@ -44,8 +44,7 @@ def fail(scheduler: Scheduler, failures: Iterable[tuple[str, Failure]]) -> list[
     for request_id, failure in failures:
         for request in scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
             logger.error("request %s: %s", request_id, failure.message)
-            params = {"error": failure.message, "invalid": failure.is_invalid}
-            outputs.append(last_output(request, ec_transfer_params=params))
+            outputs.append(last_output(request, ec_transfer_params=failure.report))
     return outputs
 
 

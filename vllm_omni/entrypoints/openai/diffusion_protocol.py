@@ -161,7 +161,7 @@ def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
     name = exc.param
     if name is None or name in body.model_fields:
         return exc
-    field = _FIELD_OF.get(name, name)
+    field = _FIELD_OF.get(name, name if name in DiffusionParams.__struct_fields__ else "extra_params")
     return InvalidRequest(f"{field}: {exc}", param=field) if field in body.model_fields else exc
 
 
