@@ -15,6 +15,7 @@ from vllm_omni.relay.remote.mooncake import MooncakeRelay
 from vllm_omni.relay.remote.nixl import NixlRelay
 from vllm_omni.relay.remote.tcp import TcpRelay
 from vllm_omni.relay.shm import ShmRelay
+from vllm_omni.relay.slab import SlabRelay
 
 NUM_BYTES = 4 << 20  # of a producer's slab
 
@@ -25,7 +26,7 @@ class Pair(NamedTuple):
 
 
 class Backend(NamedTuple):
-    make: Callable[[float], Relay]  # lease_s -> a relay that can both produce and consume
+    make: Callable[[], Relay]  # a relay that can both produce and consume
     copies: bool = True  # put copies: a consumer reads what was there at that moment
     leases: bool = True  # something stays with the producer until it is released
     crosses: bool = False  # works between processes, so that one end can be killed without the other
@@ -44,27 +45,31 @@ class HostCudaIpcRelay(CudaIpcRelay):
         return super()._take(ref, layout, held, data).cpu()
 
 
+class SmallNixlRelay(NixlRelay):
+    landing_bytes = NUM_BYTES
+
+
+class SmallMooncakeRelay(MooncakeRelay):
+    landing_bytes = NUM_BYTES
+
+
 BACKENDS: dict[str, Backend] = {
-    "inline": Backend(lambda lease_s: InlineRelay(), leases=False),
-    "local": Backend(lambda lease_s: LocalRelay(), copies=False),
-    "shm": Backend(lambda lease_s: ShmRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
-    "cuda_ipc": Backend(lambda lease_s: HostCudaIpcRelay(NUM_BYTES, lease_s=lease_s), needs="cuda"),
-    "nixl": Backend(
-        lambda lease_s: NixlRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s), streams=True, needs="nixl"
-    ),
-    "mooncake": Backend(
-        lambda lease_s: MooncakeRelay(NUM_BYTES, landing_bytes=NUM_BYTES, lease_s=lease_s),
-        streams=True,
-        needs="mooncake",
-    ),
-    "tcp": Backend(lambda lease_s: TcpRelay(NUM_BYTES, lease_s=lease_s), crosses=True, streams=True),
+    "inline": Backend(InlineRelay, leases=False),
+    "local": Backend(LocalRelay, copies=False),
+    "shm": Backend(lambda: ShmRelay(NUM_BYTES), crosses=True, streams=True),
+    "cuda_ipc": Backend(lambda: HostCudaIpcRelay(NUM_BYTES), needs="cuda"),
+    "nixl": Backend(lambda: SmallNixlRelay(NUM_BYTES), streams=True, needs="nixl"),
+    "mooncake": Backend(lambda: SmallMooncakeRelay(NUM_BYTES), streams=True, needs="mooncake"),
+    "tcp": Backend(lambda: TcpRelay(NUM_BYTES), crosses=True, streams=True),
 }
 
 
 @contextmanager
 def make_pair(name: str, lease_s: float = 60.0) -> Iterator[Pair]:
-    producer = BACKENDS[name].make(lease_s)
-    consumer = BACKENDS[name].make(lease_s)
+    producer, consumer = BACKENDS[name].make(), BACKENDS[name].make()
+    for relay in (producer, consumer):
+        if isinstance(relay, SlabRelay):
+            relay.lease_s = lease_s
     try:
         yield Pair(producer, consumer)
     finally:

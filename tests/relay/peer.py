@@ -122,7 +122,8 @@ class Commands:
     """The commands."""
 
     def __init__(self, backend: str):
-        self.relay: Any = BACKENDS[backend].make(LEASE_S)
+        self.relay: Any = BACKENDS[backend].make()
+        self.relay.lease_s = LEASE_S
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # lease -> view, seed of its pattern
         self.writer: Any = None
         self.reader: Any = None

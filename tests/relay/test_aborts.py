@@ -82,7 +82,8 @@ class World:
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.now = 0.0
-        self.producer = ShmRelay(NUM_BYTES, prefault=False, lease_s=LEASE_S, clock=lambda: self.now)
+        self.producer = ShmRelay(NUM_BYTES, prefault=False)
+        self.producer.lease_s, self.producer.clock = LEASE_S, lambda: self.now
         self.consumers = [ShmRelay(0, prefault=False) for _ in range(2)]
         self.leases: list[Lease] = []
         self.gone: list[Lease] = []  # some that are over

@@ -97,7 +97,8 @@ def _await_io_thread() -> None:
 
 def test_a_lease_that_is_renewed_lives_as_long_as_a_new_one() -> None:
     now = 0.0
-    relay = ShmRelay(4 * PAGE, lease_s=10, clock=lambda: now)
+    relay = ShmRelay(4 * PAGE)
+    relay.lease_s, relay.clock = 10, lambda: now
     renewed, forgotten = relay.put_nowait("request", page(1)), relay.put_nowait("request", page(2))
     now = 6.0
     assert relay.renew(renewed)

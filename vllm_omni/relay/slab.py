@@ -48,18 +48,16 @@ class SlabRelay(Relay):
 
     Args:
         memory: the slab, uint8 [num_bytes].
-        lease_s: after this time a tensor that is not being read is freed.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, memory: torch.Tensor, *, lease_s: float = LEASE_S, clock: Clock = time.monotonic):
+    def __init__(self, memory: torch.Tensor):
         super().__init__()
+        self.lease_s = LEASE_S  # after this time a tensor that is not being read is freed
+        self.clock: Clock = time.monotonic
         self.pool = BufferPool(memory.numel(), CHUNK_BYTES)
         self.memory = memory
         self._base = memory.data_ptr()
         self._typed = {torch.uint8: memory}  # views of the slab by dtype
-        self._lease_s = lease_s
-        self._clock = clock
         self._leases: dict[int, Lease] = {}  # by number, the oldest first
         self._buffers: dict[int, str] = {}  # block of ``empty`` that was not put yet, by offset -> request
         self._num_expired = 0
@@ -108,7 +106,7 @@ class SlabRelay(Relay):
             lease = self._leases.get(ref.lease)
             if lease is None or lease.is_revoked or self.is_released(lease):
                 return not ref.lease
-            lease.expires_at = self._clock() + self._lease_s
+            lease.expires_at = self.clock() + self.lease_s
             return True
 
     # -- consumer -----------------------------------------------------------------------------------------------------
@@ -196,7 +194,7 @@ class SlabRelay(Relay):
             return TensorRef(self.backend, tuple(ring.shape), dtype_name(ring), self.locate(lease), lease.number), lease
 
     def grant(self, request_id: str, block: Block, offset: int, num_bytes: int, num_readers: int) -> Lease:
-        expires_at = self._clock() + self._lease_s
+        expires_at = self.clock() + self.lease_s
         lease = Lease(new_lease(), request_id, block, offset, num_bytes, num_readers, expires_at)
         try:
             self.announce(lease)
@@ -212,7 +210,7 @@ class SlabRelay(Relay):
 
     def collect(self) -> None:
         """Free every lease that has ended or expired."""
-        now = self._clock()
+        now = self.clock()
         for lease in list(self._leases.values()):
             if self.is_released(lease):
                 self.drop(lease)
@@ -239,7 +237,7 @@ class SlabRelay(Relay):
 
     def _start_timer(self, delay_s: float | None = None) -> None:
         if not self.is_closed:
-            self._timer = io_thread().loop.call_later(self._lease_s if delay_s is None else delay_s, self._on_timer)
+            self._timer = io_thread().loop.call_later(self.lease_s if delay_s is None else delay_s, self._on_timer)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -253,7 +251,7 @@ class SlabRelay(Relay):
             if self._has_timer:
                 first = min(lease.expires_at for lease in self._leases.values())
                 # A lease that has expired and is still being read is looked at again after a while.
-                self._start_timer(max(first - self._clock(), self._lease_s / 10))
+                self._start_timer(max(first - self.clock(), self.lease_s / 10))
 
     # -- inner interface: what a backend implements -------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class ApiKeys(AuthenticationMiddleware):
     @staticmethod
     def _is_open(scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return path.rstrip("/") in OPEN_ROUTES or path.startswith("/docs/")
+        return path.rstrip("/") in OPEN_ROUTES or path.startswith(("/docs/", "/static/"))
 
 
 def require_api_keys(app: FastAPI, args: Namespace) -> None:

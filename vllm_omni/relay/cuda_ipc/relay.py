@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,7 +25,6 @@ import torch
 
 from vllm_omni.errors import MissingDependency, PoolExhausted, RelayBroken
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.base import LEASE_S, Clock
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import NUM_SLOTS
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease, SlabRelay, typed_view
@@ -56,11 +54,10 @@ _slabs: weakref.WeakValueDictionary[bytes, torch.Tensor] = weakref.WeakValueDict
 
 
 class CudaIpcRelay(SlabRelay):
-    """A slab on this process's GPU, and those of others on the same one.
+    """A slab on this process's current GPU, and those of others on the same one.
 
     Args:
         num_bytes: of the slab, whole chunks. 0: this process only reads.
-        device: index of the GPU; by default the current one.
 
     Raises:
         MissingDependency: torch sees no CUDA device.
@@ -68,28 +65,19 @@ class CudaIpcRelay(SlabRelay):
 
     backend = "cuda_ipc"
 
-    def __init__(
-        self,
-        num_bytes: int = NUM_BYTES,
-        *,
-        device: int | None = None,
-        lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic,
-    ):
+    def __init__(self, num_bytes: int = NUM_BYTES):
         if not torch.cuda.is_available():
             raise MissingDependency("the cuda_ipc relay needs a GPU: torch sees no CUDA device")
-        self._device = torch.cuda.current_device() if device is None else device
+        self._device = torch.cuda.current_device()
         self._slab_bytes = max(num_bytes, CHUNK_BYTES)
         owner = DeviceMemory(self._slab_bytes, self._device)
         memory = torch.as_tensor(owner, device=torch.device("cuda", self._device))
-        super().__init__(memory, lease_s=lease_s, clock=clock)
+        super().__init__(memory)
         self._handle = owner.share()
         _slabs[self._handle] = memory
         self._gpu = uuid_of(self._device)
-        # A page for each ticket. Tickets expire later than the leases, so that leases decide.
-        self._control = ShmRelay(
-            NUM_SLOTS * CHUNK_BYTES if num_bytes else 0, prefault=False, lease_s=2 * lease_s, clock=clock
-        )
+        self._control = ShmRelay(NUM_SLOTS * CHUNK_BYTES if num_bytes else 0, prefault=False)  # a page for each ticket
+        self._control.lease_s = 2 * self.lease_s  # tickets expire later than the leases, so that leases decide
         self._tickets: dict[int, TensorRef] = {}  # by lease
         self._opened: dict[bytes, dict[torch.dtype, torch.Tensor]] = {}  # slabs by handle, then by dtype
 

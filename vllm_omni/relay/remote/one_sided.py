@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.base import LEASE_S, Clock
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.pool import BufferPool
 from vllm_omni.relay.remote.messages import Location, parse_location
@@ -31,7 +29,6 @@ from vllm_omni.relay.remote.producer import Producer
 from vllm_omni.relay.remote.relay import HOST, RemoteRelay
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES
 
-LANDING_BYTES = 64 << 20
 KEEP_S = 5.0
 
 Remote = TypeVar("Remote")
@@ -57,28 +54,17 @@ class Place:
 
 
 class OneSidedRelay(RemoteRelay, Generic[Remote]):
-    """Fetches bytes with a library. ``get`` returns a view of the landing slab, valid until it is released.
+    """Fetches bytes with a library. ``get`` returns a view of the landing slab, valid until it is released."""
 
-    Args:
-        landing_bytes: of the slab that this process reads into, whole chunks; made with the first read.
-    """
+    landing_bytes = 64 << 20  # of the slab that this process reads into, whole chunks; made with the first read
 
-    def __init__(
-        self,
-        num_bytes: int = NUM_BYTES,
-        *,
-        landing_bytes: int = LANDING_BYTES,
-        host: str = HOST,
-        lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic,
-    ):
+    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST):
         self._start(host)
-        super().__init__(num_bytes, host=host, lease_s=lease_s, clock=clock)
+        super().__init__(num_bytes, host=host)
         if num_bytes:
             self._register(self.memory)
-        self._landing_bytes = landing_bytes
         self._landing: torch.Tensor | None = None
-        self._landing_pool = BufferPool(landing_bytes, CHUNK_BYTES)
+        self._landing_pool = BufferPool(self.landing_bytes, CHUNK_BYTES)
         self._landed: dict[tuple[Location, int], list[Place]] = {}  # by producer and lease
         # The following belongs to the I/O thread.
         self._remotes: dict[Producer, Remote] = {}
@@ -166,7 +152,7 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
 
     def _take_place(self, num_bytes: int) -> Place:
         if self._landing is None:
-            landing = torch.empty(self._landing_bytes, dtype=torch.uint8)
+            landing = torch.empty(self.landing_bytes, dtype=torch.uint8)
             landing.fill_(0)
             self._register(landing)
             self._landing = landing

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ import zmq
 from vllm_omni.complaints import Complaints
 from vllm_omni.errors import PoolExhausted, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
+from vllm_omni.relay.base import TIMEOUT_S
 from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.remote.consumers import Consumers
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, TOKEN_BYTES, Location, encode, parse_location
@@ -59,24 +58,15 @@ class RemoteRelay(Streams):
     Args:
         num_bytes: of the slab, whole chunks, touched at once. 0: this process only reads, and does not listen.
         host: the address to listen at, which stands in every reference: consumers must be able to reach it.
-        lease_s: after this time a tensor that is not being read is freed.
-        clock: seconds, monotonic.
 
     Raises:
         RelayError: the address cannot be listened at.
     """
 
-    def __init__(
-        self,
-        num_bytes: int = NUM_BYTES,
-        *,
-        host: str = HOST,
-        lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic,
-    ):
+    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST):
         memory = torch.empty(max(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
         memory.fill_(0)  # page faults now instead of with the first tensors
-        super().__init__(memory, lease_s=lease_s, clock=clock)
+        super().__init__(memory)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.address = ""  # where it listens; empty if it only reads
         self.slab = memoryview(memory.numpy())

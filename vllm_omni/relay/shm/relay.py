@@ -18,7 +18,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -26,7 +25,7 @@ import torch
 
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import Layout, TensorRef, make_layout
-from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Clock
+from vllm_omni.relay.base import TIMEOUT_S
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm.connection import Consumers, Producer
 from vllm_omni.relay.shm.memory import (
@@ -63,21 +62,14 @@ class ShmRelay(Streams):
 
     backend = "shm"
 
-    def __init__(
-        self,
-        num_bytes: int = NUM_BYTES,
-        *,
-        prefault: bool = True,
-        lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic,
-    ):
+    def __init__(self, num_bytes: int = NUM_BYTES, *, prefault: bool = True):
         self.address = f"vllm-omni-{os.getpid()}-{secrets.token_hex(8)}"
         size = max(num_bytes, CHUNK_BYTES)
         fd = os.memfd_create(self.address, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(fd, TABLE_BYTES + size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.mapping = Mapping(fd, size, prefault)  # for the streams' writers
-        super().__init__(self.mapping.memory, lease_s=lease_s, clock=clock)
+        super().__init__(self.mapping.memory)
         self._prefault = prefault
         self._own = Readable(self.mapping, OWN_READER)
         self._typed = self.mapping.typed
