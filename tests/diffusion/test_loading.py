@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from tests.diffusion.other_pipelines import make_ddpm
 from vllm_omni.diffusion.loading import load_diffusers_pipeline, set_attention_backend
@@ -62,6 +63,23 @@ def test_tiling_is_rejected_where_no_vae_has_it(tmp_path):
     make_ddpm().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"vae_tiling: DDPMPipeline has no VAE with tiling \(its VAE: none\)"):
         load_diffusers_pipeline(str(tmp_path), vae_tiling=True)
+
+
+def test_a_model_is_fetched_with_the_deployments_revision_directory_and_token(monkeypatch):
+    hub = {"revision": "r1", "cache_dir": "/somewhere", "token": "t", "trust_remote_code": True}
+    given = []
+
+    def fetch(model, dtype=None, **kwargs):
+        given.append(kwargs)
+        if dtype is not None:
+            raise OSError("offline")
+        return {}
+
+    monkeypatch.setattr(DiffusionPipeline, "load_config", fetch)
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", fetch)
+    with pytest.raises(ConfigError, match="offline"):
+        load_diffusers_pipeline("owner/model", hub=hub)
+    assert given == [hub, hub]
 
 
 def test_an_unknown_dtype_is_rejected(checkpoint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def load_diffusers_pipeline(
     attention_backend: str | None = None,
     vae_tiling: bool = False,
     vae_slicing: bool = False,
-    revision: str | None = None,
+    hub: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load the pipeline class that ``model_index.json`` names, in evaluation mode, on ``device``.
 
@@ -46,7 +46,8 @@ def load_diffusers_pipeline(
         attention_backend: for the denoisers, by diffusers' name ("native", "flash", "sage", "xformers"); None:
             diffusers' default.
         vae_tiling, vae_slicing: reduce the memory of decoding; see ``DiffusionConfig``.
-        revision: of a model on the hub.
+        hub: arguments of diffusers' ``from_pretrained`` for a model on the hub: revision, cache_dir, token,
+            trust_remote_code.
 
     Raises:
         MissingDependency: diffusers, or a library that the pipeline needs, is not installed.
@@ -64,10 +65,10 @@ def load_diffusers_pipeline(
     try:
         dtypes: dict[str, torch.dtype] = {"default": resolved}
         if dtype == "auto":
-            index = DiffusionPipeline.load_config(model, revision=revision)
+            index = DiffusionPipeline.load_config(model, **(hub or {}))
             dtypes |= {name: torch.float32 for name, value in index.items() if _is_float32(value)}
         with no_progress_bars():
-            pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, revision=revision)
+            pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, **(hub or {}))
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
     except (OSError, ValueError, AttributeError) as exc:

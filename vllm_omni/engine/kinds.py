@@ -171,6 +171,11 @@ class DiffusionKind(GenerationKind):
 
     renders_prompt = False
 
+    def check_args(self, given: Mapping[str, Any]) -> None:
+        super().check_args(given)
+        if given.get("load_format", "auto") not in ("auto", "safetensors"):
+            raise ConfigError(f"load_format = {given['load_format']!r}: diffusers reads the weights; leave it out")
+
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         return super().engine_args(config, device) | {
             "dtype": "float32" if device == "cpu" else "bfloat16",

@@ -75,7 +75,12 @@ class DiffusionModelRunner:
             attention_backend=config.attention_backend,
             vae_tiling=config.vae_tiling,
             vae_slicing=config.vae_slicing,
-            revision=model_config.revision,
+            hub={
+                "revision": model_config.revision,
+                "cache_dir": self.vllm_config.load_config.download_dir,
+                "token": model_config.hf_token,
+                "trust_remote_code": model_config.trust_remote_code,
+            },
         )
         self.pipeline = load()
         self.weights = PipelineWeights(self.pipeline, self.device, load)
