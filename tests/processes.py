@@ -1,6 +1,8 @@
-"""Pausing processes."""
+"""Pausing processes, and taking file descriptors from them."""
 
+import itertools
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -37,6 +39,19 @@ def paused(*pids: int) -> Iterator[None]:
     finally:
         for pid in pids:
             resume(pid)
+
+
+@contextmanager
+def no_free_file_descriptor(pid: int) -> Iterator[None]:
+    """Let a process open nothing inside the ``with``."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    first_free = next(number for number in itertools.count() if number not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
 def _has_stopped(pid: int) -> bool:
