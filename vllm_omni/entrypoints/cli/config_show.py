@@ -19,6 +19,8 @@ from vllm_omni.entrypoints.cli.deployment import DeploymentParser, add_engine_fl
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
 from vllm_omni.model_executor.pipeline import StageSpec
 
+EDGE_KEYS = ("transport", "stream", "credits")
+
 # Engine arguments that are shown as resolved where the deployment does not set them; the first concern every stage.
 RESOLVED = ("dtype", "load_format", "max_num_seqs", "distributed_executor_backend", "worker_cls", "scheduler_cls")
 RESOLVED_OF_AR = (
@@ -81,21 +83,20 @@ def resolve(deployment: OmniConfig) -> list[Value]:
         values += _of_stage(deployment, stage, specs[stage.name], front.vllm_config)
     for edge in deployment.edges:
         path = ("edges", f"{edge.source}->{edge.target}")
-        for key in ("transport", "stream", "credits"):
-            values.append(_of_deployment(deployment, (*path, key), getattr(edge, key)))
-        sizes = pipeline.chunks.get((edge.source, edge.target))
-        for key in () if sizes is None else CHUNK_KEYS:
-            values.append(_of_deployment(deployment, (*path, "chunks", key), getattr(sizes, key)))
+        values += [_of_deployment(deployment, (*path, key), getattr(edge, key)) for key in EDGE_KEYS]
+        if (sizes := pipeline.chunks.get((edge.source, edge.target))) is not None:
+            chunks = (*path, "chunks")
+            values += [_of_deployment(deployment, (*chunks, key), getattr(sizes, key)) for key in CHUNK_KEYS]
     values += [_of_deployment(deployment, ("voices", name), voice) for name, voice in deployment.voices.items()]
     return values
 
 
 def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) -> Value:
     origin = deployment.origins.get(path)
-    if origin is None and path[-1] == "model":
-        return Value(path, value, "argument", "the model of the command line", is_set=False)
     if origin is None:
-        return Value(path, _plain(value), "default", "default", is_set=False)
+        is_model = path[-1] == "model"
+        kind, said = ("argument", "the model of the command line") if is_model else ("default", "default")
+        return Value(path, _plain(value), kind, said, is_set=False)
     if origin.kind == "checkpoint" and value == DIFFUSERS:
         return Value(path, value, origin.kind, f"{origin.source}/{MODEL_INDEX}")
     if path[-1] == "hf_token" and isinstance(value, str):  # a secret

@@ -34,15 +34,9 @@ def graph(args: Sequence[str]) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="output file (default: stdout)")
     options = parser.parse_args(args)
-    if options.source.endswith(".py"):
-        if options.deploy_config is not None:
-            raise ConfigError("--deploy-config: for a model; a file of graphs has no deployment")
-        graphs = _of_file(Path(options.source))
-    else:
-        graphs = [_of_model(options.source, options.deploy_config)]
     plans: list[StaticPlan] = []
     errors: list[GraphError] = []
-    for one in graphs:
+    for one in _read_graphs(options.source, options.deploy_config):
         try:
             plans.append(GraphParser(one).parse())
         except GraphError as exc:
@@ -52,6 +46,14 @@ def graph(args: Sequence[str]) -> None:
         print(f"vllm-omni: error: {error}", file=sys.stderr)
     if errors:
         raise errors[-1]
+
+
+def _read_graphs(source: str, deploy_config: str | None) -> list[Graph]:
+    if not source.endswith(".py"):
+        return [_of_model(source, deploy_config)]
+    if deploy_config is not None:
+        raise ConfigError("--deploy-config: for a model; a file of graphs has no deployment")
+    return _of_file(Path(source))
 
 
 def _of_file(path: Path) -> list[Graph]:

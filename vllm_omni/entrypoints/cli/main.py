@@ -38,6 +38,8 @@ options:
 `vllm serve MODEL --omni ...` is `vllm-omni serve MODEL ...`.
 """
 
+INFORMATION = dict.fromkeys(("-h", "--help"), HELP) | dict.fromkeys(("-v", "--version"), f"{__version__}\n")
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command.
@@ -49,15 +51,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: 2 for wrong arguments or configuration, 1 for a later failure; one line on stderr gives the reason.
     """
     args = [arg for arg in (sys.argv[1:] if argv is None else argv) if arg != "--omni"]
-    command, rest = (args[0], args[1:]) if args else ("--help", [])
-    if command in ("-h", "--help"):
-        print(HELP, end="")
+    command, *rest = args or ["--help"]
+    if command in INFORMATION:
+        print(INFORMATION[command], end="")
         return
-    if command in ("-v", "--version"):
-        print(__version__)
-        return
-    if command not in COMMANDS:
-        _fail(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}", code=2)
     try:
         _run(command, rest)
     except OmniError as exc:
@@ -68,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(command: str, args: list[str]) -> None:
     """Call the function of the command's name, in its module."""
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}")
     if command in QUIET:
         hush()
     if command in NEED_VLLM:

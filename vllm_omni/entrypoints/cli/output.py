@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
 
 from vllm_omni.config import OmniConfig
@@ -29,16 +30,15 @@ def answer_path(output: str | None, modality: str | None = None) -> Path:
     Raises:
         ConfigError: the suffix is not one of this modality.
     """
-    default = DEFAULT_NAMES[modality or "audio"]
-    if output is None:
-        return Path(default)
-    path = Path(output)
-    if path.is_dir() or output.endswith(os.sep) or not path.suffix:
-        return path / default
+    path = Path(output or "")
+    if not output or path.is_dir() or output.endswith(os.sep) or not path.suffix:
+        return path / DEFAULT_NAMES[modality or "audio"]
+    if modality is None:
+        known, why = list(chain(*SUFFIXES.values())), f"unknown suffix {path.suffix!r}"
+    else:
+        known, why = list(SUFFIXES[modality]), f"this model answers in {modality}"
     suffix = path.suffix.lower()
-    known = SUFFIXES[modality] if modality else [one for suffixes in SUFFIXES.values() for one in suffixes]
     if suffix not in known:
-        why = f"unknown suffix {path.suffix!r}" if modality is None else f"this model answers in {modality}"
         raise ConfigError(f"--output {output}: {why}: {suggest(suffix, known)}; a directory ends in {os.sep!r}")
     return path
 

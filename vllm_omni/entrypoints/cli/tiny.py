@@ -35,12 +35,7 @@ def tiny(args: Sequence[str]) -> None:
     if options.variant != "base" and options.name not in model_types:
         raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as unfinished:  # a failure leaves the directory empty
-            path = Path(unfinished)
-            _build(path, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
-            for child in path.iterdir():
-                child.replace(directory / child.name)
+        _write(directory, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
     except OmniError:
         raise
     except ValueError as exc:
@@ -50,11 +45,17 @@ def tiny(args: Sequence[str]) -> None:
     print(directory)
 
 
-def _build(directory: Path, name: str, seed: int, variant: str, *, is_model_type: bool) -> None:
-    if is_model_type:
-        import_module(f"vllm_omni.testing.{name}").build(directory, seed=seed, variant=variant)
-    elif name == LLAVA:
-        # Imported here because it takes seconds, and --help does not need it.
-        import_module("vllm_omni.testing.llava").build(directory, seed=seed)
-    else:
-        diffusers_tiny.build(directory, name, seed=seed)
+def _write(directory: Path, name: str, seed: int, variant: str, *, is_model_type: bool) -> None:
+    """Build the checkpoint in a temporary directory: a failure leaves ``directory`` empty."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as unfinished:
+        path = Path(unfinished)
+        if is_model_type:
+            import_module(f"vllm_omni.testing.{name}").build(path, seed=seed, variant=variant)
+        elif name == LLAVA:
+            # Imported here because it takes seconds, and --help does not need it.
+            import_module("vllm_omni.testing.llava").build(path, seed=seed)
+        else:
+            diffusers_tiny.build(path, name, seed=seed)
+        for child in path.iterdir():
+            child.replace(directory / child.name)

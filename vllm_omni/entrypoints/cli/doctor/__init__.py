@@ -92,16 +92,8 @@ def examine_leftovers(report: Report, parents: Sequence[Path], *, clean: bool) -
 
 
 def _print(report: Report, *, is_clean: bool, is_deep: bool) -> None:
-    for title, text in _lines(report.sections):
+    for title, text in (*_lines(report.sections), *_leftover_lines(report.sections["leftovers"], is_clean=is_clean)):
         print(f"{title:<13}{text}")
-    leftovers = report.sections["leftovers"]
-    for one in leftovers["found"]:
-        fate = "removed" if one["removed"] else "left by a server that was killed"
-        print(f"{'leftovers':<13}{fate}: {' '.join([one['path'], *one['blocks']])} ({one['num_bytes']} bytes)")
-    if leftovers["found"] and not is_clean:
-        print(f"{'':<13}vllm-omni doctor --clean removes them")
-    for path in leftovers["live_servers"]:
-        print(f"{'live':<13}{path} belongs to a server that runs")
     for level, findings in (("warning", report.warnings), ("problem", report.problems)):
         for finding in findings:
             print(f"\n{level}: {finding.what}\n  remedy: {finding.remedy}")
@@ -118,6 +110,16 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str
         yield "extra", f"{extra}: " + (f"without {', '.join(missing)}" if missing else "complete")
     for name, value in sections["environment"].items():
         yield "environment", f"{name}={value}"
+
+
+def _leftover_lines(leftovers: Mapping[str, Any], *, is_clean: bool) -> Iterator[tuple[str, str]]:
+    for one in leftovers["found"]:
+        fate = "removed" if one["removed"] else "left by a server that was killed"
+        yield "leftovers", f"{fate}: {' '.join([one['path'], *one['blocks']])} ({one['num_bytes']} bytes)"
+    if leftovers["found"] and not is_clean:
+        yield "", "vllm-omni doctor --clean removes them"
+    for path in leftovers["live_servers"]:
+        yield "live", f"{path} belongs to a server that runs"
 
 
 def _package_lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
