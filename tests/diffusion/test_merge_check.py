@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import FluxControlPipeline, FluxFillPipeline, FluxInpaintPipeline
+from diffusers import DDPMPipeline, FluxControlPipeline, FluxFillPipeline, FluxInpaintPipeline
 
 from tests.diffusion.other_pipelines import make_ddpm, make_from
 from tests.diffusion.requests import OTHERS, REPRESENTATIVE
@@ -169,6 +169,16 @@ def test_a_pipeline_that_needs_what_no_request_can_bring_is_rejected(kind, missi
     with pytest.raises(ConfigError, match=f"{kind.__name__} answers no request: .*it also takes {missing} "):
         find(pipeline, caplog)
     assert len(set(tried.heights)) <= 3
+
+
+def test_a_pipeline_whose_results_are_of_an_unknown_kind_is_rejected(caplog):
+    class Predicting(DDPMPipeline):
+        def __call__(self, generator=None, num_inference_steps=4, output_type="pt"):
+            return {"prediction": super().__call__(1, generator, num_inference_steps, output_type).images}
+
+    ddpm = make_ddpm()
+    with pytest.raises(ConfigError, match="TypeError: Predicting returned prediction; known: images"):
+        find(Predicting(ddpm.unet, ddpm.scheduler), caplog)
 
 
 def test_a_pipeline_whose_image_is_needed_but_not_declared_so_is_checked_with_one(load_tiny, caplog, monkeypatch):

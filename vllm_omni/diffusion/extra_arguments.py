@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import re
 import types
 from collections.abc import Collection, Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -18,6 +19,8 @@ from vllm_omni.names import suggest
 
 FIELDS = frozenset([*SERVER_ARGS, *DiffusionParams.__struct_fields__])
 """Arguments that a request has as fields of their own, or not at all."""
+
+DISPENSABLE = re.compile(r"prompt|ip_adapter|attention|callback|^latents$|^last_image$|^input_images$")
 
 _SCALARS = {int: StrictInt, float: StrictFloat, bool: StrictBool, str: StrictStr, Any: Any}
 _LISTS = (list, collections.abc.Sequence, collections.abc.Iterable)
@@ -50,6 +53,12 @@ def extra_arguments(pipeline_class: type, extra_args: Mapping[str, Any], given: 
         except ValidationError as exc:
             raise _rejection(f"{parameter} = {value!r:.80}: {translate(exc, value)}") from None
     return values
+
+
+def uncarried_arguments(pipeline_class: type) -> list[str]:
+    """Arguments that no request can carry, without those that a pipeline never needs beside a text."""
+    names = [name for name, adapter in _adapters(pipeline_class).items() if adapter is None]
+    return [name for name in names if name not in FIELDS and not DISPENSABLE.search(name)]
 
 
 def _rejection(message: str) -> InvalidRequest:

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,15 +21,11 @@ import torch
 from torch import Tensor
 
 from vllm_omni.config.diffusion_params import DiffusionParams
+from vllm_omni.diffusion.extra_arguments import uncarried_arguments
 from vllm_omni.diffusion.merge_rules import RULES, MergeRule
 from vllm_omni.diffusion.merging import Fingerprints, group_key, merge, split
-from vllm_omni.diffusion.pipeline_arguments import (
-    image_parameter,
-    needs_image,
-    parameters_of,
-    pipeline_arguments,
-    unreachable_inputs,
-)
+from vllm_omni.diffusion.outputs import collect
+from vllm_omni.diffusion.pipeline_arguments import image_parameter, needs_image, parameters_of, pipeline_arguments
 from vllm_omni.diffusion.pipeline_copy import PipelineCopies
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.suspended_call import PendingCall, SuspendedCall, forget_frames
@@ -106,7 +102,7 @@ def _run_as_accepted(
         except Exception as exc:
             error = forget_frames(exc)
     said = f"{type(pipeline).__name__} answers no request: {describe(error).rstrip('.')}"
-    if missing := unreachable_inputs(pipeline):
+    if missing := uncarried_arguments(type(pipeline)):
         said += f"; only text, numbers and images reach a pipeline, and it also takes {', '.join(missing)}"
     raise ConfigError(f"{said} (merge: false in the section diffusion starts it unchecked)") from error
 
@@ -127,7 +123,10 @@ def _run_at_some_size(
     def run(side: int | None) -> dict[str, MergeRule | str]:
         requests = [make(index, side) for index in range(len(PROMPTS))]
         calls = [SuspendedCall(copies, pipeline_arguments(pipeline, request)) for request in requests]
-        return _run_side_by_side(calls, candidates)
+        results = _run_side_by_side(calls, candidates)
+        with suppress(FloatingPointError):  # a small picture may not be finite where larger ones are
+            collect(pipeline, calls[0].result, requests[0].params.output_type)
+        return results
 
     errors: list[str] = []
     for side in SIDES if "height" in parameters_of(pipeline) else ():
@@ -201,16 +200,16 @@ def _run_side_by_side(
             _resume(call)
         while running := _next_calls(calls):
             waiting = [call.pending for call in running if call.pending is not None]
-            outputs = [pending.run() for pending in waiting]
+            values = [pending.run() for pending in waiting]
             component = waiting[0].component
             is_common = len(waiting) == len(calls) and all(pending.component == component for pending in waiting)
             if is_common and component in candidates and compared[component] < NUM_COMPARED:
                 compared[component] += 1
                 rule = results[component] if compared[component] > 1 else candidates[component]
                 if isinstance(rule, MergeRule):
-                    results[component] = _find_rule(waiting, outputs, rule, candidates[component], fingerprints)
-            for call, output in zip(running, outputs, strict=True):
-                _resume(call, output)
+                    results[component] = _find_rule(waiting, values, rule, candidates[component], fingerprints)
+            for call, value in zip(running, values, strict=True):
+                _resume(call, value)
     finally:
         for call in calls:
             call.cancel()

@@ -31,9 +31,6 @@ SAME_NAME = (
 # Names that pipelines give to input images and to the frame rate.
 IMAGES = ("image", "input_images")
 FRAME_RATES = ("frame_rate", "fps")
-# Names of parameters for media and tensors, and of those among them that every pipeline can do without.
-MEDIA = re.compile(r"(image|mask|video|audio|embed|latent|embedding|condition)s?$")
-OPTIONAL_MEDIA = re.compile(r"prompt|ip_adapter|attention|^latents$")
 # Pipelines that need an image although ``image`` has a default in their signatures.
 NEEDS_IMAGE = re.compile(r"Edit|ImageToVideo|Img2Img|Inpaint")
 # Pipelines in which a list of images is references for one output; in others it is a batch.
@@ -58,12 +55,6 @@ def needs_image(pipeline: Any) -> bool:
         return False
     default = parameters_of(pipeline)[name].default
     return bool(NEEDS_IMAGE.search(type(pipeline).__name__)) or default is inspect.Parameter.empty
-
-
-def unreachable_inputs(pipeline: Any) -> list[str]:
-    """Parameters for media or tensors that a request cannot fill, without the alternatives to a text."""
-    names = [name for name in parameters_of(pipeline) if MEDIA.search(name) and not OPTIONAL_MEDIA.search(name)]
-    return [name for name in names if name not in (*IMAGES, "last_image")]
 
 
 def pipeline_arguments(pipeline: Any, request: DiffusionRequest, output_index: int = 0) -> dict[str, Any]:
