@@ -76,7 +76,13 @@ def without_transfer(graph: Graph) -> None:
 
 
 def check(
-    build: Callable[[Graph], Any] = chain, *, specs: Any = None, stages: Any = None, edges: Any = (), **pipeline: Any
+    build: Callable[[Graph], Any] = chain,
+    *,
+    specs: Any = None,
+    stages: Any = None,
+    kinds: Any = None,
+    edges: Any = (),
+    **pipeline: Any,
 ) -> None:
     graph = Graph("speech")
     build(graph)
@@ -88,7 +94,10 @@ def check(
         | {"stages": [StageSpec(name, "", **{"output_type": "text"} | spec.get(name, {})) for name in names]}
         | pipeline
     )
-    deployed = [StageConfig(stage_id=index, name=name, model="m") for index, name in enumerate(names)]
+    deployed = [
+        StageConfig(stage_id=index, name=name, model="m", engine_type=(kinds or {}).get(name, "ar"))
+        for index, name in enumerate(names)
+    ]
     config = OmniConfig(model="m", model_type="speech", stages=tuple(deployed), edges=tuple(edges))
     check_graph(config, made, plan)  # type: ignore[arg-type]
 
@@ -138,6 +147,8 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
         ),
         ({"modalities": {"text": "texts"}}, r"modality 'text': the graph has no output 'texts'; did you mean 'text'"),
         ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
+        ({"specs": {"talker": {"check_prompt": print}}}, r"'talker': check_prompt: only the first stage reads"),
+        ({"kinds": {"thinker": "generation"}}, r"'thinker': publishing_fields rows: only .* 'ar' .* is 'generation'"),
         ({"chunks": {("talker", "thinker"): None}}, r"chunks: the graph has no edge talker->thinker; it has thinker->"),
         ({"speech_stage": "speaker"}, r"speech_stage: no stage 'speaker'"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_omni.config import EdgeConfig, OmniConfig
+from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
 from vllm_omni.engine.output_processor import HANDLERS
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import ENTRY, Scheduling, StaticPlan
@@ -40,6 +40,8 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plan: StaticPlan) -> Non
             f"the graph of {config.model_type} has the stages {', '.join(specs)}, the deployment has "
             f"{', '.join(config.stage_names)}"
         )
+    for stage in config.stages:
+        _check_spec(stage, specs[stage.name])
     publishing = publishing_edges(plan, specs)
     for edge in config.edges:
         _check_edge(edge, edges, publishing)
@@ -121,6 +123,18 @@ def _check_names(pipeline: Pipeline, plan: StaticPlan, specs: Mapping[str, Stage
     speech_stage = pipeline.speech_stage
     if speech_stage is not None and speech_stage not in specs:
         raise GraphError(f"{where}: speech_stage: no stage {speech_stage!r}; {suggest(speech_stage, specs)}")
+
+
+def _check_spec(stage: StageConfig, spec: StageSpec) -> None:
+    """Properties that would do nothing in a stage of this kind, at this place."""
+    if spec.publishing_fields and not stage.is_autoregressive:
+        fields = ", ".join(sorted(spec.publishing_fields))
+        raise GraphError(
+            f"stage {stage.name!r}: publishing_fields {fields}: only a stage with engine_type 'ar' publishes rows, and "
+            f"this one is {stage.engine_type!r}"
+        )
+    if spec.check_prompt is not None and stage.stage_id:
+        raise GraphError(f"stage {stage.name!r}: check_prompt: only the first stage reads the user's prompt")
 
 
 def _check_edge(edge: EdgeConfig, edges: Edges, publishing: Edges) -> None:
