@@ -11,29 +11,28 @@ NAMES = re.compile(r"(sem\.)?(vllm_dist_|psm_|torch_\d|vllm-omni-)")
 LOOK_TWICE_S = 0.1
 
 
-def mapped_files() -> set[str]:
-    """Paths in /dev/shm that a living process has mapped, or has open."""
-    found: set[str] = set()
+def used_inodes() -> set[int]:
+    """Files in /dev/shm that a living process has mapped, or has open; a semaphore is mapped under an earlier name."""
+    found: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            found |= set(re.findall(rf"{DIRECTORY}/.*", (process / "maps").read_text()))
+            found |= set(map(int, re.findall(rf" (\d+) +{DIRECTORY}/", (process / "maps").read_text())))
             for link in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):  # just closed
-                    found.add(str(link.readlink()))
+                    if link.readlink().is_relative_to(DIRECTORY):
+                        found.add(link.stat().st_ino)
     return found
 
 
 def orphans(since: float) -> set[Path]:
     """Files made since a time (``time.time``) that no process uses."""
-    used = mapped_files()
+    used = used_inodes()
     found = set()
     for path in DIRECTORY.glob("*"):
-        try:
-            is_new = path.stat().st_ctime >= since
-        except OSError:
-            continue
-        if is_new and NAMES.match(path.name) and str(path) not in used:
-            found.add(path)
+        with contextlib.suppress(OSError):  # removed meanwhile
+            stat = path.stat()
+            if stat.st_ctime >= since and NAMES.match(path.name) and stat.st_ino not in used:
+                found.add(path)
     return found
 
 
