@@ -321,6 +321,18 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
 
 
 @pytest.mark.long
+def test_stage_that_is_killed_while_it_starts_hints_at_memory(run: Run, one_stage: Path) -> None:
+    program = run("generate", model=one_stage)
+    program.wait_for_event("starting")
+    wait_for("child", lambda: len(program.engine_cores()) == 1, START_TIMEOUT_S)
+    program.engine_cores()[0].kill()
+    program.wait_for_event(r"diffusion failed: stage 'diffusion': did not start: killed by SIGKILL \(by the system .+")
+    program.expect_only_the_parent_left()
+    program.resume()
+    assert program.wait_for_exit() == 0
+
+
+@pytest.mark.long
 def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run, llava_checkpoint: Path) -> None:
     """One of two workers is killed; nothing of its engine stays while the server runs. (A core: test_stage_death.)"""
     program = run("lose a stage", "language.tensor_parallel_size=2", model=llava_checkpoint)

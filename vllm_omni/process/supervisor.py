@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -127,7 +128,8 @@ class Supervisor:
                 engine.kill()
             self._note_error(None)
         except Exception as exc:
-            self._note_error(f"cannot be watched: {exc}")
+            with contextlib.suppress(Exception):
+                self._note_error(f"cannot be watched: {exc}")
         return True
 
     def _note_error(self, reason: str | None) -> None:
