@@ -50,6 +50,7 @@ async def ask(method: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]
         ("chat/completions", {**CHAT, "modalites": ["text"]}, "modalites", "did you mean 'modalities'?"),
         ("chat/completions", {**CHAT, "audio": {"vocie": "x"}}, "audio.vocie", "did you mean 'voice'?"),
         ("chat/completions", {**CHAT, "max_tokens": "many"}, "max_tokens", "max_tokens = 'many': input should be"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
         ("chat/completions", {}, "messages", "messages: is missing"),
         ("audio/speech", {"inptu": "x"}, "input", "input: is missing"),
         ("audio/speech", {"input": "x", "speed": 5}, "speed", "speed = 5: input should be less than or equal to 4"),

@@ -25,6 +25,7 @@ from vllm_omni.names import suggest
 logger = logging.getLogger(__name__)
 
 MAX_REPORTED = 3  # of the mistakes in one body
+TAGS = ("role", "type")  # fields that say of which class an object is
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -45,6 +46,7 @@ def error_body(message: str, status: HTTPStatus, param: str | None = None) -> di
 
 def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> InvalidRequest:
     """The error for a body that pydantic rejected; ``body`` is its type."""
+    errors = _of_the_meant_class(errors)
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")  # a misspelt field, then the missing
     said = list(dict.fromkeys(_mistake(error, body) for error in errors))
     more = f"; and {len(said) - MAX_REPORTED} more" if len(said) > MAX_REPORTED else ""
@@ -66,8 +68,15 @@ def shorten(value: object) -> str:
     return short.repr(value)
 
 
+def _of_the_meant_class(errors: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Of an object that may be of several classes, pydantic reports each; leave out those of another role or type."""
+    others = [error["loc"][:-1] for error in errors if error["type"] == "literal_error" and error["loc"][-1] in TAGS]
+    return [one for one in errors if not any(one["loc"][: len(other)] == other for other in others)] or errors
+
+
 def _param(error: Mapping[str, Any]) -> str:
-    return clean_loc_for_param(error["loc"]).removeprefix("body.")
+    path = tuple(part for part in error["loc"] if not str(part)[:1].isupper())  # without names of classes
+    return clean_loc_for_param(path).removeprefix("body.")
 
 
 def _mistake(error: Mapping[str, Any], body: Any) -> str:
