@@ -12,7 +12,7 @@ import pytest
 from vllm_omni.engine.media_budget import HOLDING, MediaBudget
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.engine.request_processor import RequestProcessor, has_media, is_chat_with_media, start_threads
-from vllm_omni.errors import Overloaded
+from vllm_omni.errors import InvalidRequest, Overloaded
 
 IMAGE = {"prompt": "<image>", "multi_modal_data": {"image": object()}}
 TEXT = {"prompt": "a text"}
@@ -94,6 +94,19 @@ async def test_what_a_prompt_holds_is_released_at_its_end_and_when_it_is_aborted
     assert (processor.num_prompts, processor.budget.num_held_bytes) == (2, 60)
     renderer.released.set()
     await asyncio.gather(*tasks[1:])
+    assert (processor.num_prompts, processor.budget.num_held_bytes) == (0, 0)
+
+
+async def test_conversations_of_one_call_hold_their_own_parts_and_fail_together() -> None:
+    renderer, processor = bind(10)
+    renderer.num_bytes = 60
+    renderer.released.set()
+    chats, prompts = await renderer.render_chat_async([CHAT, CHAT_OF_TEXT, CHAT])  # 180 of 100 bytes
+    assert chats == [CHAT, CHAT_OF_TEXT, CHAT] and len(prompts) == 3
+    renderer.released.clear()
+    renderer.num_bytes = 101
+    with pytest.raises(InvalidRequest, match="at most 100 are possible"):
+        await renderer.render_chat_async([CHAT, CHAT])
     assert (processor.num_prompts, processor.budget.num_held_bytes) == (0, 0)
 
 

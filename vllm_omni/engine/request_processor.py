@@ -5,8 +5,9 @@ From: HydraInfer, section 4.1 (request processor).
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager, suppress
 from threading import Barrier, BrokenBarrierError
@@ -60,9 +61,17 @@ class RequestProcessor:
                 return [_set_arrival(one, arrived_at) for one in await render_prompts(prompts, *args, **kwargs)]
 
         async def render_chat_async(conversations: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            with self._reading(any(is_chat_with_media(chat) for chat in conversations)) as arrived_at:
-                chats, prompts = await render_chats(conversations, *args, **kwargs)
-                return chats, [_set_arrival(one, arrived_at) for one in prompts]
+            async def render(chats: Sequence[Any]) -> Any:
+                with self.budget.hold():
+                    return await render_chats(chats, *args, **kwargs)
+
+            have_media = any(is_chat_with_media(chat) for chat in conversations)
+            with self._reading(have_media) as arrived_at:
+                # One by one: together, they may need more than the whole budget.
+                calls = [[chat] for chat in conversations] if have_media else [conversations]
+                rendered = await _gather(render(chats) for chats in calls)
+                prompts = [_set_arrival(one, arrived_at) for _, prompts in rendered for one in prompts]
+                return [chat for chats, _ in rendered for chat in chats], prompts
 
         return render_cmpl_async, render_chat_async
 
@@ -79,12 +88,21 @@ class RequestProcessor:
                 )
             self.num_prompts += 1
             try:
-                with self.budget.hold():
-                    yield arrived_at
+                yield arrived_at
             finally:
                 self.num_prompts -= 1
         if self._observe is not None:
             self._observe(time.time() - arrived_at)
+
+
+async def _gather(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run calls at once; when one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def has_media(prompt: Any) -> bool:
