@@ -102,6 +102,18 @@ def test_a_large_call_of_the_denoiser_is_rejected(
     assert "raise max_pixels, max_frames or max_seconds of the deployment" in str(error)
 
 
+def test_only_the_first_call_of_a_denoiser_is_compared(
+    load_tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = load_tiny("sd3")
+    request = make_request(pipeline, 0)
+    limits = CallLimits(pipeline, DiffusionLimits())
+    checked: list[str] = []
+    monkeypatch.setattr(limits, "check_call", lambda call, arguments: checked.append(call.component))
+    assert run(PipelineStepper(pipeline, rules={}, limits=limits), {"a": request})["a"][-1].error is None
+    assert checked.count("transformer") == 1
+
+
 def test_the_number_of_steps_that_a_pipeline_is_about_to_make_is_limited(
     load_tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ class CallLimits:
         own = {name: TIMES_DEFAULT * value for name, value in defaults.items() if getattr(given, name) is None}
         self.limits = structs.replace(given, **own)
         self._own_pixels = 0  # of input images after the pipeline's own scaling
-        self._max_values: float | None = None  # of a row of a denoiser's call; None: not known
+        self._max_values: float | None = None  # of a row of the first call of a denoiser; None: not known
         self._measure(pipeline)
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class CallLimits:
         self.limits.check("max_steps", num_steps, "num_inference_steps")
 
     def check_call(self, call: PendingCall, arguments: Mapping[str, Any]) -> None:
-        """Check a network's call that a pipeline is about to make; raises as ``check_arguments``.
+        """Check a network's call, up to the first one of a denoiser; raises as ``check_arguments``.
 
         Args:
             arguments: of the pipeline's call.

@@ -226,7 +226,7 @@ class SuspendedCall:
         """Suspend until ``call`` is answered. Called by a proxy, with the arguments as the pipeline passed them."""
         signature = self._copies.signature(call.component, call.method)
         call.positional, call.kwargs = bind(signature, call.positional, call.kwargs)
-        if self._limits is not None:
+        if self._limits is not None and not self.has_denoised:  # later passes may be larger than the first
             self._limits.check_call(call, self.arguments)
         if call.method == "encode" or self._greenlets.getcurrent() is not self._greenlet or is_autocast():
             return call.run()

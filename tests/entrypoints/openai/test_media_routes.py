@@ -161,6 +161,7 @@ async def test_a_bad_field_of_an_edit_is_rejected_by_name(editor: httpx.AsyncCli
 
 # -- /v1/videos/sync ---------------------------------------------------------------------------------------------------
 
+WITH_PICTURE = {"image_reference": {"image_url": url_of(PICTURE)}}
 FILM = {"prompt": "a tram", "size": "32x32", "seed": 1, "num_inference_steps": 2, "num_frames": 5, "fps": 8}
 
 
@@ -193,7 +194,7 @@ async def test_a_form_gives_the_same_video(animator: httpx.AsyncClient) -> None:
 
 async def test_seconds_are_frames_by_the_rate(animator: httpx.AsyncClient) -> None:
     body = {name: value for name, value in FILM.items() if name != "num_frames"}
-    more = {"seconds": "1.125", "image_reference": {"image_url": url_of(PICTURE)}}
+    more = {"seconds": "1.125", **WITH_PICTURE}
     response = await animator.post("/v1/videos/sync", json={**body, **more})
     assert len(decode_video(response.content)[0]) == 9
 
@@ -201,6 +202,8 @@ async def test_seconds_are_frames_by_the_rate(animator: httpx.AsyncClient) -> No
 BAD_VIDEOS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seconds": 1}, "seconds", "cannot be combined with num_frames"),
     ({"num_frames": 0}, "num_frames", "must be at least 1"),
+    ({"num_frames": 325, **WITH_PICTURE}, "num_frames", "at most 324 frames here"),
+    ({"size": "2048x2048", **WITH_PICTURE}, "size", "at most 1597440 pixels here"),
     ({"fps": 0}, "fps", "must be at least 1"),
     ({"output_format": "mpeg"}, "output_format", "unknown video format"),
     ({"image_reference": "x"}, "image_reference", "must be an object in JSON"),
@@ -267,6 +270,7 @@ async def test_chat_answers_with_the_sound(composer: Composer) -> None:
 
 BAD_SOUNDS: list[tuple[dict[str, Any], str]] = [
     ({"audio_length": 0}, "audio_length"),
+    ({"audio_length": 1e9}, "audio_length"),
     ({"audio_length": None, "audio_start": 1}, "audio_length"),
     ({"response_format": "wave"}, "response_format"),
     ({"num_inference_steps": -1}, "num_inference_steps"),

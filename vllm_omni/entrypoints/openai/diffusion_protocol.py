@@ -140,8 +140,14 @@ class ImageChatRequest(DiffusionFields):
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_FIELD_OF = {"height": "size", "width": "size", "num_outputs_per_prompt": "n", "extra_args": "extra_params"}
-"""Field of ``DiffusionParams`` -> its name in the bodies, where that differs."""
+_FIELD_OF = {
+    "height": "size",
+    "width": "size",
+    "num_outputs_per_prompt": "n",
+    "extra_args": "extra_params",
+    "audio_end_in_s": "audio_length",
+}
+"""Field of ``DiffusionParams``, or argument of a pipeline -> its name in the bodies, where that differs."""
 
 
 def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
@@ -161,8 +167,9 @@ def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:
     name = exc.param
     if name is None or name in body.model_fields:
         return exc
-    field = _FIELD_OF.get(name, name if name in DiffusionParams.__struct_fields__ else "extra_params")
-    return InvalidRequest(f"{field}: {exc}", param=field) if field in body.model_fields else exc
+    fields = (_FIELD_OF.get(name), None if name in DiffusionParams.__struct_fields__ else "extra_params")
+    field = next((one for one in fields if one in body.model_fields), None)
+    return exc if field is None else InvalidRequest(f"{field}: {exc}", param=field)
 
 
 def read_size(size: str) -> dict[str, int]:
