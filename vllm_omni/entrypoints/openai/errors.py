@@ -25,6 +25,13 @@ from vllm_omni.names import suggest
 logger = logging.getLogger(__name__)
 
 MAX_REPORTED = 3  # of the mistakes in one body
+STATUS = {
+    UnknownModel: HTTPStatus.NOT_FOUND,
+    ValueError: HTTPStatus.BAD_REQUEST,  # the request is at fault
+    Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,  # it may be tried again
+    DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
+}
+"""Class of an error -> its status, the first that fits; of others, 500."""
 TAGS = ("role", "type")  # fields that say of which class an object is
 
 
@@ -107,21 +114,11 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def body_of(exc: Exception) -> dict[str, Any]:
-    """The body for an error: 404, 400 where the request is at fault, 503 where it may be tried again, 504 after its
-    deadline, else 500.
-    """
+    """The body for an error, vLLM's or ours."""
     if not isinstance(exc, OmniError):
         body: dict[str, Any] = create_error_response(exc).model_dump()
         return body
-    status = HTTPStatus.INTERNAL_SERVER_ERROR
-    if isinstance(exc, UnknownModel):
-        status = HTTPStatus.NOT_FOUND
-    elif isinstance(exc, ValueError):
-        status = HTTPStatus.BAD_REQUEST
-    elif isinstance(exc, Unavailable):
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-    elif isinstance(exc, DeadlineExceeded):
-        status = HTTPStatus.GATEWAY_TIMEOUT
+    status = next((status for cls, status in STATUS.items() if isinstance(exc, cls)), HTTPStatus.INTERNAL_SERVER_ERROR)
     return error_body(str(exc), status, exc.param if isinstance(exc, InvalidRequest) else None)
 
 
@@ -149,6 +146,8 @@ async def _on_validation_error(raw_request: Request, exc: Exception) -> JSONResp
 async def _on_http_error(raw_request: Request, exc: Exception) -> JSONResponse:
     """Errors of the framework; the router's own say neither what exists nor what is allowed."""
     assert isinstance(exc, RoutingError)
+    if isinstance(exc.__cause__, RecursionError):  # FastAPI's, while it read the body
+        return await _on_recursion_error(raw_request, exc)
     status, said = HTTPStatus(exc.status_code), exc.detail
     path = raw_request.url.path
     if said == HTTPStatus.NOT_FOUND.phrase:
