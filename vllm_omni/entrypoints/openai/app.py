@@ -68,7 +68,7 @@ def answers(*media_types: str) -> dict[int | str, dict[str, Any]]:
     response_model=None,
 )
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Response | None:
-    """Upstream's route, with a larger body."""
+    """Reply to a conversation in text, speech or both: whole, or as a stream of events."""
     response: Response | None = await upstream_chat.create_chat_completion(request, raw_request)
     return response
 
@@ -80,7 +80,7 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
     response_model=None,
 )
 async def create_completion(request: OmniCompletionRequest, raw_request: Request) -> Response | None:
-    """Upstream's route, with an SLO."""
+    """Complete a text: whole, or as a stream of events."""
     request.check()
     response: Response | None = await upstream_completion.create_completion(request, raw_request)
     return response
@@ -93,7 +93,7 @@ async def create_completion(request: OmniCompletionRequest, raw_request: Request
     response_model=None,
 )
 async def create_batch_chat_completion(request: OmniBatchChatCompletionRequest, raw_request: Request) -> Response:
-    """Upstream's route: text alone."""
+    """Reply to several conversations at once, in text."""
     check_fields(request, IGNORED_FIELDS)
     response: Response = await upstream_chat.create_batch_chat_completion(request, raw_request)
     return response
@@ -108,14 +108,14 @@ async def create_batch_chat_completion(request: OmniBatchChatCompletionRequest, 
 @with_cancellation
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    """Text to speech."""
+    """Speak a text: as a file, as a stream of its bytes, or as events."""
     speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
     return await speech.create_speech(request, raw_request)
 
 
 @router.get("/v1/audio/voices")
 async def voices(raw_request: Request) -> JSONResponse:
-    """The valid names of ``voice``."""
+    """The names of voices: the checkpoint's, and the deployment's for them."""
     speech: OmniServingSpeech = raw_request.app.state.openai_serving_speech
     return JSONResponse(speech.voices())
 
