@@ -92,19 +92,18 @@ class RelayHub:
 
     def put(self, request_id: str, tensor: torch.Tensor) -> TensorRef:
         """Publish one tensor: inline if it is small or there is no room."""
-        if tensor.numel() * tensor.element_size() > self.options.inline_bytes:
-            try:
-                return self._publisher.put_nowait(request_id, tensor, num_readers=self.options.num_readers)
-            except PoolExhausted as exc:
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "tensors go through the front end while the %s relay is full: %s; "
-                        "VLLM_OMNI_RELAY_BYTES makes it larger",
-                        self.options.transport,
-                        exc,
-                    )
-        return self._inline.put_nowait(request_id, tensor)
+        try:
+            return self.put_nowait(request_id, tensor, num_readers=self.options.num_readers)
+        except PoolExhausted as exc:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "tensors go through the front end while the %s relay is full: %s; "
+                    "VLLM_OMNI_RELAY_BYTES makes it larger",
+                    self.options.transport,
+                    exc,
+                )
+            return self._inline.put_nowait(request_id, tensor)
 
     def put_nowait(self, request_id: str, tensor: torch.Tensor, *, num_readers: int = 1) -> TensorRef:
         """Publish one tensor for a producer that can wait: inline only if it is small.
