@@ -132,6 +132,13 @@ def test_answer_too_short_for_speech_writes_no_file(capsys: pytest.CaptureFixtur
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_texts_of_further_stages_are_written_under_their_names(tmp_path: Path) -> None:
+    output = make_output(0)
+    output.multimodal_output["critique"] = "so-so"
+    assert written(output, tmp_path / "a.flac").splitlines()[1:] == ["critique: so-so"]
+    assert json.loads(written(output, tmp_path / "a.flac", as_json=True))["critique"] == "so-so"
+
+
 def test_text_is_printed_if_the_speech_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.wav").mkdir()
     assert written(make_output(10), tmp_path / "a.wav") == (

@@ -221,13 +221,16 @@ def write_answer(
     as_json: bool,
     stdout: TextIO,
 ) -> None:
-    """Print the text, and write the speech to its file.
+    """Print the texts, and write the speech to its file.
 
     Raises:
         OmniError: the speech cannot be written; the text has been printed.
     """
     if "text" in modalities and not as_json:
         print(output.outputs[0].text, file=stdout, flush=True)
+    if not as_json:
+        for name, text in _other_texts(output).items():
+            print(f"{name}: {text}", file=stdout, flush=True)
     has_speech = "audio" in modalities and len(output.multimodal_output["audio"]) > 0  # empty after a single token
     saved = save_files(audio_path, lambda path: [output.save_audio(path)], "the speech")[0] if has_speech else None
     if as_json:
@@ -241,6 +244,11 @@ def write_answer(
     print_times(output)
 
 
+def _other_texts(output: OmniRequestOutput) -> dict[str, str]:
+    """The texts of further stages, by the names of their modalities."""
+    return {name: value for name, value in output.multimodal_output.items() if isinstance(value, str)}
+
+
 def _num_seconds(output: OmniRequestOutput) -> float:
     return len(output.multimodal_output["audio"]) / float(output.multimodal_output["sample_rate"])
 
@@ -252,6 +260,7 @@ def _as_data(
     data: dict[str, Any] = {"model": config.model}
     if "text" in modalities:
         data |= {"text": answer.text, "finish_reason": answer.finish_reason}
+    data |= _other_texts(output)
     if "audio" in modalities:
         data["audio"] = None
     if saved is not None:
