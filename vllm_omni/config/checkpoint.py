@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -106,8 +107,7 @@ def _find_model_file(model: str, name: str, revision: str | None) -> Path:
     if directory.exists():
         raise ConfigError(f"model {model!r}: it is a file; give the directory of a checkpoint, {supported()}")
     nowhere = f"model {model!r}: no such directory, and no {name} of that name on the Hugging Face Hub"
-    parts = model.split("/")
-    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    if not re.fullmatch(r"(?!(\.|\.\.|~)/)[^/]+/[^/]+", model):
         raise ConfigError(f"{nowhere}; {supported()}")
     try:
         from huggingface_hub import hf_hub_download

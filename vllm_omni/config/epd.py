@@ -5,6 +5,8 @@ From: HydraInfer, sections 4.2 (budgets) and 4.4 (instances of any mix of encode
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag
@@ -170,9 +172,9 @@ def _read_mix(pairs: Iterable[tuple[str, Any]]) -> dict[Tasks, int]:
         if kind in mix:
             raise Problem(f"{kind} is given twice: give {kind}:{mix[kind] + number}", name)
         mix[kind] = number
-    for task in Tasks.PD:
-        if mix and not any(task in kind for kind in mix):
-            raise Problem(f"no instance {VERBS[task]}: {_completed(mix, task)}")
+    done = functools.reduce(operator.or_, mix, Tasks(0))
+    for task in Tasks.PD & ~done if mix else ():
+        raise Problem(f"no instance {VERBS[task]}: {_completed(mix, task)}")
     return mix
 
 

@@ -21,7 +21,7 @@ A stage's own setting, in the same layer or a later one, wins over it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,19 +81,7 @@ def load_config(
     """
     envs.reject_unknown()
     model = os.fspath(model)
-    layers = []
-    if deploy_config is not None:
-        layers.append(read_yaml_file(Path(deploy_config)))
-    if overrides:
-        keys = dict(overrides) if set(overrides) & set(TOP_LEVEL_KEYS) else {"stages": dict(overrides)}
-        layers.append(Document("overrides", with_string_keys(keys), {}, "overrides"))
-    if engine_args:
-        reject_unknown_arguments(engine_args)
-        layers.append(Document("", {"engine_args": engine_args}, {}, "argument"))
-    if epd is not None:
-        section = {"instances": epd} if isinstance(epd, str) else epd
-        layers.append(Document("epd", {"stages": {"0": {"epd": section}}}, {}, "argument"))
-    layers += map(_read_flag, stage_overrides)
+    layers = [*_read_layers(deploy_config, overrides, engine_args, epd), *map(_read_flag, stage_overrides)]
     for layer in layers:
         layer.reject_unknown_keys((), TOP_LEVEL_KEYS)
 
@@ -103,6 +91,25 @@ def load_config(
     for layer in layers:
         draft.overlay(layer)
     return draft.build(model, model_type)
+
+
+def _read_layers(
+    deploy_config: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any] | None,
+    engine_args: Mapping[str, Any],
+    epd: str | Mapping[str, Any] | None,
+) -> Iterator[Document]:
+    if deploy_config is not None:
+        yield read_yaml_file(Path(deploy_config))
+    if overrides:
+        keys = dict(overrides) if set(overrides) & set(TOP_LEVEL_KEYS) else {"stages": dict(overrides)}
+        yield Document("overrides", with_string_keys(keys), {}, "overrides")
+    if engine_args:
+        reject_unknown_arguments(engine_args)
+        yield Document("", {"engine_args": dict(engine_args)}, {}, "argument")
+    if epd is not None:
+        section = {"instances": epd} if isinstance(epd, str) else epd
+        yield Document("epd", {"stages": {"0": {"epd": section}}}, {}, "argument")
 
 
 def _read_flag(text: str) -> Document:
@@ -149,14 +156,18 @@ def find_config(
     if stage_configs is not None:
         if is_changed:
             raise ConfigError("`stage_configs` cannot be combined with arguments that change a deployment")
-        if not stage_configs:
-            raise ConfigError("stage_configs: at least one stage is needed")
-        first = stage_configs[0]
-        model = model or first.model or (first.vllm_config.model_config.model if first.vllm_config else "")
-        return OmniConfig(model=str(model), model_type=read_model_type(model), stages=tuple(stage_configs))
+        return _config_of_stages(model, stage_configs)
     if model is None:
         raise ConfigError("give a model: the directory or hub name of a checkpoint")
     return load_config(model, **changes)
+
+
+def _config_of_stages(model: str | os.PathLike[str] | None, stages: Sequence[StageConfig]) -> OmniConfig:
+    if not stages:
+        raise ConfigError("stage_configs: at least one stage is needed")
+    first = stages[0]
+    model = model or first.model or (first.vllm_config.model_config.model if first.vllm_config else "")
+    return OmniConfig(model=str(model), model_type=read_model_type(model), stages=tuple(stages))
 
 
 def _choose_model_type(model: str, layers: Sequence[Document], revision: object) -> tuple[str, Origin]:

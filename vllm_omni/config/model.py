@@ -102,10 +102,16 @@ class StageConfig:
                 object.__setattr__(self, key, check_stage_field(key, value, self.engine_type))
             except Problem as exc:
                 raise self._error(exc.below(key, value)) from None
+        for message, is_wrong in self._combinations().items():
+            if is_wrong:
+                raise self._error(message)
+
+    def _combinations(self) -> dict[str, object]:
+        """What cannot be combined -> whether it is."""
         is_ready = self.vllm_config is not None
         reads_prompt = self.is_autoregressive and self.stage_id == 0
         sets_executor = self.executor_class is not None and "distributed_executor_backend" in self.engine_args
-        for message, is_wrong in {
+        return {
             "diffusion: only a stage with engine_type 'diffusion' has this section, and this one is "
             f"{self.engine_type!r}": self.diffusion and not self.is_diffusion,
             "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
@@ -116,9 +122,7 @@ class StageConfig:
             "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
                 sets_executor
             ),
-        }.items():
-            if is_wrong:
-                raise self._error(message)
+        }
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"stage {self.name!r}: {message}")

@@ -96,6 +96,17 @@ def _engine_arg_types() -> Mapping[str, TypeAdapter[Any]] | None:
     engine_args = vllm_attribute("vllm.engine.arg_utils", "EngineArgs")
     if engine_args is None:
         return None
+    ranges, types = _ranges(), {}
+    for arg in dataclasses.fields(engine_args):
+        if not arg.name.startswith("_") and arg.name != "model":
+            hint = Any if isinstance(arg.type, str) else arg.type  # a string names what arg_utils does not import
+            limits = ranges.get(arg.name)
+            types[arg.name] = validator(Annotated[hint, *limits] if limits else hint)
+    return types
+
+
+def _ranges() -> dict[str, list[Any]]:
+    """Field of vLLM's configurations -> its range, if it has one."""
     config = importlib.import_module("vllm.config")
     ranges: dict[str, list[Any]] = {}
     for class_name in config.__all__:
@@ -103,13 +114,7 @@ def _engine_arg_types() -> Mapping[str, TypeAdapter[Any]] | None:
         for name, info in fields.items():
             if info.metadata:
                 ranges.setdefault(name, info.metadata)
-    types = {}
-    for arg in dataclasses.fields(engine_args):
-        if not arg.name.startswith("_") and arg.name != "model":
-            hint = Any if isinstance(arg.type, str) else arg.type  # a string names what arg_utils does not import
-            limits = ranges.get(arg.name)
-            types[arg.name] = validator(Annotated[hint, *limits] if limits else hint)
-    return types
+    return ranges
 
 
 def make_sampling_params(values: Mapping[str, Any]) -> Any:
