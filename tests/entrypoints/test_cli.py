@@ -113,6 +113,7 @@ def test_tiny_rejects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     for args, why in [
         (["qwen2_5_onmi", "DIR"], "invalid value 'qwen2_5_onmi': did you mean 'qwen2_5_omni'?"),
         (["qwen2_5_omni", "DIR", "--sed=1"], "unknown flag '--sed': did you mean '--seed'?"),
+        (["--sed", "1", "qwen2_5_omni", "DIR"], "unknown flag '--sed': did you mean '--seed'?"),
         (["qwen2_5_omni", "DIR", "--seed", "one"], "--seed: invalid int value: 'one'"),
         (["qwen2_5_omni", "DIR", "--variant", "wyde"], "no variant 'wyde'"),
         (["qwen_image", "DIR"], "invalid value 'qwen_image': did you mean 'qwen-image'?"),

@@ -11,7 +11,7 @@ import pytest
 from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, survive_in_vllm, wait_for
 from vllm_omni.process.proc import SHM, is_dying
 from vllm_omni.process.run_directory import RunDirectory
-from vllm_omni.process.stage_processes import StageProcesses, killed_by
+from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
 from vllm_omni.process.tether import ServerTether
 
 
@@ -103,3 +103,11 @@ def test_a_signal_that_the_system_sends_without_memory_is_described() -> None:
     assert killed_by([0, 1, -signal.SIGKILL]) == "killed by SIGKILL (by the system if memory ran out: see dmesg)"
     assert killed_by([-signal.SIGSEGV]) == "killed by SIGSEGV"
     assert killed_by([1]) is None
+    for codes, reason in [
+        ("{'EngineCore_DP0': -9}", "killed by SIGKILL (by the system if memory ran out: see dmesg)"),
+        ("{}", "its process ended without a report (killed by the system if memory ran out: see dmesg)"),
+        ("{'EngineCore_DP0': 1}", None),
+    ]:
+        failed = RuntimeError(f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}")
+        assert ended_early(failed) == reason
+    assert ended_early(ValueError("no such model")) is None

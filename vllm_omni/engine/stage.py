@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import re
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -40,7 +39,7 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
-from vllm_omni.process.stage_processes import StageProcesses, killed_by
+from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
 from vllm_omni.process.watchdog import StepWatchdog
@@ -239,9 +238,7 @@ class StageEngine(StageNode):
         return f"its engine has died: {cause}" if cause else "its engine has died"
 
     def _start_failure(self, error: Exception) -> str:
-        # Upstream reports exit codes in its message: "Failed core proc(s): {'EngineCore_DP0': -9}".
-        codes = map(int, re.findall(r"': (-\d+)", str(error)))
-        return f"did not start: {self._started.failure() or killed_by(codes) or error}"
+        return f"did not start: {self._started.failure() or ended_early(error) or error}"
 
     async def ask(self, call: Coroutine[Any, Any, T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Await a call of the engine that is not a request.

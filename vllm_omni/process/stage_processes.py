@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from vllm_omni.process.run_directory import remove_block
 from vllm_omni.process.tether import ServerTether
 
 KILL_TIMEOUT_S = 10.0
+MEMORY_HINT = "by the system if memory ran out: see dmesg"
 
 
 class StageProcesses:
@@ -111,5 +113,15 @@ def killed_by(exit_codes: Iterable[int]) -> str | None:
     killed = next((-code for code in exit_codes if code < 0), None)
     if killed is None:
         return None
-    hint = " (by the system if memory ran out: see dmesg)" if killed == signal.SIGKILL else ""
-    return f"killed by {signal.Signals(killed).name}{hint}"
+    return f"killed by {signal.Signals(killed).name}" + (f" ({MEMORY_HINT})" if killed == signal.SIGKILL else "")
+
+
+def ended_early(error: Exception) -> str | None:
+    """Describe the end of a process that left no report, from upstream's error, if that is one.
+
+    It ends in "Failed core proc(s): {'EngineCore_DP0': -9}", or in "{}" where the exit code was not there yet.
+    """
+    found = re.search(r"Failed core proc\(s\): \{(?:.*?: (-?\d+))?", str(error))
+    if found is None:
+        return None
+    return killed_by([int(found[1])]) if found[1] else f"its process ended without a report (killed {MEMORY_HINT})"

@@ -81,14 +81,19 @@ def resolve(deployment: OmniConfig) -> list[Value]:
         engines, _ = orchestrator.make_node(stage)
         front = next((one for one in engines if one.instance is not None and one.instance.is_front), engines[0])
         values += _of_stage(deployment, stage, specs[stage.name], front.vllm_config)
-    for edge in deployment.edges:
-        path = ("edges", f"{edge.source}->{edge.target}")
-        values += [_of_deployment(deployment, (*path, key), getattr(edge, key)) for key in EDGE_KEYS]
-        if (sizes := pipeline.chunks.get((edge.source, edge.target))) is not None:
-            chunks = (*path, "chunks")
-            values += [_of_deployment(deployment, (*chunks, key), getattr(sizes, key)) for key in CHUNK_KEYS]
+    values += _of_edges(deployment, pipeline.chunks)
     values += [_of_deployment(deployment, ("voices", name), voice) for name, voice in deployment.voices.items()]
     return values
+
+
+def _of_edges(deployment: OmniConfig, sizes_of_edge: Mapping[tuple[str, str], Any]) -> Iterator[Value]:
+    for edge in deployment.edges:
+        path = ("edges", f"{edge.source}->{edge.target}")
+        for key in EDGE_KEYS:
+            yield _of_deployment(deployment, (*path, key), getattr(edge, key))
+        sizes = sizes_of_edge.get((edge.source, edge.target))
+        for key in () if sizes is None else CHUNK_KEYS:
+            yield _of_deployment(deployment, (*path, "chunks", key), getattr(sizes, key))
 
 
 def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) -> Value:

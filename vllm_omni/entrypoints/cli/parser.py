@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Collection
-from typing import NoReturn
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 from vllm_omni.names import nearest, suggest
 
@@ -12,13 +13,24 @@ class RejectingParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose errors are one line, with exit code 2 and the name that was probably meant."""
 
     options: Collection[str] | None = None  # valid flags for suggestions; None: this parser's own
+    _words: Sequence[str] = ()  # the command line
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            flags = [self._unknown(word) for word in unknown.split() if word.startswith("-")]
-            message = "; ".join(flags) or f"unexpected argument {unknown!r}"
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        words = [word for word in self._words if word.startswith("--") and not self._is_known(word)]
+        unexpected = message.removeprefix("unrecognized arguments: ")
+        if unexpected != message:
+            words = words or [word for word in unexpected.split() if word.startswith("-")]
+            message = f"unexpected argument {unexpected!r}"
+        # A flag that is unknown may cause any other error: its value is taken for another argument.
+        self.exit(2, f"{self.prog}: error: {'; '.join(map(self._unknown, words)) or message}\n")
+
+    def _is_known(self, word: str) -> bool:
+        flag = re.split(r"[=.]", word)[0].replace("_", "-")  # vLLM's parser has dotted flags, and underscores
+        return any(known.startswith(flag) for known in self.options or self._option_string_actions)
 
     def _unknown(self, word: str) -> str:
         flag = word.partition("=")[0]

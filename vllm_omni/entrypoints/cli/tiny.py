@@ -30,12 +30,10 @@ def tiny(args: Sequence[str]) -> None:
     parser.add_argument("--variant", default="base", help="a shape of the model type (default: %(default)s)")
     options = parser.parse_args(args)
     directory: Path = options.directory
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists, and is not an empty directory: choose another")
-    if options.variant != "base" and options.name not in model_types:
-        raise ConfigError(f"no variant {options.variant!r}: {options.name} has one shape")
+    is_model_type = options.name in model_types
+    _check(directory, options.name, options.variant, is_model_type=is_model_type)
     try:
-        _write(directory, options.name, options.seed, options.variant, is_model_type=options.name in model_types)
+        _write(directory, options.name, options.seed, options.variant, is_model_type=is_model_type)
     except OmniError:
         raise
     except ValueError as exc:
@@ -43,6 +41,13 @@ def tiny(args: Sequence[str]) -> None:
     except Exception as exc:  # the libraries that write weights have errors of their own for a full disk
         raise OmniError(f"{directory} cannot be written: {reason(exc)}") from exc
     print(directory)
+
+
+def _check(directory: Path, name: str, variant: str, *, is_model_type: bool) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} exists, and is not an empty directory: choose another")
+    if variant != "base" and not is_model_type:
+        raise ConfigError(f"no variant {variant!r}: {name} has one shape")
 
 
 def _write(directory: Path, name: str, seed: int, variant: str, *, is_model_type: bool) -> None:
