@@ -421,15 +421,11 @@ def test_a_pipeline_without_previews_logs_it_once(load_tiny, make_stepper, caplo
 # --- the row cache
 
 
-def test_a_cached_request_shares_forwards_with_one_that_is_not(pipeline, make_stepper):
-    cache = FirstBlockCache(1e3, num_warmup_steps=1, num_last_steps=0, max_reuses=None)
-    stepper = make_stepper("qwen-image", cache=cache)
-    requests = {"cached": make_request(pipeline, 0), "plain": make_request(pipeline, 0, cache_threshold=0.0)}
+def run_with_grants(stepper, requests):
+    """Run requests that get as many bytes for the cache as they want; the outputs and these bytes, by name."""
     for name, request in requests.items():
         stepper.add(name, request)
-    running = list(requests)
-    ended = {}
-    wanted = {}
+    running, ended, wanted = list(requests), {}, {}
     while running:
         for name, outcome in stepper.step(running).items():
             if outcome.has_ended:
@@ -438,9 +434,28 @@ def test_a_cached_request_shares_forwards_with_one_that_is_not(pipeline, make_st
             else:
                 wanted[name] = outcome.num_cache_bytes
                 stepper.grant_cache(name, outcome.num_cache_bytes)
+    return ended, wanted
+
+
+def test_a_cached_request_shares_forwards_with_one_that_is_not(pipeline, make_stepper):
+    cache = FirstBlockCache(1e3, num_warmup_steps=1, num_last_steps=0, max_reuses=None)
+    stepper = make_stepper("qwen-image", cache=cache)
+    requests = {"cached": make_request(pipeline, 0), "plain": make_request(pipeline, 0, cache_threshold=0.0)}
+    ended, wanted = run_with_grants(stepper, requests)
     assert wanted["plain"] == 0 and wanted["cached"] > 0
     assert stepper.statistics().widths == {2: 8}
     theirs = run_diffusers(pipeline, requests["plain"])
     assert difference(ended["plain"], theirs) < TOLERANCE
     assert difference(ended["cached"], theirs) > 1e-3
+    assert cache.statistics().num_rows_reused > 0
+
+
+def test_each_output_of_a_request_has_its_own_cache_entries(pipeline, make_stepper):
+    cache = FirstBlockCache(1e3, num_warmup_steps=1, num_last_steps=0, max_reuses=None)
+    requests = {"both": make_request(pipeline, 0, seed=5, num_outputs_per_prompt=2)}
+    requests |= {str(index): make_request(pipeline, 0, seed=5 + index) for index in range(2)}
+    ended, wanted = run_with_grants(make_stepper("qwen-image", cache=cache), requests)
+    assert wanted["both"] == wanted["0"] + wanted["1"] > 0
+    for index in range(2):
+        assert (ended["both"]["images"][index] - ended[str(index)]["images"][0]).abs().max() < TOLERANCE
     assert cache.statistics().num_rows_reused > 0
