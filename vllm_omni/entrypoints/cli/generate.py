@@ -226,13 +226,11 @@ def write_answer(
     Raises:
         OmniError: the speech cannot be written; the text has been printed.
     """
-    if "text" in modalities and not as_json:
-        print(output.outputs[0].text, file=stdout, flush=True)
     if not as_json:
-        for name, text in _other_texts(output).items():
-            print(f"{name}: {text}", file=stdout, flush=True)
-    has_speech = "audio" in modalities and len(output.multimodal_output["audio"]) > 0  # empty after a single token
-    saved = save_files(audio_path, lambda path: [output.save_audio(path)], "the speech")[0] if has_speech else None
+        _print_texts(output, modalities, stdout)
+    saved = None
+    if "audio" in modalities and len(output.multimodal_output["audio"]) > 0:  # empty after a single token
+        (saved,) = save_files(audio_path, lambda path: [output.save_audio(path)], "the speech")
     if as_json:
         print(json.dumps(_as_data(output, config, modalities, saved), ensure_ascii=False), file=stdout)
         return
@@ -242,6 +240,13 @@ def write_answer(
     elif "audio" in modalities:
         print("speech  none: the text is too short for speech", file=sys.stderr)
     print_times(output)
+
+
+def _print_texts(output: OmniRequestOutput, modalities: Sequence[str], stdout: TextIO) -> None:
+    if "text" in modalities:
+        print(output.outputs[0].text, file=stdout, flush=True)
+    for name, text in _other_texts(output).items():
+        print(f"{name}: {text}", file=stdout, flush=True)
 
 
 def _other_texts(output: OmniRequestOutput) -> dict[str, str]:

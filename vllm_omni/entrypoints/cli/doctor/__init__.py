@@ -134,11 +134,11 @@ def _package_lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
 
 
 def _machine_lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    cpu, memory = sections["cpu"], {name: size and format_size(size) for name, size in sections["memory"].items()}
     if platform := sections.get("platform"):
         yield "platform", f"{platform['device_type'] or 'none'} ({platform['name']})"
     for gpu in sections.get("gpus", {}).values():
         yield "gpu", f"{gpu['name']}, {format_size(gpu['free_bytes'])} free of {format_size(gpu['memory_bytes'])}"
+    cpu, memory = sections["cpu"], {name: size and format_size(size) for name, size in sections["memory"].items()}
     quota = "" if cpu["quota"] is None else f", a quota of {cpu['quota']:g}"
     yield "cpu", f"{cpu['usable']} of {cpu['cores']} cores usable{quota}"
     limit = memory["cgroup_limit_bytes"]
