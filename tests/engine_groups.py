@@ -17,7 +17,6 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 | language | LLaVA in the test's process, once for each kind of budgets; one in a process of its own | 1 |
 | migration | LLaVA that prefills, and one that encodes, each beside a LLaVA in the test's process | 1; 1 |
 | image server | ``vllm serve`` with Qwen-Image | 2 |
-| served graphs | ``vllm serve`` with a loop over LLaVA | 2 |
 | commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 1 |
 
 The groups before "omni" are mostly long tests, with two to five processes for each.
@@ -30,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "epd models": ("tests/e2e/test_epd_models.py",),
     "epd transports": ("tests/e2e/test_epd_transports.py", "tests/e2e/test_epd_ranks.py"),
     "pages": ("tests/e2e/test_kv_tensor_parallel.py", "tests/e2e/test_nixl_connector.py"),
+    "served graphs": ("tests/e2e/test_served_graphs.py",),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
     "omni": (
         "tests/entrypoints/test_omni_llm.py",
@@ -51,7 +51,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
     "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
     "image server": ("tests/e2e/test_images.py",),
-    "served graphs": ("tests/e2e/test_served_graphs.py",),
     "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
 }
 

@@ -13,7 +13,7 @@ from tests.e2e.looping import FAILS, NUM_ITERATIONS, REJECTS
 from tests.server import Server, serve, wait_for
 from vllm_omni.testing import llava
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]  # units: tests/engine/test_{answer,node,orchestrator}.py
 
 NUM_TOKENS = 8
 QUESTION = [{"role": "user", "content": [{"type": "text", "text": "w3 w4 w5"}]}]
