@@ -89,6 +89,18 @@ async def test_a_request_that_gives_up_does_not_hide_an_engine_that_is_stuck() -
     assert engine.reasons
 
 
+async def test_an_engine_is_watched_again_after_a_moment_without_file_descriptors() -> None:
+    class Unknown(Engine):
+        def cpu_s(self) -> float:
+            if self.now < 10:
+                raise OSError(24, "Too many open files")
+            return super().cpu_s()
+
+    engine = Unknown(lambda second: False)
+    await engine.live()
+    assert engine.ended_at == 10 + STUCK_S
+
+
 async def test_an_engine_that_dies_is_watched_no_longer() -> None:
     class Dead(Engine):
         async def answer(self) -> None:

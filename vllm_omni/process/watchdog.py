@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from vllm_omni import envs
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # a second without an answer counts only if the event loop was there to take one
 BUSY_FACTOR = 10  # how much longer a step may take that uses CPU time: a compilation, a long window of a vocoder
@@ -62,6 +65,9 @@ class StepWatchdog:
             try:
                 if not await self._comes(answer):
                     return
+            except OSError as exc:  # no file descriptor is free: whether its processes compute is unknown
+                logger.warning("an engine cannot be watched: %s", exc)
+                await self._sleep(TICK_S)
             finally:
                 answer.cancel()
 
