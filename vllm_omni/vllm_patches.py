@@ -16,6 +16,12 @@ Function, and what it replaces  Why                                           Up
  a renderer's media cache       assume that an engine has an image
 ``extend_request_state``        A request's outputs carry payloads            a class attribute of ``OutputProcessor``
  the class of a RequestState                                                  that names the class of its states
+``uncompiled_logprob_ranks``    The first request with log probabilities      a warm-up of the sampler with them
+ one function of the sampler    would be compiled for, with g++, while all
+                                others wait
+``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
+ torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
+ that make groups               that has nobody to talk to
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and ``OpenAIServingChat``
 ==============================  ============================================  =======================================
@@ -24,7 +30,7 @@ Function, and what it replaces  Why                                           Up
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -107,6 +113,38 @@ def keep_media_in_front_end(model_config: ModelConfig, renderer: Callable[[], Ba
     yield
     multimodal.mm_processor_cache_gb = num_gb
     renderer()._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
+
+
+def uncompiled_logprob_ranks() -> None:
+    """Let the sampler compute ranks of tokens without torch.compile, which saves a copy of the logits on GPUs alone."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "__wrapped__", compiled)
+
+
+@contextmanager
+def quiet_groups_of_one_rank() -> Iterator[None]:
+    """Make process groups of one rank with torch's "fake" backend inside the block, where vLLM asks for gloo.
+
+    That backend copies a rank's own values and sends nothing, which is all that a collective of one rank does.
+    """
+    import torch.distributed as dist
+
+    make_world, make_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(backend: str, *, world_size: int, **kwargs: Any) -> None:
+        make_world("fake" if world_size == 1 else backend, world_size=world_size, **kwargs)
+
+    def new_group(ranks: Sequence[int] | None = None, *, backend: str, **kwargs: Any) -> Any:
+        num_ranks = dist.get_world_size() if ranks is None else len(ranks)
+        return make_group(ranks, backend="fake" if num_ranks == 1 else backend, **kwargs)
+
+    dist.init_process_group, dist.new_group = init_process_group, new_group
+    try:
+        yield
+    finally:
+        dist.init_process_group, dist.new_group = make_world, make_group
 
 
 def extend_request_state(state: object, cls: type[T]) -> T:

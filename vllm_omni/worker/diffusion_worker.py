@@ -6,6 +6,7 @@ From: vLLM-Omni design document, section 10.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.vllm_patches import quiet_groups_of_one_rank
 from vllm_omni.worker.diffusion_runner import DiffusionModelRunner
 
 
@@ -33,13 +35,14 @@ class DiffusionWorker(Worker):
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device(self.device.type)
-        init_worker_distributed_environment(
-            self.vllm_config,
-            self.rank,
-            self.distributed_init_method,
-            self.local_rank,
-            current_platform.dist_backend,
-        )
+        with quiet_groups_of_one_rank() if self.device.type == "cpu" else nullcontext():
+            init_worker_distributed_environment(
+                self.vllm_config,
+                self.rank,
+                self.distributed_init_method,
+                self.local_rank,
+                current_platform.dist_backend,
+            )
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.step_threads import StepThreads
-from vllm_omni.vllm_patches import torch_kernels_for_encoders
+from vllm_omni.vllm_patches import quiet_groups_of_one_rank, torch_kernels_for_encoders, uncompiled_logprob_ranks
 from vllm_omni.worker.ar_runner import ARModelRunner
 from vllm_omni.worker.encoders import ThreadedEncoder
 
@@ -97,7 +97,9 @@ class CPUARWorker(CPUWorker):
     """Worker of an autoregressive stage on the CPU."""
 
     def init_device(self) -> None:
-        super().init_device()
+        uncompiled_logprob_ranks()
+        with quiet_groups_of_one_rank():
+            super().init_device()
         # Upstream makes its own runner in init_device and loads weights later, so it holds none when it is replaced.
         self.model_runner = CPUARModelRunner(self.vllm_config, self.device)
         if generates_no_reply(self.vllm_config) and parent_process() is not None:
@@ -122,6 +124,14 @@ class CUDAARWorker(Worker):
     def init_device(self) -> None:
         super().init_device()
         self.model_runner = ARModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.model_config.max_logprobs:  # upstream compiles for the first request with log probabilities
+            logprobs = torch.zeros(1, self.model_config.get_vocab_size(), device=self.device)
+            token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.model_runner.sampler.gather_logprobs(logprobs, 1, token_ids)
+        return times
 
     def relay_statistics(self) -> dict[str, dict[str, int]]:
         """See ``CPUARWorker``."""
