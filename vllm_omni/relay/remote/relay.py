@@ -132,7 +132,7 @@ class RemoteRelay(Streams):
     def revoke(self, lease: Lease) -> bool:
         writer = self.writers.get(lease.number)
         if writer is not None:
-            writer.push_soon()  # notifies the reader
+            writer.publish()  # that it was aborted
         return bool(self._marks[lease.number].reading)
 
     def forget(self, lease: Lease) -> None:

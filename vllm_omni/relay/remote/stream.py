@@ -57,15 +57,11 @@ class RemoteWriter(StreamWriter):
     def has_reader_gone(self) -> bool:
         return self._relay.lease_of(self.lease.number) is None
 
-    def publish(self) -> None:
-        self.push_soon()
-
     def publish_end(self, error: str) -> None:
         self._error = error[:MAX_TEXT] or None
-        self.push_soon()
+        self.publish()
 
-    def push_soon(self) -> None:
-        """Send what was written, from any thread; called with the relay's lock held."""
+    def publish(self) -> None:
         if not self._is_push_due and not self._relay.is_closed:
             self._is_push_due = True
             io_thread().call(self._push)

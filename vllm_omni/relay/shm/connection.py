@@ -115,9 +115,6 @@ class Consumers:
         self._listener.setblocking(False)
         io_thread().call(lambda: io_thread().loop.add_reader(self._listener, self._accept))
 
-    def __len__(self) -> int:
-        return len(self._sockets)
-
     def _accept(self) -> None:
         try:
             consumer, _ = self._listener.accept()
