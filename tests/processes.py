@@ -6,7 +6,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEADLINE_S = 20.0
@@ -26,7 +26,8 @@ def pause(pid: int) -> None:
 
 
 def resume(pid: int) -> None:
-    os.kill(pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it was killed meanwhile
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

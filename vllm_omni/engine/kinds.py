@@ -6,7 +6,9 @@ A further kind of engine is one more class here, beside its name in ``config.mod
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +24,8 @@ from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
 from vllm_omni.worker.platforms import ar_worker_cls
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 2**30
 """KV cache of an autoregressive stage on a CPU, unless the deployment or VLLM_CPU_KVCACHE_SPACE sizes it."""
@@ -128,6 +132,10 @@ class AutoregressiveKind(EngineKind):
             args["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         if given.get("enable_lora"):
             args["max_num_seqs"] = 1  # see engine_args._check_adapters
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None and "enforce_eager" not in given:
+            logger.warning("no C++ compiler (%r, the environment's CXX): models run without torch.compile", compiler)
+            args["enforce_eager"] = True
         if not (os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _KV_CACHE_ARGS & set(given)):
             # vLLM would give each stage most of the machine's memory.
             args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES

@@ -243,27 +243,18 @@ class StageEngine(StageNode):
     async def ask(self, call: Coroutine[Any, Any, T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Await a call of the engine that is not a request.
 
-        Upstream leaves the caller of a dying engine waiting for ever.
-
         Raises:
             StageFailed: the engine answers with an error, dies, or does not answer in time.
         """
         self._loop = asyncio.get_running_loop()
-        reading = self.llm.start_reading()
-        answer = self._loop.create_task(call)
         try:
-            await asyncio.wait({answer, reading}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-        except EngineDeadError:
-            pass
+            return await self.llm.answer(call, timeout_s)
+        except EngineDeadError as exc:
+            raise StageFailed(self.name, self.termination_reason()) from exc
+        except TimeoutError as exc:
+            raise StageFailed(self.name, f"no answer within {timeout_s:g} s") from exc
         except Exception as exc:  # upstream's clients raise bare exceptions with the engine's message
             raise StageFailed(self.name, str(exc) or repr(exc)) from exc
-        finally:
-            answer.cancel()
-        if self.has_died:
-            raise StageFailed(self.name, self.termination_reason())
-        raise StageFailed(self.name, f"no answer within {timeout_s:g} s")
 
     async def relay_statistics(self) -> list[dict[str, dict[str, int]]]:
         """Fetch ``RelayStatistics`` of each of the stage's ranks, by backend.

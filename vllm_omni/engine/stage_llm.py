@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -19,6 +22,8 @@ from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TaskNotes
 from vllm_omni.relay.hub import RelayHub
+
+T = TypeVar("T")
 
 
 class StageLLM(AsyncLLM):
@@ -78,6 +83,29 @@ class StageLLM(AsyncLLM):
         self._run_output_handler()
         assert self.output_handler is not None
         return self.output_handler
+
+    async def answer(self, call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Await a call of the engine. Upstream leaves the caller of a dying engine waiting for ever.
+
+        Raises:
+            EngineDeadError: the engine died meanwhile.
+            TimeoutError: it did not answer in time.
+        """
+        reading = self.start_reading()
+        answer = asyncio.get_running_loop().create_task(call)
+        try:
+            await asyncio.wait({answer, reading}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        raise EngineDeadError if self.has_failed else TimeoutError
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        """As upstream, which asks the engine within its first request."""
+        if not hasattr(self, "_supported_tasks"):
+            await self.answer(super().get_supported_tasks())
+        return self._supported_tasks
 
     async def stop_reading(self) -> None:
         """Stop reading outputs, so that the engine's shutdown is not taken for a failure."""
