@@ -330,7 +330,6 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         lambda _: {"extra_body": {"vllm_xargs": {"kv_transfer_params": "x"}}},
         "kv_transfer_params = 'x': must be an object",
     ),
-    "a nested schema": (lambda _: schema(nested(300)), "nested too deeply"),
     "parameters that are no list": (lambda _: parameters(5), "sampling_params_list"),
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
     "parameters of too many stages": (lambda _: parameters([{}] * 4), "4 sets"),
@@ -372,10 +371,6 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
 
 def schema(value: object) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
 
 
 def parameters(value: object) -> dict[str, Any]:
