@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag
@@ -156,10 +157,10 @@ def parse_instances(text: str) -> dict[Tasks, int]:
     """
     pairs = []
     for part in text.split(","):
-        name, colon, number = (one.strip() for one in part.partition(":"))
-        if not name or (colon and not number.isdecimal()):
+        pair = re.fullmatch(r"\s*([^\s:]+)\s*(?::\s*(\d+)\s*)?", part)
+        if pair is None:
             raise Problem(f"{part.strip()!r}: must be KIND:NUMBER, as in E:1,PD:1")
-        pairs.append((name, int(number) if colon else 1))
+        pairs.append((pair[1], int(pair[2] or 1)))
     return _read_mix(pairs)
 
 

@@ -116,7 +116,7 @@ def _read_flag(text: str) -> Document:
     """Read ``NAME.KEY=VALUE``; ``KEY`` may have a second part: ``talker.default_sampling_params.top_k=2``."""
     target, equals, scalar = text.partition("=")
     ref, dot, key = target.strip().partition(".")
-    if not (equals and dot and ref and key):
+    if not all((equals, dot, ref, key)):
         raise ConfigError(f"--stage {text!r}: must be NAME.KEY=VALUE, for example thinker.max_num_seqs=8")
     value = parse_yaml(scalar, f"--stage {text!r}").values["value"]
     head, dot, rest = key.partition(".")
@@ -150,7 +150,7 @@ def find_config(
     reject_unknown_arguments(changes, ("config", "stage_configs", "log_stats"))
     is_changed = any(value not in (None, (), [], {}) for value in changes.values())
     if config is not None:
-        if model or stage_configs is not None or is_changed:
+        if any((model, stage_configs is not None, is_changed)):
             raise ConfigError("`config` cannot be combined with other arguments")
         return config
     if stage_configs is not None:
@@ -276,7 +276,7 @@ class _Draft:
 
     def _ends_of(self, edge: str, where: str) -> tuple[str, str]:
         source, arrow, target = (part.strip() for part in edge.partition("->"))
-        if not (arrow and source and target):
+        if not all((arrow, source, target)):
             raise ConfigError(
                 f"{where}: an edge is written SOURCE->TARGET, for example {self.names[0]}->{self.names[-1]}"
             )
