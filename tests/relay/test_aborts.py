@@ -245,7 +245,7 @@ class World:
         """Replace a consumer that dies, with all its reads, by another one."""
         place = self.rng.randrange(len(self.consumers))
         dead, self.consumers[place] = self.consumers[place], ShmRelay(0, prefault=False)
-        connections = self.producer._consumers
+        connections = self.producer._consumers._sockets
         num_left = len(connections) - bool(dead._producers)
         dead.close()
         deadline = time.monotonic() + DEADLINE_S
