@@ -255,7 +255,8 @@ def num_running(server: Server) -> float:
 def test_a_client_that_leaves_a_stream_ends_the_request(server: Server) -> None:
     body = {**LONG, "stream": True, "progress": True}
     with httpx.stream("POST", server.url + "/v1/images/generations", json=body, timeout=60) as response:
-        event = next(events_of(response))
+        events = events_of(response)  # kept: its end would close the connection
+        event = next(events)
         wait_for("the request among those that run", lambda: num_running(server) == 1)
     assert event["step"] < 900
     wait_for("the end of the request", lambda: num_running(server) == 0 and server.holds_nothing())
