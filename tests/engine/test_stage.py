@@ -1,18 +1,20 @@
 """The configuration of a stage. Stages with engines: tests/entrypoints/test_async_omni.py, tests/e2e/."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from transformers import AutoConfig
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config import load_config
 from vllm_omni.config.model import EngineType
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
-from vllm_omni.errors import ConfigError
+from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.model_executor.pipeline import load_pipeline
 from vllm_omni.testing import llava as llava
+from vllm_omni.testing import qwen2_5_omni
 
 
 def test_budgets_with_asynchronous_steps_are_rejected_before_the_start(tmp_path: Path) -> None:
@@ -23,6 +25,61 @@ def test_budgets_with_asynchronous_steps_are_rejected_before_the_start(tmp_path:
     pipeline = load_pipeline(config.model_type, str(path), hf_config)
     with pytest.raises(ConfigError, match="'language': async_scheduling = True: with budgets"):
         StageEngine(config.stages[0], pipeline.stages[0])
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> StageEngine:
+    """Its codes are not text. Not started."""
+    return make_talker(qwen2_5_omni.build(tmp_path_factory.mktemp("checkpoint")))
+
+
+def make_talker(path: Path, **params: Any) -> StageEngine:
+    overrides = {"stages": {"talker": {"default_sampling_params": params}}}
+    config = load_config(path, overrides=overrides)
+    pipeline = load_pipeline(config.model_type, str(path), AutoConfig.from_pretrained(path))
+    return StageEngine(config.stages[1], pipeline.stages[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": [5, -1]},
+        {"stop_token_ids": [100_000]},
+        {"logit_bias": {100_000: 1.0}},
+        {"allowed_token_ids": [100_000]},
+        {"logprob_token_ids": [100_000]},
+        {"stop": ["a"]},
+        {"bad_words": ["a"]},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ],
+    ids=str,
+)
+def test_parameters_are_checked_against_the_vocabulary_of_their_stage(
+    talker: StageEngine, params: dict[str, Any]
+) -> None:
+    (name,) = params
+    with pytest.raises(InvalidRequest, match=f"'talker': .*{name}") as raised:
+        talker.check_params(SamplingParams(**params))
+    assert raised.value.param == name
+
+
+def test_codes_are_valid_parameters_of_a_talker(talker: StageEngine) -> None:
+    talker.check_params(SamplingParams(stop_token_ids=[5], logit_bias={5: 1.0}, min_tokens=4, logprobs=2))
+
+
+def test_a_deployments_default_beyond_the_vocabulary_is_rejected_before_the_start(talker: StageEngine) -> None:
+    with pytest.raises(ConfigError, match=r"default_sampling_params: stage 'talker': .*\[100000\]"):
+        make_talker(Path(talker.config.model), stop_token_ids=[100_000])
+
+
+def test_without_a_compiler_a_model_is_not_compiled(
+    talker: StageEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(talker.config.model)
+    assert not make_talker(path).vllm_config.model_config.enforce_eager
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert make_talker(path).vllm_config.model_config.enforce_eager
+    assert "no C++ compiler ('/nowhere/g++'" in caplog.text
 
 
 def test_every_engine_type_of_a_deployment_has_a_kind() -> None:

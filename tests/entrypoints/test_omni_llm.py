@@ -105,6 +105,29 @@ def test_a_conversation_is_the_prompt_that_its_template_makes(omni: OmniLLM) -> 
     assert chat.multimodal_output == prompt.multimodal_output
 
 
+def codes_of(omni: OmniLLM, **talker: Any) -> list[int]:
+    params = {**SHORT, "talker": {**SHORT["talker"], **talker}}
+    (output,) = generate(omni, modalities=["codec_ids"], sampling_params_list=params)
+    codes: list[int] = output.multimodal_output["codec_ids"]
+    return codes
+
+
+def test_a_stop_id_of_the_talker_ends_the_speech_before_that_code(omni: OmniLLM) -> None:
+    codes = codes_of(omni)
+    stop = next(code for place, code in enumerate(codes) if place > 4 and code not in codes[:place])
+    place = codes.index(stop)
+    assert codes_of(omni, stop_token_ids=[stop]) == codes[:place]
+    later = codes_of(omni, stop_token_ids=[stop], min_tokens=place + 2)
+    assert later[:place] == codes[:place] and len(later) > place + 1
+
+
+def test_the_talker_has_no_end_ids_of_the_text(omni: OmniLLM) -> None:
+    talker = omni.engine.orchestrator.front("talker").llm
+    assert talker.model_config.try_get_generation_config()["eos_token_id"]  # upstream's source of stop ids
+    assert talker.input_processor.generation_config_fields == {}
+    assert codes_of(omni, min_tokens=5)[:5] == codes_of(omni)[:5]
+
+
 @pytest.mark.parametrize("sample_rate", [8000, 24000, 44100])
 def test_sound_of_another_rate_is_heard_as_long_as_it_is(omni: OmniLLM, sample_rate: int) -> None:
     def num_prompt_tokens(rate: int) -> int:
@@ -208,6 +231,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a params object of wrong types": ({"sampling_params_list": [SamplingParams(max_tokens=4), mistyped()]}, "talker"),
     "several answers of the talker": ({"sampling_params_list": {"talker": {"n": 2}}}, "'talker': n = 2"),
     "seed": ({"sampling_params_list": {"talker": {"seed": 2**70}}}, r"'talker': seed = \d+: valid"),
+    "a stop id that is no code": (
+        {"sampling_params_list": {"talker": {"stop_token_ids": [100_000]}}},
+        r"'talker': .*\[100000\] in stop_token_ids .*Vocabulary size: \d{3} ",
+    ),
+    "a text that ends speech": ({"sampling_params_list": {"talker": {"stop": ["a"]}}}, "'talker': stop: .*not text"),
     "a frame in hours": ({"prompts": video_at(1e-6)}, "higher fps"),
     "frames backwards": ({"prompts": video_at(-1.0)}, "fps"),
     "frames at once": ({"prompts": video_at(float("inf"))}, ""),
@@ -302,6 +330,16 @@ def test_two_requests_with_one_id_are_rejected(omni: OmniLLM) -> None:
         assert sum(isinstance(result, list) for result in results) == 1
 
     omni.run(run())
+
+
+def test_no_thread_of_an_engine_polls_for_other_ranks(omni: OmniLLM) -> None:
+    threads = {
+        path.read_text().strip()
+        for engine in omni.engine.orchestrator.engines.values()
+        for pid in engine.pids()
+        for path in Path("/proc", str(pid), "task").glob("*/comm")
+    }
+    assert threads and not {name for name in threads if "gloo" in name}
 
 
 def test_health_is_that_of_every_stage(omni: OmniLLM) -> None:

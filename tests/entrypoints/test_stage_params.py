@@ -17,7 +17,7 @@ def make_resolver(*stages: dict[str, Any]) -> StageParamsResolver:
     configs = [StageConfig(stage_id=index, model="/m", **stage) for index, stage in enumerate(stages)]
     # The checkpoint of the first stage has a default of its own.
     model_config: Any = SimpleNamespace(get_diff_sampling_param=lambda: {"top_k": 7, "temperature": 0.5})
-    return StageParamsResolver(OmniConfig(model="/m", model_type="any", stages=configs), model_config)
+    return StageParamsResolver(OmniConfig(model="/m", model_type="any", stages=configs), model_config, lambda *_: None)
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ class EngineKind(ABC):
         """
         assert isinstance(given, SamplingParams), _WRONG_PARAMS
         params = given.clone()
+        own_stop_ids = params.stop_token_ids or []
         publishes = bool(spec.publishing_fields & wanted)
         if publishes and params.n > 1:
             raise InvalidRequest(f"stage {config.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
@@ -100,7 +101,8 @@ class EngineKind(ABC):
             params.output_kind = RequestOutputKind.DELTA
         for name, value in spec.sampling_params.items():
             setattr(params, name, value)
-        params.all_stop_token_ids.update(params.stop_token_ids or ())  # min_tokens must suppress these, too
+        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
+        params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
         args = dict(request.args)
         if publishes:
             args["publish"] = True

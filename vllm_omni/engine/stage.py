@@ -27,6 +27,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance, Tasks
+from vllm_omni.config.vllm_args import make_sampling_params
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
@@ -34,7 +35,7 @@ from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.rejection import raise_reported, rejection
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
@@ -55,6 +56,8 @@ ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
 UNLIMITED_S = 1e7
+
+_TEXT_PARAMS = ("stop", "bad_words", "structured_outputs")  # need a tokenizer; upstream ignores two of them without
 
 T = TypeVar("T")
 
@@ -85,6 +88,7 @@ class StageEngine(StageNode):
         self.instance = instance
         self.vllm_config = config.vllm_config or create_vllm_config(self.config, spec, instance, log_stats=log_stats)
         self.default_slo = default_slo(self.vllm_config)
+        self._check_default_params()
         self._is_first = config.stage_id == 0
         self._log_stats = log_stats
         self._reader = reader
@@ -128,6 +132,7 @@ class StageEngine(StageNode):
                     self.vllm_config,
                     self.spec.output_type,
                     hub,
+                    has_own_vocabulary=self.spec.has_own_vocabulary,
                     log_stats=self._log_stats,
                     profiles_front_end=self._is_first and (self.instance is None or self.instance.is_front),
                 )
@@ -293,6 +298,25 @@ class StageEngine(StageNode):
             async for output in outputs:
                 yield output
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Check a user's parameters against the engine: its vocabulary, its limits, and whether its tokens are text.
+
+        Raises:
+            InvalidRequest: the engine cannot honour one.
+        """
+        config = self.vllm_config
+        if not self.kind.generates_tokens:
+            return
+        for name in _TEXT_PARAMS if config.model_config.skip_tokenizer_init else ():
+            if getattr(params, name):
+                said = f"stage {self.name!r}: {name}: its tokens are not text, so it has no effect"
+                raise InvalidRequest(said, param=name)
+        try:
+            # Without a grammar, which needs the tokenizer: the engine's client checks it.
+            params.verify(config.model_config, config.speculative_config, None, None)
+        except (ValueError, VLLMClientError) as exc:
+            raise rejection(exc, self.name) from exc
+
     async def prepare(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str]
     ) -> tuple[Any, SamplingParams]:
@@ -305,6 +329,13 @@ class StageEngine(StageNode):
             request = StageRequest(await self._render(request.prompt), request.args)
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
+
+    def _check_default_params(self) -> None:
+        if self.kind.generates_tokens:
+            try:
+                self.check_params(make_sampling_params(self.config.default_sampling_params))
+            except InvalidRequest as exc:
+                raise ConfigError(f"default_sampling_params: {exc}") from exc
 
     async def _render(self, prompt: Any) -> Any:
         """Tokenize a prompt and process its media; one that vLLM's handlers have rendered is only checked."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from vllm.config import VllmConfig
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -30,6 +31,7 @@ class StageLLM(AsyncLLM):
     """vLLM's ``AsyncLLM`` whose outputs carry tensors beside tokens, and whose engine core can be replaced.
 
     Args:
+        has_own_vocabulary: see ``StageSpec``.
         profiles_front_end: whether ``start_profile`` also profiles this process; torch allows one profiler in it.
     """
 
@@ -41,6 +43,7 @@ class StageLLM(AsyncLLM):
         output_type: str,
         hub: RelayHub,
         *,
+        has_own_vocabulary: bool = False,
         log_stats: bool = False,
         profiles_front_end: bool = True,
     ) -> None:
@@ -54,6 +57,9 @@ class StageLLM(AsyncLLM):
         )
         # Upstream's output loop keeps the processor it starts with, and inside an event loop it starts at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
+        if has_own_vocabulary:
+            # Upstream takes stop ids from the checkpoint's generation_config.json even with generation_config="vllm".
+            self.input_processor.generation_config_fields = {}
         if not profiles_front_end:
             self.profiler = None
         self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
@@ -67,6 +73,15 @@ class StageLLM(AsyncLLM):
             has_slo=bool(default_slo(vllm_config)),
         )
         self.output_processor: OutputProcessor = self._extend(self.output_processor)
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        """As upstream, which adds end ids of the tokenizer and the checkpoint even where the model's vocabulary ends
+        before them: ``min_tokens`` would index past it.
+        """
+        if request.sampling_params is not None:
+            stop_ids, size = request.sampling_params.all_stop_token_ids, self.model_config.get_vocab_size()
+            stop_ids.difference_update({one for one in stop_ids if not 0 <= one < size})
+        await super()._add_request(request, *args, **kwargs)
 
     @property
     def has_failed(self) -> bool:

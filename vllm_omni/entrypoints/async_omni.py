@@ -82,7 +82,9 @@ class AsyncOmni(StageAdmin):
         self.model_config = entry.model_config
         self.renderer = entry.renderer
         self.input_processor = entry.input_processor
-        self.params = StageParamsResolver(self.config, self.model_config)
+        self.params = StageParamsResolver(
+            self.config, self.model_config, lambda stage, params: self.orchestrator.front(stage).check_params(params)
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

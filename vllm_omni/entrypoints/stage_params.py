@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -27,12 +27,20 @@ ParamsList: TypeAlias = StageParams | Sequence[StageParams] | Mapping[str, Stage
 
 
 class StageParamsResolver:
-    """Checks and completes the parameters of requests to one deployment."""
+    """Checks and completes the parameters of requests to one deployment.
 
-    def __init__(self, config: OmniConfig, model_config: ModelConfig) -> None:
+    Args:
+        model_config: of the first stage, whose checkpoint has defaults of its own.
+        check: raises ``InvalidRequest`` for parameters that the engine of the named stage cannot honour.
+    """
+
+    def __init__(
+        self, config: OmniConfig, model_config: ModelConfig, check: Callable[[str, SamplingParams], None]
+    ) -> None:
         self._config = config
         self._first = config.stages[0]
-        self._model_config = model_config  # of the first stage: its checkpoint has defaults of its own
+        self._model_config = model_config
+        self._check_engine = check
 
     def resolve(
         self, given: ParamsList, over: Mapping[str, Mapping[str, Any]] | None = None
@@ -50,8 +58,8 @@ class StageParamsResolver:
         for stage in self._config.stages:
             resolve = self._resolve_diffusion if stage.is_diffusion else self._resolve_sampling
             params[stage.name] = resolve(stage, by_name.get(stage.name), over.get(stage.name, {}))
-        for name in self._config.stage_names[1:]:
-            _check_single(name, params[name])
+        for name, of_stage in params.items():
+            self._check(name, of_stage)
         return params
 
     def by_stage(self, given: ParamsList) -> dict[str, StageParams]:
@@ -89,10 +97,16 @@ class StageParamsResolver:
                 over[name] = _diffusion_fields(name, params)
                 continue
             validated = _make_sampling_params(name, params)
-            if name != self._first.name:
-                _check_single(name, validated)
+            self._check(name, validated)
             over[name] = {key: getattr(validated, key) for key in params}
         return over
+
+    def _check(self, stage: str, params: SamplingParams | DiffusionParams) -> None:
+        if isinstance(params, SamplingParams):
+            if params.n > 1 and stage != self._first.name:
+                said = f"n = {params.n}: it answers once; give n = 1"
+                raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}")
+            self._check_engine(stage, params)
 
     def _is_by_name(self, given: Mapping[Any, Any]) -> bool:
         """Whether the keys are names of stages, even misspelt, rather than fields of the first stage's parameters."""
@@ -153,11 +167,6 @@ def _diffusion_fields(stage: str, given: DiffusionParams | Mapping[str, Any]) ->
     default = DiffusionParams()
     fields = {name: getattr(params, name) for name in params.__struct_fields__}
     return {name: value for name, value in fields.items() if value != getattr(default, name)}
-
-
-def _check_single(stage: str, params: SamplingParams | DiffusionParams) -> None:
-    if isinstance(params, SamplingParams) and params.n > 1:
-        raise InvalidRequest(f"sampling parameters of stage {stage!r}: n = {params.n}: it answers once; give n = 1")
 
 
 def _check_values(stage: str, params: SamplingParams) -> None:

@@ -41,6 +41,11 @@ class StageSpec:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
     check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
 
+    @property
+    def has_own_vocabulary(self) -> bool:
+        """Whether its tokens are not those of the checkpoint's tokenizer, but for instance codes of a codec."""
+        return bool(self.engine_args.get("skip_tokenizer_init"))
+
 
 @dataclass(frozen=True)
 class SpeechPrompt:

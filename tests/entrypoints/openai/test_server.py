@@ -89,6 +89,19 @@ def test_parameters_of_the_first_stage_are_over_those_of_the_request(client: ope
     assert answer.usage.completion_tokens == 3
 
 
+def test_stop_ids_of_the_talker_are_codes_that_end_the_speech(client: openai.OpenAI) -> None:
+    def speak(stop_ids: list[int], **more: Any) -> Any:
+        params = {**STAGES, "talker": {**STAGES["talker"], "stop_token_ids": stop_ids}}
+        return ask(client, modalities=["audio"], extra_body={"sampling_params_list": params}, **more)
+
+    answer = speak([*range(256)])  # its first code is one of these
+    samples, _ = soundfile.read(io.BytesIO(base64.b64decode(answer.choices[0].message.audio.data)))
+    assert len(samples) == 0
+    for stream in (False, True):  # rejected before the stream starts
+        with pytest.raises(openai.BadRequestError, match=r"'talker': .*\[100000\] in stop_token_ids"):
+            speak([100_000], stream=stream)
+
+
 def test_voices_differ(client: openai.OpenAI) -> None:
     answers = [
         ask(client, modalities=["audio"], audio={"voice": voice, "format": "wav"}) for voice in ("Chelsie", "Ethan")

@@ -209,7 +209,9 @@ class Qwen2_5OmniPipeline(Pipeline):
 
     def codec_ids(self, output: OmniRequestOutput) -> list[int]:
         """Codes of a talker's output, without the stop token, which vLLM includes."""
-        return [token for token in output.outputs[0].token_ids if token not in self.end_codes]
+        completion = output.outputs[0]
+        ends = self.end_codes | {completion.stop_reason}  # the user may have given more of them
+        return [token for token in completion.token_ids if token not in ends]
 
 
 def _vocoder_request(window: Window, args: Mapping[str, Any]) -> StageRequest:
