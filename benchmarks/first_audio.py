@@ -33,6 +33,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read at import; stdout i
 
 import psutil
 import torch
+from vllm.inputs import tokens_input
 
 from benchmarks.qwen_omni import ENGINE_ARGS, MODALITIES, NUM_CODES, SHAPE, Job, run_jobs
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -92,7 +93,7 @@ async def measure_gated(omni: AsyncOmni) -> float:
     }
     values = {"rows": None, "positions": None, "first_row": 0, "num_rows": 4}
     args = {"payloads": [encode(Payload(tensors, values, {"rows": writer.ref}))]}
-    request = StageRequest({"prompt_token_ids": [0] * 6}, {**args, "num_own_tokens": 1, "speaker_index": 0})
+    request = StageRequest(tokens_input([0] * 6), {**args, "num_own_tokens": 1, "speaker_index": 0})
     context = RequestContext("gated", omni.params.resolve(None), {})
     outputs = engine.generate(request, context, frozenset({"codes"}))
     waiting = asyncio.ensure_future(anext(outputs))

@@ -81,15 +81,20 @@ def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) ->
 
 
 @contextmanager
-def serve(model: Path, log: Path, *flags: str, **variables: str) -> Iterator[Server]:
-    """A server of a model under the name "tiny"; at the end it stops, and every process of its stages with it."""
+def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Iterator[Server]:
+    """A server of a model under the name "tiny"; at the end it stops, and every process of its stages with it.
+
+    Args:
+        variables: of its environment, over those of this process; None: it has no such variable.
+    """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
     command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
+    environ = {name: value for name, value in (os.environ | variables).items() if value is not None}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)

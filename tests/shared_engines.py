@@ -104,7 +104,8 @@ def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
     flags += ["--stage=thinker.max_num_seqs=16", '--stage-overrides={"voices": {"onyx": "Ethan"}}']
     flags += ["--trust-request-mm-kwargs"]
     checkpoint = tiny.build(directory / "checkpoint")
-    variables = {
+    variables: dict[str, str | None] = {
+        "VLLM_LOGGING_LEVEL": None,
         "VLLM_OMNI_STAGE_RESTARTS": "1",  # test_stage_death.py
         "VLLM_OMNI_STAGE_STUCK_S": "10",  # likewise
         "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # not three, with seconds between them

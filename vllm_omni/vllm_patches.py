@@ -14,6 +14,12 @@ Function, and what it replaces  Why                                           Up
  the size of vLLM's media pool  delay the event loop                          environment variable is read at import
 ``keep_media_in_front_end``     Instances share a front end: it cannot        a cache type for the front end alone
  a renderer's media cache       assume that an engine has an image
+``filter_logs``                 A stage's lines are named after it, and       filters in ``LoggingConfig``
+ vLLM's default configuration   lines that concern us are left out
+ of logging
+``name_processes``              ``ps`` shows which stage a process belongs    a name in ``VllmConfig``
+ a default of the function      to
+ that sets processes' titles
 ``extend_request_state``        A request's outputs carry payloads            a class attribute of ``OutputProcessor``
  the class of a RequestState                                                  that names the class of its states
 ``uncompiled_logprob_ranks``    The first request with log probabilities      a warm-up of the sampler with them
@@ -29,6 +35,7 @@ Function, and what it replaces  Why                                           Up
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +152,25 @@ def quiet_groups_of_one_rank() -> Iterator[None]:
         yield
     finally:
         dist.init_process_group, dist.new_group = make_world, make_group
+
+
+def filter_logs(log_filter: logging.Filter) -> None:
+    """Filter what vLLM's handler logs, whenever vLLM configures it, and what transformers says of configurations."""
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    DEFAULT_LOGGING_CONFIG["filters"] = {"vllm_omni": {"()": lambda: log_filter}}
+    DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["vllm_omni"]
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(log_filter)
+    logging.getLogger("transformers.configuration_utils").addFilter(log_filter)
+
+
+def name_processes(stage: str) -> None:
+    """Have vLLM put a stage's name into the title of this process: VLLM::talker::EngineCore."""
+    from vllm.utils.system_utils import set_process_title
+
+    suffix, prefix = set_process_title.__defaults__ or ("", "VLLM")
+    set_process_title.__defaults__ = suffix, f"{prefix}::{stage}"
 
 
 def extend_request_state(state: object, cls: type[T]) -> T:

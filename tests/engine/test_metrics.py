@@ -1,14 +1,17 @@
 """Metrics of several stages and servers of one process, without engines."""
 
+from collections import Counter as Counts
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.config import DeviceConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from vllm_omni.engine.metrics import StageMetrics
+from vllm_omni.engine.metrics import StageMetrics, StepStatLogger
 from vllm_omni.process.tether import ServerTether
 
 
@@ -70,3 +73,30 @@ def test_a_label_of_the_same_name_is_renamed(metrics: StageMetrics) -> None:
     Counter("vllm:fetches", "Fetches.", ["stage"], registry=registry).labels("waiting").inc()
     (labels,) = read(metrics)["vllm:fetches_total"]
     assert labels == {("exported_stage", "waiting"), ("stage", "thinker")}
+
+
+def test_a_stage_without_tokens_logs_its_steps_and_results(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.additional_config = ServerTether(Path("/a"), "diffusion")
+    num_results: Counts[str] = Counts()
+    logger = StepStatLogger(config, num_results=num_results)
+
+    def lines(seconds: float) -> list[str]:
+        nonlocal now
+        caplog.clear()
+        now += seconds
+        logger.log()
+        return [record.getMessage() for record in caplog.records]
+
+    caplog.set_level("INFO", "vllm_omni")
+    assert lines(10.0) == []  # idle
+    for _ in range(20):
+        logger.record(SchedulerStats(num_running_reqs=2, num_waiting_reqs=1), None)
+    num_results["images"] += 40
+    assert lines(10.0) == ["stage diffusion: Avg steps: 2/s, Avg images: 4/s, Running: 2 reqs, Waiting: 1 reqs"]
+    logger.record(SchedulerStats(), IterationStats())  # a step that only reports what has ended
+    assert lines(10.0) == []

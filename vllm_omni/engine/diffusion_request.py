@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from msgspec import structs
 from PIL import Image
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config.diffusion import DIFFUSION, DiffusionConfig
@@ -19,7 +20,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.names import suggest
 
-ENGINE_PROMPT = {"prompt_token_ids": [0]}
+ENGINE_PROMPT = tokens_input([0])
 """Placeholder for vLLM, which requires tokens; the text travels with the parameters, and the pipeline reads it."""
 
 _PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")

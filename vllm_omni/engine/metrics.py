@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_omni.process.tether import ServerTether
+
+logger = logging.getLogger(__name__)
+
+RESULTS = {"images": "images", "frames": "videos", "audio": "sounds"}
+"""Name of a result in a payload -> what log lines call it; a vocoder's sounds are the windows that it decodes."""
 
 STAGE_LABEL = "stage"
 SERVER_LABEL = "server"
@@ -113,6 +123,43 @@ class StageLoggingStatLogger(LoggingStatLogger):
     @property
     def log_prefix(self) -> str:
         return f"stage {self._stage}: "
+
+
+class StepStatLogger(StageLoggingStatLogger):
+    """Logs steps and results of a stage that has neither tokens nor a KV cache.
+
+    Args:
+        num_results: results since the start, by their name in a payload; see ``MultimodalOutputProcessor``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *, num_results: Counts) -> None:
+        super().__init__(vllm_config, engine_index)
+        self._num_results = num_results
+        self._num_logged: Counts = Counts()
+        self._num_steps = 0
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *args: Any, **kwargs: Any
+    ) -> None:
+        super().record(scheduler_stats, iteration_stats, *args, **kwargs)
+        has_ended = iteration_stats is not None and bool(iteration_stats.finished_requests)
+        self._num_steps += scheduler_stats is not None and (has_ended or scheduler_stats.num_running_reqs > 0)
+
+    def log(self) -> None:
+        seconds = max(time.monotonic() - self.last_log_time, 1e-9)
+        self._update_stats()
+        rates = {"steps": self._num_steps / seconds}
+        rates |= {RESULTS[name]: number / seconds for name, number in (self._num_results - self._num_logged).items()}
+        stats = self.last_scheduler_stats
+        log = logger.info if any(rates.values()) else logger.debug
+        log(
+            "%s%s, Running: %d reqs, Waiting: %d reqs",
+            self.log_prefix,
+            ", ".join(f"Avg {name}: {rate:.3g}/s" for name, rate in rates.items()),
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+        )
+        self._num_steps, self._num_logged = 0, self._num_results.copy()
 
 
 def _tether(vllm_config: VllmConfig) -> ServerTether:

@@ -6,6 +6,7 @@ From: vLLM-Omni design document, sections 12 and 13.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
+from vllm_omni.engine.metrics import RESULTS
 from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
 from vllm_omni.messages.payload import Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
@@ -88,6 +90,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         published: receives the payloads of each request, by its external id; the caller that takes them out releases
             them. A reader that leaves early has not seen all of its outputs.
         notes: likewise receives the times of each request.
+        num_results: counts the results, by their name in a payload: one for each picture, video or piece of sound.
         has_slo: whether the deployment has latency targets, so that every request is watched.
         clock: the engine's (``StreamScheduler.clock``).
     """
@@ -100,6 +103,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         published: dict[str, list[Payload]] | None = None,
         notes: dict[str, TaskNotes] | None = None,
         *,
+        num_results: Counter[str] | None = None,
         has_slo: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -114,6 +118,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         self.hub = hub
         self.published = {} if published is None else published
         self.notes = {} if notes is None else notes
+        self._num_results: Counter[str] = Counter() if num_results is None else num_results
         self._has_slo = has_slo
         self._clock = clock
 
@@ -150,6 +155,8 @@ class MultimodalOutputProcessor(OutputProcessor):
             self.hub.release_payload(payload, for_all=True)
         else:
             self.published.setdefault(state.external_req_id, []).append(payload)
+            for name in RESULTS.keys() & payload.tensors.keys():
+                self._num_results[name] += 1 if name == "audio" else payload.tensors[name].shape[0]
 
     def _note_times(self, output: EngineCoreOutput, state: OmniRequestState | None, now: float) -> None:
         """Record when tokens arrived, and the engine's timeline, which the user must not see."""

@@ -134,6 +134,7 @@ class StageEngine(StageNode):
                     hub,
                     has_own_vocabulary=self.spec.has_own_vocabulary,
                     log_stats=self._log_stats,
+                    generates_tokens=self.kind.generates_tokens,
                     profiles_front_end=self._is_first and (self.instance is None or self.instance.is_front),
                 )
             except Exception as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.engine.latency_metrics import default_slo
-from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger
+from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger, StepStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TaskNotes
@@ -32,6 +33,7 @@ class StageLLM(AsyncLLM):
 
     Args:
         has_own_vocabulary: see ``StageSpec``.
+        generates_tokens: False: its log lines count steps and results.
         profiles_front_end: whether ``start_profile`` also profiles this process; torch allows one profiler in it.
     """
 
@@ -46,12 +48,15 @@ class StageLLM(AsyncLLM):
         has_own_vocabulary: bool = False,
         log_stats: bool = False,
         profiles_front_end: bool = True,
+        generates_tokens: bool = True,
     ) -> None:
+        num_results: Counter[str] = Counter()
+        log_logger = StageLoggingStatLogger if generates_tokens else partial(StepStatLogger, num_results=num_results)
         super().__init__(
             vllm_config,
             Executor.get_class(vllm_config),
             log_stats=False,  # upstream's own loggers; statistics are collected all the same for the loggers below
-            stat_loggers=[StagePrometheusStatLogger, StageLoggingStatLogger] if log_stats else None,
+            stat_loggers=[StagePrometheusStatLogger, log_logger] if log_stats else None,
             usage_context=UsageContext.ENGINE_CONTEXT,
             log_requests=False,
         )
@@ -70,6 +75,7 @@ class StageLLM(AsyncLLM):
             hub=hub,
             published=self.published,
             notes=self.notes,
+            num_results=num_results,
             has_slo=bool(default_slo(vllm_config)),
         )
         self.output_processor: OutputProcessor = self._extend(self.output_processor)

@@ -64,7 +64,7 @@ class SpeechPrompt:
 class StageRequest:
     """A stage's request, made by a transfer function."""
 
-    prompt: Any  # a vLLM prompt
+    prompt: Any  # a vLLM prompt; rendered (``vllm.inputs.tokens_input``) behind the first stage
     args: dict[str, Any] = field(default_factory=dict)  # stage arguments (stage_model.STAGE_ARGS), msgpack types
 
 

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_omni.process.logs import name_stage_process
 from vllm_omni.process.proc import ProcessId, is_dying
 from vllm_omni.process.run_directory import OWNER, name_blocks, remove_directory
 
@@ -80,6 +81,7 @@ def _bind(tether: ServerTether) -> None:
             this = ProcessId.current()
             (tether.directory / f"{tether.file_stem}.{this.pid}.process").write_text(str(this.started_at))
         threading.Thread(target=_end_with_server, args=(tether.directory,), name="end-with-server", daemon=True).start()
+        name_stage_process(tether.stage)
 
 
 def _end_with_server(directory: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+from vllm.inputs import tokens_input
 
 from omni_morse.model import SAMPLE_RATE, morse_hf_config
 from vllm_omni.errors import InvalidRequest
@@ -53,5 +54,5 @@ class MorsePipeline(Pipeline):
         seq = 0
         async for chunk in chunks:
             text = chunk.payload.outputs[0].text if chunk.payload is not None else ""
-            yield Chunk(StageRequest({"prompt_token_ids": [0]}, {"text": text}), seq, last=chunk.last)
+            yield Chunk(StageRequest(tokens_input([0]), {"text": text}), seq, last=chunk.last)
             seq += 1

@@ -432,6 +432,18 @@ def test_health(server: Server) -> None:
     assert response.json() == {"stages": dict.fromkeys(("thinker", "talker", "token2wav"), running)}
 
 
+def test_a_start_logs_little_and_each_line_and_process_has_its_stage(server: Server) -> None:
+    start, found, _ = server.log.read_text().partition("Application startup complete")
+    lines = start.splitlines()
+    assert found and len(lines) < 40, start
+    assert not [line for line in lines if "EngineCore" in line or "custom scheduler" in line or "raw prompt" in line]
+    for stage in ("thinker", "talker", "token2wav"):
+        core = engine_core(server, stage)
+        assert core.cmdline()[0] == f"VLLM::{stage}::EngineCore"
+        assert any(line.startswith(f"({stage} pid={core.pid}) ") for line in lines), stage
+        assert any(f"stage {stage}: ready after" in line for line in lines)
+
+
 def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: Server) -> None:
     numbers = {"thinker": 6, "talker": NUM_CODES, "token2wav": 1}
     before = {stage: server.num_tokens(stage) for stage in numbers}

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from vllm_omni import __version__
 from vllm_omni.compat import require_vllm
-from vllm_omni.entrypoints.cli.quiet import hush
+from vllm_omni.entrypoints.cli.quiet import SERVER_VARIABLES, hush
 from vllm_omni.errors import ConfigError, MissingDependency, OmniError
 from vllm_omni.names import suggest
 
@@ -69,6 +69,8 @@ def _run(command: str, args: list[str]) -> None:
         raise ConfigError(f"unknown command {command!r}: {suggest(command, [*COMMANDS, '--help', '--version'])}")
     if command in QUIET:
         hush()
+    elif command == "serve":
+        hush(SERVER_VARIABLES)
     if command in NEED_VLLM:
         require_vllm(f"vllm-omni {command}")
     getattr(import_module(f"vllm_omni.entrypoints.cli.{command}"), command)(args)

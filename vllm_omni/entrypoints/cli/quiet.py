@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 VARIABLES = {
@@ -17,12 +17,20 @@ VARIABLES = {
 }
 
 
-def hush() -> None:
-    """Silence libraries while they load, which would bury an answer of a few lines. Call it before vLLM is imported.
+SERVER_VARIABLES = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library.triton",  # "Triton not available", from each process on a CPU
+    "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
+}
+"""Of a server, what ``process/logs.py`` cannot filter."""
+
+
+def hush(variables: Mapping[str, str] = VARIABLES) -> None:
+    """Silence libraries while they load, which would bury what a command says. Call it before vLLM is imported.
 
     Variables that the user has set stay as they are.
     """
-    for name, value in VARIABLES.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

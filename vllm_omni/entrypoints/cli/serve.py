@@ -7,6 +7,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.logger import configure_logging_from_args
 
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, parse_deployment
+from vllm_omni.process.logs import enter_front_end
 
 DESCRIPTION = """Serve an any-to-any model over HTTP, with OpenAI's API. Every flag of `vllm serve` is a flag of this
 command; engine flags go to the stages that they concern, --stage and --stage-overrides to one stage."""
@@ -19,6 +20,7 @@ def serve(args: Sequence[str]) -> None:
         SystemExit: a flag is wrong.
         ConfigError, StageFailed: the deployment is wrong, or a stage did not start.
     """
+    enter_front_end()
     parsed = parse_serve_args(args)
     configure_logging_from_args(parsed.args)
     config = parsed.load_config()

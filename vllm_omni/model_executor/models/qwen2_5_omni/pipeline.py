@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
+from vllm.inputs import tokens_input
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
@@ -150,7 +151,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
         # The talker itself adds the row of the speaker's token.
         args = {"payloads": payloads, "num_own_tokens": 1, "speaker_index": self.speakers.index(speaker)}
-        yield Chunk(StageRequest({"prompt_token_ids": ids}, args), seq=0, last=True)
+        yield Chunk(StageRequest(tokens_input(ids), args), seq=0, last=True)
 
     async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         """Send windows of codes, each as soon as it is complete; the last one ends the utterance."""
@@ -215,4 +216,4 @@ class Qwen2_5OmniPipeline(Pipeline):
 
 
 def _vocoder_request(window: Window, args: Mapping[str, Any]) -> StageRequest:
-    return StageRequest({"prompt_token_ids": [0]}, {**window._asdict(), **args})
+    return StageRequest(tokens_input([0]), {**window._asdict(), **args})
