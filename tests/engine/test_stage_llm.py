@@ -1,10 +1,12 @@
-"""Calls of an engine that dies, or does not answer."""
+"""Calls of an engine that dies, or does not answer; ids that it is sent."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni.engine.stage_llm import StageLLM
@@ -31,6 +33,20 @@ async def test_the_first_request_of_an_engine_that_dies_does_not_wait_for_its_ta
     await asyncio.sleep(0)
     llm.die()
     assert [type(one) for one in await asyncio.gather(*asked, return_exceptions=True)] == [EngineDeadError] * 2
+
+
+async def test_end_ids_beyond_the_vocabulary_do_not_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send(llm: AsyncLLM, request: Any, prompt: str | None) -> None:
+        assert request.sampling_params.all_stop_token_ids == {3, 5}
+
+    monkeypatch.setattr(AsyncLLM, "_add_request", send)
+    llm = DyingLLM()
+    llm.model_config = SimpleNamespace(get_vocab_size=lambda: 10)
+    params = SamplingParams(stop_token_ids=[3], min_tokens=1)
+    params.update_from_generation_config({"eos_token_id": [5, 10]}, eos_token_id=99)  # as upstream does before
+    request: Any = SimpleNamespace(sampling_params=params)
+    await llm._add_request(request, None)
+    llm.die()
 
 
 async def test_a_call_that_is_not_answered_in_time_is_given_up() -> None:
