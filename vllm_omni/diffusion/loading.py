@@ -54,25 +54,9 @@ def load_diffusers_pipeline(
         ConfigError: ``model`` is not a pipeline; the dtype is unknown; the attention backend is unknown or cannot run
             on this device; no VAE of the pipeline supports tiling or slicing.
     """
-    try:
-        from diffusers import DiffusionPipeline
-    except ImportError as exc:
-        raise MissingDependency(f"a diffusion stage needs diffusers; {how_to_install('cpu', 'cuda')} ({exc})") from exc
     device = torch.device(device)
     resolved = resolve_dtype(dtype, device)
-    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
-        raise ConfigError(f"{model} is not a diffusers pipeline: it has no model_index.json")
-    try:
-        dtypes: dict[str, torch.dtype] = {"default": resolved}
-        if dtype == "auto":
-            index = DiffusionPipeline.load_config(model, **(hub or {}))
-            dtypes |= {name: torch.float32 for name, value in index.items() if _is_float32(value)}
-        with no_progress_bars():
-            pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtypes, **(hub or {}))
-    except ImportError as exc:
-        raise MissingDependency(f"{model}: {exc}") from exc
-    except (OSError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"{model} cannot be loaded as a diffusers pipeline: {exc}") from exc
+    pipeline = _read_pipeline(model, resolved, hub or {}, keeps_float32=dtype == "auto")
     for module in networks_of(pipeline).values():
         module.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
@@ -83,6 +67,27 @@ def load_diffusers_pipeline(
     if attention_backend is not None:
         set_attention_backend(pipeline, attention_backend, resolved, device)
     return pipeline
+
+
+def _read_pipeline(model: str, dtype: torch.dtype, hub: Mapping[str, Any], *, keeps_float32: bool) -> Any:
+    """Read the weights. ``keeps_float32``: of some decoders, whatever the dtype of the others."""
+    try:
+        from diffusers import DiffusionPipeline
+    except ImportError as exc:
+        raise MissingDependency(f"a diffusion stage needs diffusers; {how_to_install('cpu', 'cuda')} ({exc})") from exc
+    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+        raise ConfigError(f"{model} is not a diffusers pipeline: it has no model_index.json")
+    try:
+        dtypes: dict[str, torch.dtype] = {"default": dtype}
+        if keeps_float32:
+            index = DiffusionPipeline.load_config(model, **hub)
+            dtypes |= {name: torch.float32 for name, value in index.items() if _is_float32(value)}
+        with no_progress_bars():
+            return DiffusionPipeline.from_pretrained(model, dtype=dtypes, **hub)
+    except ImportError as exc:
+        raise MissingDependency(f"{model}: {exc}") from exc
+    except (OSError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"{model} cannot be loaded as a diffusers pipeline: {exc}") from exc
 
 
 @contextmanager

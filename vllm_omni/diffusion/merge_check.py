@@ -192,28 +192,21 @@ def _run_side_by_side(
     Raises:
         Exception: the error of a request that failed.
     """
-    results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
-    compared: Counter[str] = Counter()
-    fingerprints = Fingerprints()
+    finder = _RuleFinder(candidates)
     try:
         for call in calls:
             _resume(call)
         while running := _next_calls(calls):
             waiting = [call.pending for call in running if call.pending is not None]
             values = [pending.run() for pending in waiting]
-            component = waiting[0].component
-            is_common = len(waiting) == len(calls) and all(pending.component == component for pending in waiting)
-            if is_common and component in candidates and compared[component] < NUM_COMPARED:
-                compared[component] += 1
-                rule = results[component] if compared[component] > 1 else candidates[component]
-                if isinstance(rule, MergeRule):
-                    results[component] = _find_rule(waiting, values, rule, candidates[component], fingerprints)
+            if len(waiting) == len(calls):
+                finder.add(waiting, values)
             for call, value in zip(running, values, strict=True):
                 _resume(call, value)
     finally:
         for call in calls:
             call.cancel()
-    return results
+    return finder.results
 
 
 def _next_calls(calls: Sequence[SuspendedCall]) -> list[SuspendedCall]:
@@ -228,24 +221,40 @@ def _resume(call: SuspendedCall, value: Any = None) -> None:
         raise call.error
 
 
-def _find_rule(
-    calls: Sequence[PendingCall],
-    outputs: Sequence[Any],
-    rule: MergeRule,
-    candidate: MergeRule,
-    fingerprints: Fingerprints,
-) -> MergeRule | str:
-    """Return ``rule`` if it holds, else the rule without padding if that holds, else the reason."""
-    reason = ""
-    for attempt in [rule, *([candidate.without_padding()] if rule.padded else [])]:
-        count = len(calls) if attempt is candidate else 2  # the third's text is longer
-        try:
-            compare(calls[:count], outputs[:count], attempt, fingerprints)
-        except Exception as exc:
-            reason = reason or describe(exc)
-        else:
-            return attempt
-    return reason
+class _RuleFinder:
+    """Notes in ``results`` for each component the rule that has held so far, or the reason why none has."""
+
+    def __init__(self, candidates: Mapping[str, MergeRule]) -> None:
+        self.results: dict[str, MergeRule | str] = dict.fromkeys(candidates, "it was not called")
+        self._candidates = candidates
+        self._num_compared: Counter[str] = Counter()
+        self._fingerprints = Fingerprints()
+
+    def add(self, calls: Sequence[PendingCall], outputs: Sequence[Any]) -> None:
+        """Compare the first ``NUM_COMPARED`` calls of each component; ``outputs`` were computed one by one."""
+        component = calls[0].component
+        if component not in self._candidates or any(call.component != component for call in calls):
+            return
+        self._num_compared[component] += 1
+        is_first = self._num_compared[component] == 1
+        rule = self._candidates[component] if is_first else self.results[component]
+        if isinstance(rule, MergeRule) and self._num_compared[component] <= NUM_COMPARED:
+            self.results[component] = self._find(calls, outputs, rule, self._candidates[component])
+
+    def _find(
+        self, calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRule, candidate: MergeRule
+    ) -> MergeRule | str:
+        """Return ``rule`` if it holds, else the rule without padding if that holds, else the reason."""
+        reason = ""
+        for attempt in [rule, *([candidate.without_padding()] if rule.padded else [])]:
+            count = len(calls) if attempt is candidate else 2  # the third's text is longer
+            try:
+                compare(calls[:count], outputs[:count], attempt, self._fingerprints)
+            except Exception as exc:
+                reason = reason or describe(exc)
+            else:
+                return attempt
+        return reason
 
 
 def compare(calls: Sequence[PendingCall], outputs: Sequence[Any], rule: MergeRule, fingerprints: Fingerprints) -> None:
