@@ -36,7 +36,7 @@ def test_a_limit_of_the_deployment_replaces_the_pipelines(make_limits: Callable[
     ("arguments", "said"),
     [
         ({"height": 16384, "width": 16384}, "height = 16384 with width 16384: at most 4194304 pixels"),
-        ({"width": 16384}, "height = 1024 with width 16384"),
+        ({"width": 16384}, "width = 16384 with height 1024"),
         ({"resolution": 16384}, "resolution = 16384: at most 4194304 pixels"),
         ({"max_area": 2**30}, "max_area = 1073741824: at most 4194304 pixels"),
         ({"video_length": 10**6}, "video_length = 1000000: at most 324 frames"),

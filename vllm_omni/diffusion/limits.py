@@ -81,8 +81,9 @@ class CallLimits:
         """
         check = self.limits.check
         sides = {name: arguments.get(name) or default for name, default in self._sides.items()}
-        if any(arguments.get(name) for name in sides):
-            check("max_pixels", math.prod(sides.values()), "height", f"{sides['height']} with width {sides['width']}")
+        for name, other in (("height", "width"), ("width", "height")):
+            if arguments.get(name):
+                check("max_pixels", math.prod(sides.values()), name, f"{sides[name]} with {other} {sides[other]}")
         for name, value in arguments.items():
             if name in ("resolution", "output_resolution") and isinstance(value, int):
                 check("max_pixels", value**2, name, value)
