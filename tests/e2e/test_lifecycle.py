@@ -22,6 +22,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import server_program
+from tests.processes import no_free_file_descriptor
 
 START_TIMEOUT_S = 120.0
 # Time for processes to end: on two busy cores Python takes seconds.
@@ -334,7 +335,10 @@ def test_stage_that_is_killed_while_it_starts_hints_at_memory(run: Run, one_stag
 
 @pytest.mark.long
 def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run, llava_checkpoint: Path) -> None:
-    """One of two workers is killed; nothing of its engine stays while the server runs. (A core: test_stage_death.)"""
+    """One of two workers is killed; nothing of its engine stays while the server runs. (A core: test_stage_death.)
+
+    Before, the server is without a free file descriptor for a moment.
+    """
     program = run("lose a stage", "language.tensor_parallel_size=2", model=llava_checkpoint)
     (pid,) = program.wait_for_event(r"language has pid (\d+), life 1").groups()
     program.wait_for_event("generating")
@@ -344,6 +348,9 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     assert len(processes) == 3
     assert any("/vllm-omni-" in path for path in shared_memory)
     num_sockets = len(program.sockets())
+    with no_free_file_descriptor(program.process.pid):
+        wait_for("supervisor", lambda: "language: cannot be watched: [Errno 24]" in program.log(), END_TIMEOUT_S)
+    assert all(process.is_running() for process in processes), "the state of a process was unknown, not dead"
     processes[1].kill()
     died = "stage 'language': (restarting: )?its engine has died: .+"
     program.wait_for_event(f"request failed: {died}", END_TIMEOUT_S)

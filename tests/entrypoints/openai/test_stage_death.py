@@ -4,7 +4,6 @@ import openai
 import pytest
 
 from tests.entrypoints.openai.test_server import image_part, png
-from tests.processes import no_free_file_descriptor
 from tests.server import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -22,17 +21,6 @@ def kill(server: Server, stage: str) -> None:
 
 def states(server: Server) -> dict[str, str]:
     return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
-
-
-def test_a_moment_without_file_descriptors_ends_no_stage_and_no_supervisor(server: Server) -> None:
-    """The stages that are killed in the tests below are restarted all the same."""
-    with no_free_file_descriptor(server.process.pid):
-        for stage in ("thinker", "talker", "token2wav"):
-            said = f"stage {stage}: cannot be watched: [Errno 24]"
-            wait_for(said, lambda said=said: said in server.log.read_text())  # type: ignore[misc]
-    wait_for("/health", lambda: server.get("/health").status_code == 200)
-    wait_for("no reason", lambda: not any(one["reason"] for one in server.get("/health").json()["stages"].values()))
-    assert {one["num_restarts"] for one in server.get("/health").json()["stages"].values()} == {0}
 
 
 def test_a_stuck_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, server: Server, text: str) -> None:
