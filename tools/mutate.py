@@ -6,7 +6,8 @@
 
 A mutant is chosen by a hash of its statement, its operator and ``--seed``, not by its place: two checkouts in which the
 same statements stand in other files get the same mutants, so that ``--also-in`` compares two states of the tests. Tests
-named after the mutated file run first, then the rest of the room's tests; the first failure ends the run.
+named after the mutated file run first, then the rest of the room's tests. A failure counts if the test passes without
+the mutant; a test that fails without one is left out from then on, and reported.
 
 The checkout is copied to a temporary directory and mutated there. Prints a line for each mutant and one line of JSON.
 """
@@ -18,6 +19,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +44,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 TIMEOUT_S = 300.0  # for the tests of one mutant; a mutant that hangs is noticed
+HANGS = "hangs"  # in the place of a test's name
 
 
 class Mutant(NamedTuple):
@@ -154,17 +157,24 @@ def choose(root: Path, rooms: Sequence[str], number: int, seed: int, also_in: Pa
     return chosen
 
 
-def is_noticed(checkout: Path, room: str, mutant: Mutant) -> bool:
-    """Whether a test of the room fails with the mutant in place."""
+def is_noticed(checkout: Path, room: str, mutant: Mutant, unreliable: set[str]) -> bool:
+    """Whether a test of the room fails with the mutant in place, and passes without it."""
     file = checkout / mutant.path
     before = file.read_text(encoding="utf-8")
-    file.write_text(mutant.source(checkout), encoding="utf-8")
+    mutated = mutant.source(checkout)
     folders = existing(checkout, ROOMS[room][1])
     named = [
         str(path.relative_to(checkout)) for one in folders for path in (checkout / one).rglob(f"test_{file.stem}*")
     ]
     try:
-        return any(fails(checkout, tests) for tests in (named, folders) if tests)
+        for tests in filter(None, (named, folders)):
+            file.write_text(mutated, encoding="utf-8")
+            failed = failing(checkout, tests, unreliable)
+            file.write_text(before, encoding="utf-8")
+            if failed and (failed == {HANGS} or not failing(checkout, sorted(failed), unreliable)):
+                return True
+            unreliable |= failed
+        return False
     finally:
         file.write_text(before, encoding="utf-8")
 
@@ -173,28 +183,21 @@ def existing(checkout: Path, folders: Sequence[str]) -> list[str]:
     return [folder for folder in folders if (checkout / folder).is_dir()]
 
 
-def fails(checkout: Path, tests: Sequence[str]) -> bool:
+def failing(checkout: Path, tests: Sequence[str], unreliable: set[str], *, all_of_them: bool = False) -> set[str]:
+    """Names of the tests that fail: the first one, or all of them; ``HANGS`` if they do not end."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "FUZZ": "0.02", "FUZZ_CASES": "100"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-m",
-        "not long",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "60",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not long", "-p", "no:cacheprovider", "--timeout", "60"]
+    command += ["-rfE", *([] if all_of_them else ["-x"]), *(f"--deselect={name}" for name in sorted(unreliable))]
     try:
         done = subprocess.run(
             [*command, *tests], cwd=checkout, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode not in (0, 5)  # 5: no test was chosen
+        return {HANGS}
+    names = re.findall(rb"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if not names and done.returncode not in (0, 5):  # 5: no test was chosen
+        return {HANGS}  # a mutant that ends pytest itself
+    return {name.decode() for name in names}
 
 
 def main() -> None:
@@ -212,18 +215,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "checkout"
         shutil.copytree(options.checkout, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        unreliable: set[str] = set()
         for room in options.rooms:  # otherwise every mutant is noticed
-            if fails(copy, existing(copy, ROOMS[room][1])):
-                sys.exit(f"the tests of {room} fail without a mutant")
+            unreliable |= failing(copy, existing(copy, ROOMS[room][1]), unreliable, all_of_them=True)
+            if HANGS in unreliable:
+                sys.exit(f"the tests of {room} do not end without a mutant")
         for room, mutant in chosen:
             started = time.monotonic()
-            noticed = is_noticed(copy, room, mutant)
+            noticed = is_noticed(copy, room, mutant, unreliable)
             num_noticed += noticed
             what = f"{mutant.path}:{mutant.line}: {mutant.statement[:70]!r} [{mutant.change}]"
             if not noticed:
                 survivors.append(what)
             print(f"{'noticed ' if noticed else 'SURVIVED'} {time.monotonic() - started:5.0f} s  {what}", flush=True)
-    print(json.dumps({"mutants": len(chosen), "noticed": num_noticed, "survivors": survivors}))
+    result = {"mutants": len(chosen), "noticed": num_noticed, "survivors": survivors, "unreliable": sorted(unreliable)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
