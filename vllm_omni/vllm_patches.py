@@ -27,7 +27,7 @@ Function, and what it replaces  Why                                           Up
                                 others wait
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
- that make groups               that has nobody to talk to
+ that make groups               that has no other rank
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and ``OpenAIServingChat``
 ==============================  ============================================  =======================================

@@ -91,7 +91,7 @@ class MediaBudget:
                 if not one.granted.done():  # otherwise its task is being cancelled
                     one.granted.set_result(None)
             else:
-                is_blocked = True  # who asks later does not overtake, whatever the size
+                is_blocked = True  # later requests do not overtake, whatever their size
 
     def _release(self, holding: Holding) -> None:
         holding.has_ended = True

@@ -85,7 +85,7 @@ class StageNode(ABC):
 
         Args:
             wanted: fields of the graph that the call needs from this stage.
-            suffix: tells the request from others of the call, for the id that the engine knows.
+            suffix: distinguishes the request from others of the call in the engine's request id.
         """
 
     @abstractmethod

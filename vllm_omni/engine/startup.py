@@ -32,7 +32,7 @@ class RunningEngines:
         self._engines = list(engines)
         self._run_directory = run_directory
         self._supervisors: list[Supervisor] = []
-        self.server_id = str(run_directory.path)  # tells the servers of a process apart
+        self.server_id = str(run_directory.path)  # distinguishes the servers of one process
 
     def supervise(self) -> None:
         self._supervisors = [Supervisor(engine, self._run_directory) for engine in self._engines]

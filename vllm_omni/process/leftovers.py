@@ -55,7 +55,7 @@ def _claim(path: Path, now_s: float) -> Iterator[bool]:
     owner = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if now_s - os.fstat(owner).st_mtime < STARTING_S:
-            raise BlockingIOError(f"{path} is too young to tell")
+            raise BlockingIOError(f"{path} is too new to be left over")
         try:
             fcntl.lockf(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

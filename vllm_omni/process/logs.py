@@ -29,7 +29,7 @@ ABOUT_US = (
 class LogFilter(logging.Filter):
     """Leaves out lines of no use to a user, and marks those of a stage's process with the stage's name.
 
-    Lines of level INFO of vLLM itself, some fifty for each stage that starts, are for those who set VLLM_LOGGING_LEVEL.
+    Lines of level INFO of vLLM itself, some fifty for each stage that starts, appear with VLLM_LOGGING_LEVEL.
 
     Args:
         stage: the stage, or instance, that the process belongs to; None: the front end.
