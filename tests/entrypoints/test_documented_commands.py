@@ -100,7 +100,7 @@ def test_make_demo(checkout: Path) -> None:
 def test_extras_that_are_installed_exist() -> None:
     extras = {command[3].strip(".[]") for command in commands("README.md") if command[:3] == ["pip", "install", "-e"]}
     assert extras == {"cpu", "cuda"}
-    assert extras <= set(metadata("vllm-omni").get_all("Provides-Extra"))
+    assert extras <= set(metadata("vllm-omni-flow").get_all("Provides-Extra"))
 
 
 @pytest.mark.long
