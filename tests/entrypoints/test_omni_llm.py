@@ -226,6 +226,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "priority": ({"priority": [1, 2]}, "2 values of priority for 1 prompts"),
     "several answers": ({"sampling_params_list": {"thinker": {"n": 2}}}, "'thinker': n = 2.*give n = 1"),
     "priority type": ({"priority": [1.5]}, "priority = 1.5"),
+    "priority range": ({"priority": [2**63]}, "priority = 9223372036854775808"),
     "modalities type": ({"modalities": 5}, "modalities = 5"),
     "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is not an int"),
     "a params object of wrong types": ({"sampling_params_list": [SamplingParams(max_tokens=4), mistyped()]}, "talker"),

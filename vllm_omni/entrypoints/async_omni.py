@@ -346,8 +346,8 @@ def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterab
         if name not in ENGINE_ARGUMENTS:
             valid = {**signature(AsyncOmni.generate).parameters, **ENGINE_ARGUMENTS}.keys() - {"self", "engine_kwargs"}
             raise TypeError(f"unknown argument {name!r}: {suggest(name, sorted(valid))}")
-    if type(priority) is not int:
-        raise InvalidRequest(f"priority = {priority!r}: must be an int")
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:  # it travels as a 64-bit integer
+        raise InvalidRequest(f"priority = {priority!r}: must be an int from -2**63 to 2**63 - 1", param="priority")
     if modalities is not None and not (
         isinstance(modalities, Sequence) and all(isinstance(one, str) for one in modalities)
     ):

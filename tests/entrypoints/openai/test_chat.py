@@ -37,3 +37,10 @@ def test_a_request_of_vllm_keeps_what_it_does_not_know() -> None:
     assert OmniChatCompletionRequest.of(ours) is ours
     with pytest.raises(InvalidRequest, match=r"unknown field 'audio.vocie': did you mean 'voice'\?"):
         OmniChatCompletionRequest.of(ChatCompletionRequest(**CHAT, audio={"vocie": "Ethan"}))
+
+
+def test_a_voice_may_be_an_object_with_an_id() -> None:
+    for voice in ("Ethan", {"id": "Ethan"}):
+        audio = OmniChatCompletionRequest(**CHAT, audio={"voice": voice}).audio
+        assert audio is not None
+        assert audio.speaker == "Ethan"

@@ -132,6 +132,7 @@ async def test_an_edit_is_streamed_under_its_own_name(editor: httpx.AsyncClient)
 async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClient) -> None:
     content = [{"type": "image_url", "image_url": {"url": url_of(PICTURE)}}, {"type": "text", "text": "at night"}]
     body = {"messages": [{"role": "user", "content": content}], "size": "64x64", "seed": 3, "num_inference_steps": 2}
+    body["store"] = False  # of OpenAI's API, without effect
     answer = (await editor.post("/v1/chat/completions", json=body)).json()
     assert answer["usage"]["completion_tokens"] == 16  # 64x64 pixels
     url = answer["choices"][0]["message"]["content"][0]["image_url"]["url"]
@@ -145,6 +146,7 @@ BAD_EDITS: list[tuple[dict[str, bytes], dict[str, str], str, str]] = [
     ({"image": PICTURE}, {"size": "64"}, "size", "must be 'auto' or WIDTHxHEIGHT"),
     ({"image": PICTURE}, {"n": "two"}, "n", "valid integer"),
     ({"image": PICTURE}, {"num_inference_steps": "0"}, "num_inference_steps", "must be at least 1"),
+    ({"image": PICTURE}, {"priority": str(2**63)}, "priority", "must be an int from -2**63 to 2**63 - 1"),
     ({"image": PICTURE}, {"extra_params": "{"}, "extra_params", "must be an object in JSON"),
     ({"image": PICTURE}, {"promt": "x"}, "promt", "did you mean 'prompt'"),
 ]

@@ -105,7 +105,7 @@ class OmniServingChat(OpenAIServingChat):
         request = OmniChatCompletionRequest.of(request)
         self._check(request)
         modalities = ["text"] if request.modalities is None else request.modalities
-        speaker = request.audio.voice if request.audio else None
+        speaker = request.audio.speaker if request.audio else None
         self.omni.check_available(modalities, speaker)
         stage_params = self.omni.params.check_overrides(request.sampling_params_list)
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.

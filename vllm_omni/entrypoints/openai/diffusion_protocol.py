@@ -40,7 +40,9 @@ class DiffusionFields(BaseModel):
     cache_threshold: float | None = documented(
         "Of the step cache: larger reuses more; 0 switches it off; by default, the deployment's.", at_least=0
     )
-    priority: int = Field(default=0, description="Requests with a lower value start and run before others.")
+    priority: int = documented(
+        "Requests with a lower value start and run before others.", default=0, at_least=-(2**63), at_most=2**63 - 1
+    )
     deadline_s: Deadline = None
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."

@@ -22,6 +22,7 @@ from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, Val
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
 from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.images import data_url, usage_of
+from vllm_omni.entrypoints.openai.protocol import IGNORED_FIELDS
 from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
@@ -44,7 +45,7 @@ class OmniServingImageChat:
         if modality == "video":
             raise InvalidRequest(f"video output is not available in chat: POST {ROUTES['video']}", param="model")
         fields = read_body(ImageChatRequest, values)
-        check_fields(fields, ChatCompletionRequest.model_fields)
+        check_fields(fields, {*ChatCompletionRequest.model_fields, *IGNORED_FIELDS})
         for wanted in fields.modalities or ():
             if wanted not in (modality, "text"):
                 raise InvalidRequest(

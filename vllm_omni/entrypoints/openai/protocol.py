@@ -51,12 +51,27 @@ Deadline = Annotated[
 ]
 
 
-class AudioOutput(BaseModel):
+class Voice(BaseModel):
+    """A voice as OpenAI's API also names it: an object with an id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+
+
+class _Voiced(BaseModel):
+    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
+
+    @property
+    def speaker(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, Voice) else self.voice
+
+
+class AudioOutput(_Voiced):
     """OpenAI's ``audio`` parameter."""
 
     model_config = ConfigDict(extra="forbid")
 
-    voice: str | None = documented("A name of `/v1/audio/voices`; the first by default.")
     format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
 
 
@@ -133,22 +148,13 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
         return "wav" if self.audio is None else self.audio.format
 
 
-class Voice(BaseModel):
-    """A voice as OpenAI's API also names it: an object with an id."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    id: str
-
-
-class SpeechRequest(BaseModel):
+class SpeechRequest(_Voiced):
     """OpenAI's request for speech; the last four fields are ours."""
 
     model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
     input: str = Field(description="The text to speak.")
     model: str | None = documented("A name of `/v1/models`; by default, the served model.")
-    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
     instructions: str | None = Field(default=None, description="How to speak it.")
     response_format: str = documented("The file's format.", default="mp3", values=AUDIO_FORMATS)
     speed: float = Field(default=1.0, ge=SPEEDS[0], le=SPEEDS[1], description="Playback speed, at the same pitch.")
@@ -162,7 +168,3 @@ class SpeechRequest(BaseModel):
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )
     deadline_s: Deadline = None
-
-    @property
-    def speaker(self) -> str | None:
-        return self.voice.id if isinstance(self.voice, Voice) else self.voice
