@@ -25,6 +25,7 @@ def no_level(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_lines_and_warnings_are_kept_and_details_of_vllm_are_not() -> None:
     assert is_kept("vllm_omni.engine.stage", logging.INFO)
     assert is_kept("vllm.v1.metrics.loggers", logging.INFO)
+    assert is_kept("vllm.entrypoints.serve.utils.request_logger", logging.INFO)  # flags ask for these
     assert is_kept("vllm.config.model", logging.WARNING)
     assert not is_kept("vllm.config.model", logging.INFO)
     assert is_kept("vllm.config.model", logging.DEBUG)  # only logged if a flag asks for it

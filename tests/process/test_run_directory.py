@@ -30,6 +30,17 @@ def test_children_inherit_the_directory_and_the_parent_does_not(
     assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
+def test_the_programs_temporary_directory_is_known_before_the_environment_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    directory = RunDirectory()
+    with directory.inherited():
+        assert tempfile.gettempdir() != str(directory.path)
+    directory.remove()
+
+
 def test_a_parent_that_cannot_hold_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("a" * 100)
     long.mkdir()

@@ -317,11 +317,11 @@ class AsyncOmni(StageAdmin):
         loop, was_stopped = self._loop, self.is_stopped
         self.orchestrator.is_stopping = True
         if not was_stopped and loop is not None and loop.is_running() and loop is not _running_loop():
-            if timeout:
-                asyncio.run_coroutine_threadsafe(self.orchestrator.drain(timeout), loop).result()
-            aborted = asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop)
             try:
-                aborted.result(ABORT_TIMEOUT_S)
+                if timeout:
+                    drained = asyncio.run_coroutine_threadsafe(self.orchestrator.drain(timeout), loop)
+                    drained.result(timeout + ABORT_TIMEOUT_S)
+                asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop).result(ABORT_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("requests were not aborted within %g s; ending the stages anyway", ABORT_TIMEOUT_S)
         self.orchestrator.shutdown()

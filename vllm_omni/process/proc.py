@@ -62,7 +62,10 @@ def is_dying(pid: int) -> bool:
 
 def cpu_s(pids: Collection[int]) -> float:
     """Seconds of CPU time that processes and their descendants have used, as far as these still run."""
-    stats = {int(path.name): _read(int(path.name), "stat") for path in Path("/proc").glob("[0-9]*")}
+    stats: dict[int, str | None] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(PermissionError):  # with hidepid, another user's
+            stats[int(path.name)] = _read(int(path.name), "stat")
     fields = {pid: _fields(stat) for pid, stat in stats.items() if stat is not None}
     family, new = set[int](), set(pids) & fields.keys()
     while new:

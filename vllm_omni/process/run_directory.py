@@ -39,7 +39,7 @@ class RunDirectory:
     """
 
     def __init__(self) -> None:
-        # Reads the temporary directory, too: a first call inside ``inherited`` would cache this directory for good.
+        tempfile.gettempdir()  # cached here: a first call inside ``inherited`` would cache this directory for good
         parent = envs.VLLM_OMNI_RUNTIME_DIR
         if wrong := path_too_long(parent):
             raise ConfigError(f"{wrong}: set VLLM_OMNI_RUNTIME_DIR to a directory with a short path")

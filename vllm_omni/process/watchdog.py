@@ -74,12 +74,14 @@ class StepWatchdog:
     async def _comes(self, answer: asyncio.Task[Any]) -> bool:
         """Whether the answer comes in time; ends the engine if it does not. An error is an answer, too."""
         idle_s = busy_s = 0.0
-        used_s = self._engine.cpu_s()
+        used_s: float | None = None  # from the first second without an answer: most engines answer in less
         while True:
             await self._sleep(TICK_S)
             if answer.done():
                 return not answer.cancelled() and answer.exception() is None
-            before_s, used_s = used_s, self._engine.cpu_s()
+            before_s, used_s = used_s, await asyncio.to_thread(self._engine.cpu_s)
+            if before_s is None:
+                continue
             if used_s - before_s >= BUSY_SHARE * TICK_S:
                 busy_s += TICK_S
             else:
