@@ -59,20 +59,17 @@ class Voice(BaseModel):
     id: str
 
 
-class _Voiced(BaseModel):
-    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
-
-    @property
-    def speaker(self) -> str | None:
-        return self.voice.id if isinstance(self.voice, Voice) else self.voice
-
-
-class AudioOutput(_Voiced):
+class AudioOutput(BaseModel):
     """OpenAI's ``audio`` parameter."""
 
     model_config = ConfigDict(extra="forbid")
 
+    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
     format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
+
+    @property
+    def speaker(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, Voice) else self.voice
 
 
 class _TimedRequest(BaseModel):
@@ -148,13 +145,14 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
         return "wav" if self.audio is None else self.audio.format
 
 
-class SpeechRequest(_Voiced):
+class SpeechRequest(BaseModel):
     """OpenAI's request for speech; the last four fields are ours."""
 
     model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
     input: str = Field(description="The text to speak.")
     model: str | None = documented("A name of `/v1/models`; by default, the served model.")
+    voice: str | Voice | None = documented("A name of `/v1/audio/voices`; the first by default.")
     instructions: str | None = Field(default=None, description="How to speak it.")
     response_format: str = documented("The file's format.", default="mp3", values=AUDIO_FORMATS)
     speed: float = Field(default=1.0, ge=SPEEDS[0], le=SPEEDS[1], description="Playback speed, at the same pitch.")
@@ -168,3 +166,7 @@ class SpeechRequest(_Voiced):
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )
     deadline_s: Deadline = None
+
+    @property
+    def speaker(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, Voice) else self.voice
