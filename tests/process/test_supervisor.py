@@ -178,8 +178,9 @@ def test_the_end_of_a_supervisor_is_reported(directory: RunDirectory) -> None:
         raise SystemExit
 
     engine.has_lost_process = end  # type: ignore[method-assign]
-    Supervisor(engine, directory)
+    supervisor = Supervisor(engine, directory)
     assert engine.settled.wait(TIMEOUT_S)
+    supervisor.join()  # its exception is reported to this test, not to the next one
     assert engine.statuses == [StageStatus(StageState.FAILED, "its supervisor ended", 0)]
 
 
