@@ -334,6 +334,29 @@ def test_a_late_step_ends_with_its_forward_and_continues_with_the_requests_that_
     assert reached == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1]]
 
 
+def test_late_steps_serve_texts_of_all_lengths_in_turn(pipeline, make_stepper, monkeypatch):
+    monkeypatch.setattr(call_batcher, "MAX_PADDING_TOKENS", 5)
+    now = [0.0]
+    stepper = make_stepper("qwen-image", clock=lambda: now[0])
+    forward = pipeline.transformer.forward
+
+    def slow(**kwargs):
+        now[0] += stepper_module.MAX_STEP_S
+        return forward(**kwargs)
+
+    monkeypatch.setattr(pipeline.transformer, "forward", slow)
+    prompts = {"short": "a fox", "long": "a fox " * 12, "short too": "an owl", "long too": "an owl " * 12}
+    for name, prompt in prompts.items():
+        request = make_request(pipeline, 0, true_cfg_scale=1.0, negative_prompt=None)
+        stepper.add(name, msgspec.structs.replace(request, prompt=prompt))
+    reached = []
+    for _ in range(4):
+        outcomes = stepper.step(list(prompts))
+        reached.append([outcomes[name].step_index for name in prompts])
+    assert reached == [[1, 0, 1, 0], [1, 1, 1, 1], [2, 1, 2, 1], [2, 2, 2, 2]]
+    assert stepper.statistics().widths == {2: 4}
+
+
 def test_a_late_step_has_no_outcome_of_a_request_that_encodes_its_text(pipeline, make_stepper, monkeypatch):
     now = [0.0]
     stepper = make_stepper("qwen-image", merge=False, clock=lambda: now[0])

@@ -53,18 +53,18 @@ class CallBatcher:
         self._seconds = 0.0
 
     def run(self, waiting: Sequence[SuspendedCall], is_late: Callable[[], bool]) -> None:
-        """Answer the pending call of each; once it is late, no more than one forward."""
+        """Answer the pending call of each, in the order of their last forwards; once it is late, stop after one."""
         groups: dict[Hashable, list[SuspendedCall]] = {}
-        for call in waiting:
+        for call in sorted(waiting, key=_last_turn):
             groups.setdefault(self._group_key(call), []).append(call)
-        for group in groups.values():
-            for part in self._parts(group):
-                self._run_together(part)
-                self._num_turns += 1
-                for call in part:
-                    call.last_turn = self._num_turns
-                if is_late():
-                    return
+        parts = [part for group in groups.values() for part in self._parts(group)]
+        for part in sorted(parts, key=lambda part: min(map(_last_turn, part))):
+            self._run_together(part)
+            self._num_turns += 1
+            for call in part:
+                call.last_turn = self._num_turns
+            if is_late():
+                return
 
     def statistics(self) -> StepperStatistics:
         return StepperStatistics(self._widths.total(), self._num_rows, dict(self._widths), self._seconds)
@@ -148,6 +148,10 @@ class CallBatcher:
             self._seconds += time.perf_counter() - start
             self._widths[len(part)] += 1
             self._num_rows += sum(counts) or 1
+
+
+def _last_turn(call: SuspendedCall) -> int:
+    return call.last_turn
 
 
 def pending_of(call: SuspendedCall) -> PendingCall:

@@ -150,7 +150,6 @@ class PipelineStepper:
         assert len(set(request_ids)) == len(request_ids), "a request makes one step at a time"
         chosen = {request_id: self.running[request_id] for request_id in request_ids}
         calls = [call for running in chosen.values() for call in running.calls]
-        calls.sort(key=lambda call: call.last_turn)
         end_s = self._clock() + MAX_STEP_S
 
         def is_late() -> bool:
