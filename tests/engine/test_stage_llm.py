@@ -1,4 +1,4 @@
-"""Calls of an engine that dies, or does not answer; ids that it is sent."""
+"""Calls of an engine that dies, is no longer read, or does not answer; ids that it is sent."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,7 +9,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.stage_llm import StageLLM
+from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.model_executor.pipeline import RequestContext
 
 
 class DyingLLM(StageLLM):
@@ -55,3 +58,48 @@ async def test_a_call_that_is_not_answered_in_time_is_given_up() -> None:
         await llm.answer(asyncio.Event().wait(), timeout_s=0)
     assert await llm.answer(asyncio.sleep(0, "answered")) == "answered"
     llm.die()
+
+
+async def test_calls_fail_as_those_of_a_dead_engine_once_its_outputs_are_no_longer_read() -> None:
+    llm = DyingLLM()
+    asked = asyncio.create_task(llm.answer(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    await llm.stop_reading()
+    with pytest.raises(EngineDeadError):
+        await asked
+    assert not llm.has_failed  # so that the supervisor leaves it alone
+
+
+class AdapterStage(StageEngine):
+    """Without an engine: it answers that an adapter is loaded with an error, or as ``llm`` does."""
+
+    def __init__(self, llm: Any) -> None:
+        self.name, self.instance, self._llm = "writer", None, llm
+        self.vllm_config = SimpleNamespace(lora_config="any")  # type: ignore[assignment]
+
+    async def load(self) -> None:
+        await self._load_adapter(RequestContext("request", {}, {}, lora_request="adapter"))
+
+
+async def test_an_adapter_is_not_at_fault_if_its_engine_is_no_longer_read() -> None:
+    llm: Any = DyingLLM()
+    llm.add_lora = lambda adapter: asyncio.Event().wait()
+    loading = asyncio.create_task(AdapterStage(llm).load())
+    await asyncio.sleep(0)
+    await llm.stop_reading()
+    with pytest.raises(StageFailed, match="stage 'writer': its outputs are no longer read"):
+        await loading
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(TimeoutError(), StageFailed), (EngineDeadError(), StageFailed), (Exception("no such rank"), InvalidRequest)],
+    ids=repr,
+)
+async def test_only_an_engines_own_answer_blames_the_adapter(error: Exception, raised: type[Exception]) -> None:
+    async def answer(call: Any, timeout_s: float) -> None:
+        raise error
+
+    llm = SimpleNamespace(add_lora=lambda adapter: None, answer=answer, has_failed=False)
+    with pytest.raises(raised):
+        await AdapterStage(llm).load()

@@ -256,7 +256,8 @@ class StageEngine(StageNode):
         try:
             return await self.llm.answer(call, timeout_s)
         except EngineDeadError as exc:
-            raise StageFailed(self.name, self.termination_reason()) from exc
+            reason = self.termination_reason() if self.has_died else "its outputs are no longer read"
+            raise StageFailed(self.name, reason) from exc
         except TimeoutError as exc:
             raise StageFailed(self.name, f"no answer within {timeout_s:g} s") from exc
         except Exception as exc:  # upstream's clients raise bare exceptions with the engine's message
@@ -439,8 +440,8 @@ class StageEngine(StageNode):
         try:
             await self.ask(self.llm.add_lora(lora_request))
         except StageFailed as exc:
-            if self.has_died:
-                raise
+            if isinstance(exc.__cause__, EngineDeadError | TimeoutError):
+                raise  # the engine has not judged the adapter
             raise InvalidRequest(f"lora_request: {exc}") from exc
         return lora_request
 

@@ -109,7 +109,7 @@ class StageLLM(AsyncLLM):
         """Await a call of the engine. Upstream leaves the caller of a dying engine waiting for ever.
 
         Raises:
-            EngineDeadError: the engine died meanwhile.
+            EngineDeadError: the engine died meanwhile, or its outputs are no longer read.
             TimeoutError: it did not answer in time.
         """
         reading = self.start_reading()
@@ -120,7 +120,7 @@ class StageLLM(AsyncLLM):
                 return answer.result()
         finally:
             answer.cancel()
-        raise EngineDeadError if self.has_failed else TimeoutError
+        raise EngineDeadError if reading.done() or self.has_failed else TimeoutError
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         """As upstream, which asks the engine within its first request."""
