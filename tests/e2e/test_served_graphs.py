@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.looping import FAILS, NUM_ITERATIONS, REJECTS
+from tests.e2e.looping import FAILS, MAX_MODEL_LEN, NUM_ITERATIONS, REJECTS, TOO_LONG
 from tests.server import Server, serve, wait_for
 from vllm_omni.testing import llava
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (installed / "entry_points.txt").write_text("[vllm_omni.pipelines]\nlooping = tests.e2e.looping:LoopingPipeline\n")
     (directory / "looping.yaml").write_text("model_type: looping\n")
     flags = [f"--deploy-config={directory / 'looping.yaml'}", "--dtype=float32", "--enforce-eager"]
-    flags += ["--max-model-len=512", "--shutdown-timeout=100"]
+    flags += [f"--max-model-len={MAX_MODEL_LEN}", "--shutdown-timeout=100"]
     root = Path(__file__).resolve().parents[2]
     paths = [str(directory), str(root), os.environ.get("PYTHONPATH", "")]
     with serve(
@@ -57,6 +57,11 @@ def test_a_streamed_loop_is_one_text_with_one_finish_reason_and_one_usage(server
 def test_an_error_of_the_pipelines_own_code_is_a_500_with_the_stages_name(server: Server, seed: int) -> None:
     with pytest.raises(openai.InternalServerError, match=r"stage 'writer': its request could not be made.*draft"):
         ask(server, seed=seed)
+
+
+def test_a_rejection_stays_one_although_another_node_already_reads_the_rejected(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"stage 'writer': .*{MAX_MODEL_LEN}"):
+        ask(server, seed=TOO_LONG, modalities=["text", "audio"])
 
 
 def test_a_server_that_is_told_to_end_finishes_its_requests_and_takes_no_others(server: Server) -> None:

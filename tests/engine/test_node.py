@@ -7,7 +7,7 @@ import pytest
 from vllm.outputs import RequestOutput
 
 from vllm_omni.engine.node import StageNode
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, GraphParser, GraphRuntime, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
@@ -16,6 +16,10 @@ from vllm_omni.process.status import StageStatus
 
 class Writer(Role):
     write = interface([["prompt"], ["draft"]], {"text": Field("text", streamed=True)})
+
+
+class Editor(Role):
+    edit = interface([["draft"]], {"text": Field("text", streamed=True)})
 
 
 class Stage(StageNode):
@@ -34,6 +38,19 @@ class Stage(StageNode):
 
     def current_status(self) -> StageStatus:
         return StageStatus()
+
+
+class BreakingStage(Stage):
+    """Answers a request, and raises before its end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    async def generate(self, request: StageRequest, *args: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+        async for output in super().generate(request, *args):
+            yield output
+        raise self.error
 
 
 async def run(stage: Stage, to_prompt: Any, to_draft: Any) -> RequestContext:
@@ -79,7 +96,56 @@ async def test_durations_of_the_requests_and_iterations_of_a_stage_add_up(second
     assert context.stage_durations == {"writer": 4.0}
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), InvalidRequest("bad"), KeyError("bad")], ids=repr)
+async def run_behind(first: Stage, to_last: Any) -> None:
+    """The last stage reads two others, so the call continues where the first of them fails, and the last reads that."""
+    graph = Graph("g")
+    prompt, last = graph.placeholder("prompt"), graph.role(Editor, "last")
+    reply = last.edit(draft=graph.role(Editor, "first").edit(draft=prompt.via(twice)).text.via(to_last))
+    last.edit(draft=graph.role(Editor, "other").edit(draft=prompt.via(twice)).text.via(to_last))
+    graph.output(text=reply.text)
+    stages = {"first": first, "other": Stage(), "last": Stage()}
+    runtime = GraphRuntime(GraphParser(graph).parse(), stages)
+    async for _ in runtime.open("request", {"prompt": 2}, ["text"], context=RequestContext("request", {}, {})):
+        pass
+
+
+async def each(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    async for chunk in chunks:
+        yield Chunk(StageRequest(chunk.payload.prompt))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("bad"), DeadlineExceeded("late"), CallAborted("left"), StageFailed("first", "died"), KeyError("x")],
+    ids=repr,
+)
+async def test_an_error_of_an_earlier_stage_passes_through_its_reader(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(type(error)) as raised:
+        await run_behind(BreakingStage(error), each)
+    assert raised.value is error
+    assert [note.partition(" of ")[0] for note in error.__notes__] == ["in node 'first.edit'", "in node 'last.edit'"]
+    assert "could not be made" not in caplog.text
+
+
+async def test_an_error_that_a_transfer_function_makes_of_an_earlier_stages_is_the_readers() -> None:
+    async def translate(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        try:
+            async for chunk in each(chunks, call):
+                yield chunk
+        except InvalidRequest as exc:
+            raise InvalidRequest("worse") from exc
+
+    with pytest.raises(StageFailed, match=r"stage 'writer': its request could not be made: .*worse"):
+        await run_behind(BreakingStage(InvalidRequest("bad")), translate)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), InvalidRequest("bad"), KeyError("bad"), CallAborted("bad"), StageFailed("other", "bad")],
+    ids=repr,
+)
 async def test_an_error_of_a_transfer_function_is_the_stages(error: Exception) -> None:
     async def fail(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         async for chunk in chunks:

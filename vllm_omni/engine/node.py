@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from vllm_omni.config import StageConfig
@@ -34,15 +34,15 @@ class StageNode(ABC):
 
         Raises:
             InvalidRequest: the engine rejected the request.
-            StageFailed: the engine died, or the model failed on this request.
+            StageFailed: the engine died, the model failed on this request, or its request could not be made.
+            Exception: the input broke off with this error of an earlier stage.
         """
         context: RequestContext = activation.context
-        (chunks,) = activation.inputs.values()
         place = "".join("+" if key >= ITERATION else f".{key}" for key in activation.path)
         if self.gate is not None:
             await self.gate.enter(context.request_id)
         duration_s = 0.0  # without the time spent waiting for the next chunk
-        while (chunk := await self._next(chunks, context)) is not None:
+        while (chunk := await self._next(activation)) is not None:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
@@ -61,20 +61,23 @@ class StageNode(ABC):
         if duration_s:
             context.add_duration(self.name, duration_s)
 
-    async def _next(self, chunks: AsyncIterator[Chunk], context: RequestContext) -> Chunk | None:
+    async def _next(self, activation: Activation) -> Chunk | None:
         """The next request, as the edge's transfer function makes it; None at the end.
 
         Raises:
             StageFailed: the transfer function raised, whatever it was: it is not the client's.
+            Exception: the error of an earlier stage, which ended its stream.
         """
+        (chunks,) = activation.inputs.values()
         try:
             return await anext(chunks)
         except StopAsyncIteration:
             return None
-        except StageFailed:
-            raise
         except Exception as exc:
-            logger.exception("request %s: the request to stage %s could not be made", context.request_id, self.name)
+            if activation.is_of_producer(exc):
+                raise
+            request_id = activation.context.request_id
+            logger.exception("request %s: the request to stage %s could not be made", request_id, self.name)
             raise StageFailed(self.name, f"its request could not be made: {exc!r}") from exc
 
     @abstractmethod

@@ -94,6 +94,7 @@ class ActivationRun:
                 self.trace.path,
                 {name: scope.parameters[name] for name in plan.parameters} if plan.parameters else NO_PARAMETERS,
                 self.num_iterations(plan) if plan.loops_around else 0,
+                self.bucket.is_of_producer,
             )
         )
         is_over = False
@@ -149,5 +150,7 @@ async def transfer(slot: Slot, info: CallInfo) -> AsyncGenerator[Chunk, None]:
                     return
                 seq += 1
     except Exception as exc:
-        exc.add_note(f"in transfer function {getattr(edge.transfer, '__qualname__', edge.transfer)!r} on edge {edge}")
+        if exc is not slot.error:  # the producer's, which the function has not caught
+            name = getattr(edge.transfer, "__qualname__", edge.transfer)
+            exc.add_note(f"in transfer function {name!r} on edge {edge}")
         raise

@@ -131,6 +131,10 @@ class Bucket:
         for name, indices in self.group.slots.items():
             yield name, [self.slots[index] for index in indices]
 
+    def is_of_producer(self, error: Exception) -> bool:
+        """Whether an error came with a frame: a producer raised it."""
+        return any(slot.error is error for slot in self.slots.values())
+
     def limit(self, field: str) -> int | None:
         """The number of chunks to read of a field; None: all."""
         return None if self._counts is None else self._counts[field]

@@ -1,6 +1,6 @@
 """The interface between the runtime and a node."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -23,6 +23,8 @@ class Activation(msgspec.Struct, frozen=True):
     path: Path = ()  # its place in the order of the node's activations
     parameters: Mapping[str, Any] = {}  # session state, see GlobalParameters
     iteration: int = 0  # of the loop that the node is part of; the first one is 0
+    # Whether an error raised by ``inputs`` is that of a producer, whose stream broke off; else a transfer function's.
+    is_of_producer: Callable[[Exception], bool] = lambda error: True
 
 
 Yield: TypeAlias = Emission | Sequence[Emission]
