@@ -1,17 +1,18 @@
 """What a pipeline's author can get wrong, and what the graph language has and a server does not: errors at start."""
 
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
 
 from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
-from vllm_omni.engine.graph_checks import check_graph
+from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import (
+    Activation,
     CallInfo,
     Chunk,
+    Emission,
     Field,
     GlobalParameters,
     Graph,
@@ -20,7 +21,8 @@ from vllm_omni.flow import (
     Scheduling,
     interface,
 )
-from vllm_omni.model_executor.pipeline import StageSpec
+from vllm_omni.model_executor.frames import Tokens
+from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageSpec
 
 TEXT, ROWS, CODES = (Field(name, streamed=True) for name in ("text", "rows", "codes"))
 
@@ -35,6 +37,14 @@ class Talker(Role):
 
 class Spread(Role):
     generate = interface([["rows"]], {"codes": CODES}, scheduling=Scheduling.BROADCAST)
+
+
+class EachRow(Role):
+    generate = interface([["rows"]], {"codes": CODES}, inputs={"rows": Field("rows")})
+
+
+class Drafter(Role):
+    draft = interface([["prompt"]], {"text": Field("text"), "notes": TEXT})
 
 
 class Joiner(Role):
@@ -87,23 +97,75 @@ def check(
     graph = Graph("speech")
     build(graph)
     plan = GraphParser(graph).parse()
+    functions = pipeline.pop("functions", {})
     spec = {"thinker": {"publishing_fields": frozenset({"rows"})}} | (specs or {})
-    names = stages or sorted(plan.roles, key=["thinker", "talker", "joiner"].index)
-    made = SimpleNamespace(
-        **{"modalities": {"text": "text"}, "extra_outputs": {"codes": "codes"}, "chunks": {}, "speech_stage": None}
-        | {"stages": [StageSpec(name, "", **{"output_type": "text"} | spec.get(name, {})) for name in names]}
-        | pipeline
-    )
+    names = stages or sorted(plan.roles - set(functions), key=["thinker", "talker", "joiner"].index)
+
+    class Made(Pipeline):
+        modalities = {"text": "text"}
+        extra_outputs = {"codes": "codes"}
+
+        def __init__(self) -> None:
+            self.stages = [StageSpec(name, "", **{"output_type": "text"} | spec.get(name, {})) for name in names]
+            self.functions = [FunctionSpec(name, one) for name, one in functions.items()]
+
+        def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+            return {}
+
+    made = Made()
+    for name, value in pipeline.items():
+        setattr(made if name != "inputs" else Made, name, value)
     deployed = [
         StageConfig(stage_id=index, name=name, model="m", engine_type=(kinds or {}).get(name, "ar"))
         for index, name in enumerate(names)
     ]
     config = OmniConfig(model="m", model_type="speech", stages=tuple(deployed), edges=tuple(edges))
-    check_graph(config, made, plan)  # type: ignore[arg-type]
+    check_graph(config, made, [plan])
 
 
 def test_a_chain_of_stages_is_served() -> None:
     check()
+
+
+async def combine(activation: Activation) -> AsyncIterator[Chunk]:
+    yield Chunk(None)
+
+
+async def emit(activation: Activation) -> AsyncIterator[Emission]:
+    yield Emission("codes", None)
+
+
+def test_a_join_of_stages_is_served_with_a_function_that_combines() -> None:
+    check(join, specs={"joiner": {"combine": {"join": combine}}})
+
+
+def test_a_function_reads_and_makes_any_field() -> None:
+    check(join, functions={"joiner": emit})
+    check(without_transfer, functions={"talker": emit})
+
+
+def test_sessions_and_further_placeholders_are_served() -> None:
+    check(with_parameters)
+    check(lambda graph: chain(graph, prompt="question"), inputs=lambda self, prompt, options: {})
+
+
+def per_frame(graph: Graph) -> None:
+    reply = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt"))
+    spoken = graph.role(EachRow, "talker").generate(rows=reply.rows.via(convert))
+    graph.output(text=reply.text, codes=spoken.codes)
+
+
+def test_a_reader_of_single_frames_needs_to_know_what_a_frame_is() -> None:
+    with pytest.raises(GraphError, match=r"rows -> talker.generate.rows: its reader runs once for each frame"):
+        check(per_frame)
+    check(per_frame, specs={"thinker": {"frames": {"rows": Tokens}}})
+
+
+def test_fields_that_are_not_streamed_are_known() -> None:
+    graph = Graph("g")
+    text = graph.role(Drafter, "drafter").draft(prompt=graph.placeholder("prompt")).text
+    graph.output(text=text)
+    assert whole_fields("drafter", [GraphParser(graph).parse()]) == {"draft": {"text"}}
 
 
 def loop(graph: Graph) -> None:
@@ -120,13 +182,11 @@ def test_a_loop_of_stages_is_served() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (join, r"node 'joiner.join' joins text and codes: a stage of a server reads one field"),
         (with_call, r"graph 'speech' has graph calls \(speak\), which a server does not support"),
-        (with_parameters, r"has parameters of sessions \(history\)"),
         (lambda graph: chain(graph, Spread), r"node 'talker.generate': scheduling BROADCAST: .* SESSION alone"),
-        (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: a server has one, 'prompt'"),
+        (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: .* override Pipeline.inputs"),
     ],
-    ids=["join", "graph call", "parameters", "scheduling", "placeholder"],
+    ids=["graph call", "scheduling", "placeholder"],
 )
 def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -136,9 +196,14 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"build": join}, r"'joiner.join' joins text and codes: give `combine` .* function for 'join'"),
+        ({"specs": {"talker": {"combine": {"join": combine}}}}, r"'talker': combine: no interface 'join'"),
+        ({"specs": {"talker": {"route": {"generat": combine}}}}, r"route: no interface 'generat'; did you mean"),
+        ({"specs": {"thinker": {"frames": {"row": Tokens}}}}, r"frames: no output 'row'; did you mean 'rows'"),
+        ({"functions": {"talker": emit}, "stages": ["thinker", "talker"]}, r"has 'talker' twice"),
         ({"build": without_transfer}, r"thinker.generate.rows -> talker.generate.rows has no transfer function"),
-        ({"stages": ["thinker"]}, r"has no stage for role 'talker': add a StageSpec; .*valid: thinker"),
-        ({"stages": ["thinker", "talker", "joiner"]}, r"has no role for stage 'joiner'"),
+        ({"stages": ["thinker"]}, r"no stage for role 'talker': add a StageSpec, or a FunctionSpec; .*valid: thinker"),
+        ({"stages": ["thinker", "talker", "joiner"]}, r"has no role for 'joiner'"),
         ({"stages": ["talker", "thinker"]}, r"the first stage, 'talker', does not read the prompt"),
         ({"specs": {"talker": {"output_type": "sound"}}}, r"'talker': output_type 'sound'; .*valid: text"),
         (

@@ -1,16 +1,31 @@
 """A stage as a node: requests that a transfer function makes become requests to its engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from vllm.outputs import RequestOutput
+import torch
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.node import StageNode
-from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed
-from vllm_omni.flow import CallInfo, Chunk, Field, Graph, GraphParser, GraphRuntime, Role, interface
+from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, StageFailed
+from vllm_omni.flow import (
+    Activation,
+    CallInfo,
+    Chunk,
+    Emission,
+    EndReason,
+    Field,
+    Graph,
+    GraphParser,
+    GraphRuntime,
+    Role,
+    interface,
+)
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.model_executor.frames import Images, Sentences, Tokens
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
+from vllm_omni.model_executor.routes import ByKind
 from vllm_omni.process.status import StageStatus
 
 
@@ -26,6 +41,7 @@ class Stage(StageNode):
     """Answers every request with one output."""
 
     name = "writer"
+    spec = StageSpec("writer", "", "text")
 
     def __init__(self) -> None:
         self.suffixes: list[str] = []
@@ -155,3 +171,133 @@ async def test_an_error_of_a_transfer_function_is_the_stages(error: Exception) -
     with pytest.raises(StageFailed, match=r"stage 'writer': its request could not be made: .*bad") as raised:
         await run(Stage(), twice, fail)
     assert raised.value.__cause__ is error
+
+
+def output(text: str = "", token_ids: Sequence[int] = (), **media: Any) -> OmniRequestOutput:
+    completion = CompletionOutput(0, text, list(token_ids), None, None)
+    made = OmniRequestOutput.of(RequestOutput("id", None, [1], None, outputs=[completion], finished=False))
+    made.multimodal_output = media
+    return made
+
+
+class Speaker(Role):
+    answer = interface(
+        [["prompt"], ["left", "right"]],
+        {"text": Field("text", streamed=True), "call": Field("text"), "image": Field("image", streamed=True)},
+    )
+
+
+class Scripted(Stage):
+    """Answers every request with the same outputs."""
+
+    def __init__(self, outputs: Sequence[OmniRequestOutput], **spec: Any) -> None:
+        super().__init__()
+        self.prompts: list[Any] = []
+        self.outputs = outputs
+        self.spec = StageSpec("speaker", "", "text", **spec)
+        self.whole_fields = {"answer": {"call"}}
+
+    async def generate(
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        self.prompts.append(request.prompt)
+        for one in self.outputs:
+            yield one
+
+
+async def speak(stage: Stage, inputs: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    """The payloads of each output, and the reason where it ended without one."""
+    graph = Graph("g")
+    speaker = graph.role(Speaker, "speaker")
+    said = speaker.answer(**{name: graph.placeholder(name) for name in inputs})
+    graph.output(text=said.text, call=said.call, image=said.image)
+    runtime = GraphRuntime(GraphParser(graph).parse(), {"speaker": stage})
+    got: dict[str, Any] = {}
+    async for frame in runtime.open("request", inputs, outputs, context=RequestContext("request", {}, {})):
+        if frame.payload is not None:
+            got.setdefault(frame.field, []).append(frame.payload)
+        elif frame.field not in got:
+            got[frame.field] = frame.reason
+    return got
+
+
+async def test_a_join_makes_its_requests_of_all_fields() -> None:
+    async def combine(activation: Activation) -> AsyncIterator[Chunk]:
+        left = [chunk.payload async for chunk in activation.inputs["left"]]
+        async for chunk in activation.inputs["right"]:
+            yield Chunk(StageRequest([*left, chunk.payload]))
+
+    stage = Scripted([output("yes")], combine={"answer": combine})
+    await speak(stage, {"left": 1, "right": 2}, ["text"])
+    assert stage.prompts == [[1, 2]]
+
+
+async def test_an_engine_chooses_a_branch_and_the_other_is_not_reached() -> None:
+    async def route(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+        async for one in outputs:
+            yield Emission("call" if one.outputs[0].text.startswith("use") else "text", one)
+
+    for text, taken, other in (("use it", "call", "text"), ("hello", "text", "call")):
+        stage = Scripted([output(text)], route={"answer": route})
+        got = await speak(stage, {"prompt": StageRequest("?")}, ["text", "call"])
+        assert got[taken][0].outputs[0].text == text
+        assert got[other] is EndReason.EMPTY
+
+
+async def test_outputs_go_to_the_fields_of_their_kind() -> None:
+    picture = torch.zeros(1, 2, 2, 3)
+    mixed = output("see", images=picture)
+    mixed.outputs = []
+    stage = Scripted([output("hello"), mixed], route={"answer": ByKind(text="text", image="image")})
+    got = await speak(stage, {"prompt": StageRequest("?")}, ["text", "image"])
+    assert [one.outputs[0].text for one in got["text"]] == ["hello"]
+    assert [one.multimodal_output["images"] for one in got["image"]] == [picture]
+    with pytest.raises(GraphError, match=r"field 'picture': kind 'images': did you mean 'image'"):
+        ByKind(picture="images")
+
+
+async def test_a_field_that_is_not_streamed_gets_everything_at_once() -> None:
+    stage = Scripted([output("a", [1]), output("b", [2, 3])])
+    got = await speak(stage, {"prompt": StageRequest("?")}, ["text", "call"])
+    (whole,) = got["call"]
+    assert (whole.outputs[0].text, list(whole.outputs[0].token_ids)) == ("ab", [1, 2, 3])
+    assert [one.outputs[0].text for one in got["text"]] == ["a", "b"]
+
+
+async def test_frames_do_not_depend_on_how_the_engine_cuts_its_outputs() -> None:
+    text = "One. Two... three? 3.5!\nrest"
+    for size in (1, 3, 7, len(text)):
+        parts = [output(text[at : at + size]) for at in range(0, len(text), size)]
+        got = await speak(Scripted(parts, frames={"text": Sentences}), {"prompt": StageRequest("?")}, ["text"])
+        assert [one.outputs[0].text for one in got["text"]] == ["One. ", "Two... ", "three? ", "3.", "5!\n", "rest"]
+    for ids in ([[1, 2], [3]], [[1], [2], [3]]):
+        parts = [output("", some) for some in ids]
+        got = await speak(Scripted(parts, frames={"text": Tokens}), {"prompt": StageRequest("?")}, ["text"])
+        assert [one.outputs[0].token_ids for one in got["text"]] == [[1], [2], [3]]
+    parts = [output(images=torch.arange(12).view(3, 1, 1, 4))]
+    got = await speak(Scripted(parts, frames={"image": Images}), {"prompt": StageRequest("?")}, ["image"])
+    assert [one.multimodal_output["images"].tolist()[0][0][0][0] for one in got["image"]] == [0, 4, 8]
+
+
+async def test_a_request_of_another_type_is_the_pipelines_fault() -> None:
+    with pytest.raises(StageFailed, match=r"'writer': its request is a str: the pipeline must make a StageRequest"):
+        await speak(Scripted([]), {"prompt": "hello"}, ["text"])
+
+
+async def test_an_error_of_a_route_is_the_pipelines_and_one_of_the_engine_stays() -> None:
+    async def broken(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+        async for one in outputs:
+            raise InvalidRequest("no such field")
+            yield Emission("text", one)
+
+    with pytest.raises(StageFailed, match=r"'writer': its outputs could not be routed: .*no such field"):
+        await speak(Scripted([output("a")], route={"answer": broken}), {"prompt": StageRequest("?")}, ["text"])
+
+    class Rejecting(Scripted):
+        async def generate(self, *args: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+            raise InvalidRequest("too long")
+            yield output()
+
+    stage = Rejecting([], route={"answer": ByKind(text="text")})
+    with pytest.raises(InvalidRequest, match="too long"):
+        await speak(stage, {"prompt": StageRequest("?")}, ["text"])

@@ -27,6 +27,7 @@ class Stage(StageNode):
     """Answers a request once ``may_end`` is set, or raises."""
 
     name = "writer"
+    spec = StageSpec("writer", "", "text")
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -50,6 +51,8 @@ async def orchestrator() -> Orchestrator:
     graph.output(text=graph.role(Writer, "writer").write(prompt=graph.placeholder("prompt")).text)
     made = object.__new__(Orchestrator)
     made.pipeline = SimpleNamespace(  # type: ignore[assignment]
+        graph=graph,
+        inputs=lambda prompt, options: {"prompt": StageRequest(prompt)},
         stages=[StageSpec("writer", "", "text")],
         modalities={"text": "text"},
         extra_outputs={},
@@ -57,10 +60,11 @@ async def orchestrator() -> Orchestrator:
         check_options=lambda options: options,
     )
     made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer")])  # type: ignore[assignment]
-    made.plan = GraphParser(graph).parse()
+    made.plans = {"g": GraphParser(graph).parse()}
+    made._route, made.sessions = lambda name, outputs: made.plans[name].route(outputs), None
     made.engines, made.nodes = {}, {"writer": Stage()}
     made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
-    made.runtime = GraphRuntime(made.plan, made.nodes)
+    made.runtime = GraphRuntime(made.plans["g"], made.nodes)
     made.is_stopping, made._running, made._has_ended = False, set(), asyncio.Event()
     return made
 

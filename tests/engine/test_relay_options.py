@@ -12,7 +12,7 @@ from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import GraphParser
-from vllm_omni.model_executor.pipeline import load_pipeline
+from vllm_omni.model_executor.pipeline import find_pipeline_cls
 from vllm_omni.relay.hub import RelayOptions
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options_of(config: OmniConfig, stage: str, instance: object = None) -> RelayOptions:
-    pipeline = load_pipeline(config.model_type, config.model, AutoConfig.from_pretrained(config.model))
+    pipeline = find_pipeline_cls(config.model_type)(config.model, AutoConfig.from_pretrained(config.model))
     engine: Any = SimpleNamespace(
         name=stage,
         config=config.stage(stage),
@@ -32,7 +32,7 @@ def options_of(config: OmniConfig, stage: str, instance: object = None) -> Relay
         instance=instance,
         vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")),
     )
-    return make_relay_options(engine, GraphParser(pipeline.graph).parse(), config, lambda _: 2)
+    return make_relay_options(engine, [GraphParser(pipeline.graph).parse()], config, lambda _: 2)
 
 
 def test_a_stage_publishes_for_each_rank_of_its_reader_or_for_the_user(model: Path) -> None:

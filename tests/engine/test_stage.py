@@ -12,7 +12,7 @@ from vllm_omni.config.model import EngineType
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError, InvalidRequest
-from vllm_omni.model_executor.pipeline import load_pipeline
+from vllm_omni.model_executor.pipeline import find_pipeline_cls
 from vllm_omni.testing import llava as llava
 from vllm_omni.testing import qwen2_5_omni
 
@@ -22,7 +22,7 @@ def test_budgets_with_asynchronous_steps_are_rejected_before_the_start(tmp_path:
     overrides = ["language.epd.tpot_ms=30", "language.async_scheduling=true"]
     config = load_config(path, dtype="float32", enforce_eager=True, stage_overrides=overrides)
     hf_config = AutoConfig.from_pretrained(path)
-    pipeline = load_pipeline(config.model_type, str(path), hf_config)
+    pipeline = find_pipeline_cls(config.model_type)(str(path), hf_config)
     with pytest.raises(ConfigError, match="'language': async_scheduling = True: with budgets"):
         StageEngine(config.stages[0], pipeline.stages[0])
 
@@ -36,7 +36,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> StageEngine:
 def make_talker(path: Path, **params: Any) -> StageEngine:
     overrides = {"stages": {"talker": {"default_sampling_params": params}}}
     config = load_config(path, overrides=overrides)
-    pipeline = load_pipeline(config.model_type, str(path), AutoConfig.from_pretrained(path))
+    pipeline = find_pipeline_cls(config.model_type)(str(path), AutoConfig.from_pretrained(path))
     return StageEngine(config.stages[1], pipeline.stages[1])
 
 

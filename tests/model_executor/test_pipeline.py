@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni.config import checkpoint, load_config
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.pipeline import load_pipeline
+from vllm_omni.model_executor.pipeline import find_pipeline_cls
 
 
 def add_pipeline(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
@@ -43,4 +43,4 @@ def test_a_model_type_without_a_pipeline_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="no pipeline for model type 'other'; known: diffusers, language, qwen2_5_omni"
     ):
-        load_pipeline("other", "", None)
+        find_pipeline_cls("other")

@@ -49,12 +49,9 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         ConfigError: there is no such checkpoint, or its model type is not supported.
     """
     model = os.fspath(model)
-    try:
-        _find_model_file(model, MODEL_INDEX, revision)
-    except ConfigError:
-        path = _find_model_file(model, "config.json", revision)
-    else:
+    if has_model_index(model, revision=revision):
         return DIFFUSERS
+    path = _find_model_file(model, "config.json", revision)
     config = _read_json(path)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if model_type in supported_model_types():
@@ -63,6 +60,15 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
         return LANGUAGE
     nor = f", and vLLM has no architecture {architectures[0]!r}" if isinstance(architectures, list) else ""
     raise ConfigError(f"{path}: model_type = {model_type!r} is not supported{nor}: {supported(str(model_type))}")
+
+
+def has_model_index(model: str, *, revision: str | None = None) -> bool:
+    """Whether a checkpoint is in diffusers' layout."""
+    try:
+        _find_model_file(model, MODEL_INDEX, revision)
+    except ConfigError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from vllm_omni import envs
 from vllm_omni.config.checkpoint import default_deployment, read_model_type, supported, supported_model_types
 from vllm_omni.config.checks import Problem, check_field
 from vllm_omni.config.documents import TOP_LEVEL_KEYS, Document, KeyPath, parse_yaml, read_yaml_file, with_string_keys
+from vllm_omni.config.given_pipeline import deployment_of, find_pipeline
 from vllm_omni.config.model import (
     CHUNK_KEYS,
     EDGE_FIELDS,
@@ -52,13 +53,14 @@ from vllm_omni.config.vllm_args import (
 from vllm_omni.errors import ConfigError
 from vllm_omni.names import suggest
 
-LAYERS = ("deploy_config", "overrides", "stage_overrides", "epd")  # arguments of ``load_config``
+LAYERS = ("pipeline", "deploy_config", "overrides", "stage_overrides", "epd")  # arguments of ``load_config``
 STAGE_KEYS = tuple(key for key in STAGE_FIELDS if key not in ("stage_id", "name"))  # of a stage in a file
 
 
 def load_config(
     model: str | os.PathLike[str],
     *,
+    pipeline: type | str | None = None,
     deploy_config: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     stage_overrides: Sequence[str] = (),
@@ -69,6 +71,8 @@ def load_config(
 
     Args:
         model: directory or Hub id of the checkpoint; a stage may have another (its ``model`` key).
+        pipeline: instead of the one for the checkpoint's model type: a class, ``"file.py:MyPipeline"`` or
+            ``"package.module:MyPipeline"``. Its attribute ``deployment`` is the first layer.
         deploy_config: a YAML file with the keys ``model_type``, ``stages``, ``edges``, ``engine_args``, ``voices``.
         overrides: the same keys as a mapping; stages by name or id. The keys may be only stages, too:
             ``{"0": {"max_num_seqs": 8}}``.
@@ -85,12 +89,20 @@ def load_config(
     for layer in layers:
         layer.reject_unknown_keys((), TOP_LEVEL_KEYS)
 
-    model_type, origin = _choose_model_type(model, layers, engine_args.get("revision"))
-    draft = _Draft(read_yaml_file(default_deployment(model_type))._replace(kind="bundled"))
+    if pipeline is not None:
+        pipeline = find_pipeline(pipeline)
+        bundled = deployment_of(pipeline)
+        model_type, origin = pipeline.__name__, Origin("argument", "pipeline")
+        if any("model_type" in layer.values for layer in (bundled, *layers)):
+            raise ConfigError(f"model_type: cannot be combined with a pipeline ({model_type}), which stands for it")
+    else:
+        model_type, origin = _choose_model_type(model, layers, engine_args.get("revision"))
+        bundled = read_yaml_file(default_deployment(model_type))._replace(kind="bundled")
+    draft = _Draft(bundled)
     draft.origins[("model_type",)] = origin
     for layer in layers:
         draft.overlay(layer)
-    return draft.build(model, model_type)
+    return draft.build(model, model_type, pipeline)
 
 
 def _read_layers(
@@ -210,7 +222,7 @@ class _Draft:
             self.voices[name] = speaker
             self.origins["voices", name] = layer.origin(("voices", name))
 
-    def build(self, model: str, model_type: str) -> OmniConfig:
+    def build(self, model: str, model_type: str, pipeline: type | None) -> OmniConfig:
         stages = [
             StageConfig(stage_id=stage_id, name=name, **{"model": model, **values})
             for stage_id, (name, values) in enumerate(self.stages.items())
@@ -219,6 +231,7 @@ class _Draft:
         return OmniConfig(
             model=model,
             model_type=model_type,
+            pipeline=pipeline,
             stages=tuple(stages),
             edges=tuple(edges),
             voices=self.voices,

@@ -208,6 +208,7 @@ class OmniConfig:
 
     model: str
     model_type: str
+    pipeline: type | None = None  # the caller's own, instead of the one for the model type
     stages: tuple[StageConfig, ...]
     edges: tuple[EdgeConfig, ...] = ()
     voices: Mapping[str, str] = field(default_factory=dict)  # a further name of a voice -> the checkpoint's

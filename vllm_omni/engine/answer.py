@@ -11,6 +11,7 @@ import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.latency_metrics import RequestLatency
+from vllm_omni.errors import StageFailed
 from vllm_omni.flow import ENTRY, OutputFrame, StaticPlan
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext
@@ -46,21 +47,27 @@ class Answer:
         self._started = time.monotonic()
         self._has_values: set[str] = set()  # modalities
         types = {spec.name: spec.output_type for spec in pipeline.stages}
-        nodes = {modality: plan.nodes[plan.outputs[output].source] for modality, output in outputs.items()}
-        self._types = {modality: types[node.role] for modality, node in nodes.items()}
+        edges = {modality: plan.outputs[output] for modality, output in outputs.items()}
+        nodes = {modality: plan.nodes[edge.source] for modality, edge in edges.items()}
+        # What a function emits has the modality that the graph declares.
+        self._types = {
+            modality: types.get(node.role, node.outputs[edges[modality].source_field].modality)
+            for modality, node in nodes.items()
+        }
         # Where a stage may answer several requests of a call, a finish reason is not yet that of the whole text.
         is_repeated = {
             modality: bool(node.loops_around) or any(edge.source != ENTRY for edge in node.slots)
             for modality, node in nodes.items()
         }
         self._text = _Text(is_repeated.get("text", False))
+        self._sources = {modality: edge.source for modality, edge in edges.items()}
 
     def output_of(self, frame: OutputFrame) -> OmniRequestOutput:
         """Make the user's output of a frame; the last one carries the times of the request."""
         modality = self._modality_of[frame.field]
         if frame.last:
             self._unfinished.discard(modality)
-        payload: OmniRequestOutput | None = frame.payload
+        payload = None if frame.payload is None else self._opened(modality, frame.payload)
         if modality == "text" and payload is not None:
             # Copied: the next stage reads the same object, and the user's copy is merged into.
             output = OmniRequestOutput.of(payload)
@@ -79,6 +86,24 @@ class Answer:
         if output.finished:
             output.stage_durations["total"] = time.monotonic() - self._started
             output.latency_parts, output.slo_reports = self._latency.end()
+        return output
+
+    def _opened(self, modality: str, payload: Any) -> OmniRequestOutput:
+        """A stage's output, or that of a function: a text, or values by name as in ``multimodal_output``.
+
+        Raises:
+            StageFailed: a function emitted something else.
+        """
+        if isinstance(payload, OmniRequestOutput):
+            return payload
+        output = OmniRequestOutput.of(RequestOutput(self._context.request_id, None, None, None, [], finished=False))
+        if isinstance(payload, str):
+            output.outputs = [CompletionOutput(0, payload, [], None, None)]
+        elif isinstance(payload, Mapping):
+            output.multimodal_output = dict(payload)
+        else:
+            kind, role = type(payload).__name__, self._sources[modality].partition(".")[0]
+            raise StageFailed(role, f"emitted a {kind} as {modality!r}: a text, a mapping or an output is needed")
         return output
 
     def _values(self, modality: str, payload: OmniRequestOutput | None) -> dict[str, Any]:
@@ -113,14 +138,16 @@ class _Text:
     def completions(self, made: Sequence[CompletionOutput], *, is_last: bool) -> list[CompletionOutput]:
         """The user's copies; of repeated requests, only the end of the last one gives a finish reason."""
         copies = [replace(one, token_ids=list(one.token_ids)) for one in made]
-        if not self._is_repeated:
-            return copies
         for one in copies:
             if one.finish_reason is not None:
                 logprobs = None if one.logprobs is None else one.logprobs[:0]
                 self._ended[one.index] = replace(one, text="", token_ids=[], logprobs=logprobs)
-                one.finish_reason = one.stop_reason = None
-        return self._end(copies) if is_last else copies
+                if self._is_repeated:
+                    one.finish_reason = one.stop_reason = None
+        if is_last and not self._ended:  # a function's text, or none
+            self._ended[0] = CompletionOutput(0, "", [], None, None, finish_reason="stop")
+            return self._end(copies)
+        return self._end(copies) if is_last and self._is_repeated else copies
 
     def _end(self, copies: list[CompletionOutput]) -> list[CompletionOutput]:
         of_index = {one.index: one for one in copies}

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
 from vllm_omni.engine.output_processor import HANDLERS
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import ENTRY, Scheduling, StaticPlan
-from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
+from vllm_omni.flow.graph.plan import Edge, NodePlan
+from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageSpec
 from vllm_omni.names import suggest
 
 PROMPT = "prompt"
-"""The placeholder that a request fills."""
+"""The placeholder that a request fills, unless the pipeline has ``inputs`` of its own."""
 
 Edges = set[tuple[str, str]]
 """(Source, target), both stages."""
 
 
-def check_graph(config: OmniConfig, pipeline: Pipeline, plan: StaticPlan) -> None:
+def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPlan]) -> None:
     """Check the pipeline by itself, then its deployment.
+
+    Args:
+        plans: of the pipeline's graphs, the first one first.
 
     Raises:
         GraphError: the pipeline contradicts itself, or (``PlanError``) its graph needs more than a server does.
         ConfigError: the deployment has other stages or edges, or a setting that an edge cannot honour.
     """
     specs = {spec.name: spec for spec in pipeline.stages}
-    _check_stages(plan, specs)
-    _check_served(plan)
-    _check_first(plan, config.stages[0].name)
-    edges = {
-        (plan.nodes[edge.source].role, plan.nodes[edge.target].role)
-        for edge in plan.edges
-        if ENTRY not in (edge.source, edge.target)
-    }
-    _check_names(pipeline, plan, specs, edges)
+    _check_roles(plans, specs, {spec.name: spec for spec in pipeline.functions})
+    for plan in plans:
+        _check_placeholders(plan, pipeline)
+        for node in plan.nodes.values():
+            _check_node(node, specs.get(node.role))
+        for each in plan.edges:
+            _check_plan_edge(each, plan, specs)
+    _check_first(plans[0], config.stages[0].name, specs)
+    edges = edges_between(plans)
+    _check_names(pipeline, plans, specs, edges)
     if set(specs) != set(config.stage_names):
         raise ConfigError(
             f"the graph of {config.model_type} has the stages {', '.join(specs)}, the deployment has "
@@ -42,80 +47,132 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plan: StaticPlan) -> Non
         )
     for stage in config.stages:
         _check_spec(stage, specs[stage.name])
-    publishing = publishing_edges(plan, specs)
+    publishing = publishing_edges(plans, specs)
     for edge in config.edges:
         _check_edge(edge, edges, publishing)
 
 
-def publishing_edges(plan: StaticPlan, specs: Mapping[str, StageSpec]) -> Edges:
-    """The edges on which tensors travel, over the relay; on others, requests are made of what the front end has."""
+def edges_between(plans: Iterable[StaticPlan], fields: Mapping[str, frozenset[str]] | None = None) -> Edges:
+    """The edges between roles.
+
+    Args:
+        fields: by role; only the edges that carry one of these fields of their source.
+    """
     return {
-        (plan.nodes[edge.source].role, plan.nodes[edge.target].role)
+        (source, plan.nodes[edge.target].role)
+        for plan in plans
         for edge in plan.edges
         if ENTRY not in (edge.source, edge.target)
-        and edge.source_field in specs[plan.nodes[edge.source].role].publishing_fields
+        and (source := plan.nodes[edge.source].role)
+        and (fields is None or edge.source_field in fields.get(source, ()))
     }
 
 
-def _check_stages(plan: StaticPlan, specs: Mapping[str, StageSpec]) -> None:
-    where = f"the pipeline of graph {plan.name!r}"
-    for role in sorted(plan.roles - set(specs)):
-        raise GraphError(f"{where} has no stage for role {role!r}: add a StageSpec; {suggest(role, specs)}")
+def publishing_edges(plans: Iterable[StaticPlan], specs: Mapping[str, StageSpec]) -> Edges:
+    """The edges on which tensors travel, over the relay; on others, requests are made of what the front end has."""
+    return edges_between(plans, {name: spec.publishing_fields for name, spec in specs.items()})
+
+
+def whole_fields(role: str, plans: Iterable[StaticPlan]) -> dict[str, set[str]]:
+    """Interface of a role -> its output fields that are not streamed."""
+    nodes = (node for plan in plans for node in plan.nodes.values() if node.role == role)
+    return {node.interface: {name for name, one in node.outputs.items() if not one.streamed} for node in nodes}
+
+
+def _check_roles(
+    plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], functions: Mapping[str, FunctionSpec]
+) -> None:
+    where = f"the pipeline of graph {plans[0].name!r}"
+    names = [*specs, *functions]
+    roles = frozenset[str]().union(*(plan.roles for plan in plans))
+    for role in sorted(roles - set(names)):
+        raise GraphError(
+            f"{where} has no stage for role {role!r}: add a StageSpec, or a FunctionSpec; {suggest(role, names)}"
+        )
+    for name in names:
+        if name not in roles:
+            raise GraphError(f"{where} has no role for {name!r}; {suggest(name, roles)}")
+        if names.count(name) > 1:
+            raise GraphError(f"{where} has {name!r} twice: a role is a stage or a function")
     for spec in specs.values():
-        if spec.name not in plan.roles:
-            raise GraphError(f"{where} has no role for stage {spec.name!r}; {suggest(spec.name, plan.roles)}")
         if spec.output_type not in HANDLERS:
             known = suggest(spec.output_type, HANDLERS)
             raise GraphError(f"{where}: stage {spec.name!r}: output_type {spec.output_type!r}; {known}")
-        fields = {field for node in plan.nodes.values() if node.role == spec.name for field in node.outputs}
-        for field in sorted(spec.publishing_fields - fields):
-            known = suggest(field, fields)
-            raise GraphError(f"{where}: stage {spec.name!r}: publishing_fields: no output {field!r}; {known}")
+        nodes = [node for plan in plans for node in plan.nodes.values() if node.role == spec.name]
+        fields = {field for node in nodes for field in node.outputs}
+        interfaces = {node.interface for node in nodes}
+        _check_keys(f"{where}: stage {spec.name!r}", "output", fields, spec, "publishing_fields", "frames")
+        _check_keys(f"{where}: stage {spec.name!r}", "interface", interfaces, spec, "combine", "route")
 
 
-def _check_served(plan: StaticPlan) -> None:
-    """What the graph language has and a server does not."""
-    for what, names in {"parameters of sessions": plan.parameters, "graph calls": plan.graph_calls}.items():
-        if names:
-            raise PlanError(f"graph {plan.name!r} has {what} ({', '.join(names)}), which a server does not support")
-    if set(plan.placeholders) != {PROMPT}:
+def _check_keys(where: str, what: str, known: set[str], spec: StageSpec, *attributes: str) -> None:
+    for attribute in attributes:
+        for name in sorted(getattr(spec, attribute)):
+            if name not in known:
+                raise GraphError(f"{where}: {attribute}: no {what} {name!r}; {suggest(name, known)}")
+
+
+def _check_placeholders(plan: StaticPlan, pipeline: Pipeline) -> None:
+    if plan.graph_calls:
+        names = ", ".join(plan.graph_calls)
+        raise PlanError(f"graph {plan.name!r} has graph calls ({names}), which a server does not support")
+    if set(plan.placeholders) != {PROMPT} and type(pipeline).inputs is Pipeline.inputs:
         raise PlanError(
-            f"graph {plan.name!r} has the placeholders {', '.join(plan.placeholders)}: a server has one, {PROMPT!r}"
+            f"graph {plan.name!r} has the placeholders {', '.join(plan.placeholders)}: a request fills {PROMPT!r} "
+            "alone; override Pipeline.inputs, which fills them"
         )
-    for node in plan.nodes.values():
-        for group in node.groups:
-            if len(group.slots) > 1:
-                raise PlanError(
-                    f"node {node.name!r} joins {' and '.join(group.slots)}: a stage of a server reads one field; let "
-                    "one stage hand on what the other has made"
-                )
-        if node.scheduling in (Scheduling.LEAST_OUTSTANDING, Scheduling.BROADCAST):
-            raise PlanError(
-                f"node {node.name!r}: scheduling {node.scheduling.name}: a server supports SESSION alone; its first "
-                "stage may have several instances, balanced by epd.policy"
-            )
-    for edge in plan.edges:
-        if ENTRY not in (edge.source, edge.target) and edge.transfer is None:
+
+
+def _check_node(node: NodePlan, spec: StageSpec | None) -> None:
+    """What an engine's node does not do by itself; a function (without a spec) may do anything."""
+    if node.scheduling in (Scheduling.LEAST_OUTSTANDING, Scheduling.BROADCAST):
+        raise PlanError(
+            f"node {node.name!r}: scheduling {node.scheduling.name}: a server supports SESSION alone; its first "
+            "stage may have several instances, balanced by epd.policy"
+        )
+    for group in node.groups:
+        if len(group.slots) > 1 and spec is not None and node.interface not in spec.combine:
             raise GraphError(
-                f"edge {edge} has no transfer function: a stage reads StageRequest and {edge.source} yields outputs; "
-                "convert them with .via(function)"
+                f"node {node.name!r} joins {' and '.join(group.slots)}: give `combine` of its StageSpec a function for "
+                f"{node.interface!r}, which makes the stage's requests of these fields"
             )
 
 
-def _check_first(plan: StaticPlan, first: str) -> None:
+def _check_plan_edge(edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec]) -> None:
+    if ENTRY in (edge.source, edge.target):
+        return
+    node = plan.nodes[edge.target]
+    source, target = specs.get(plan.nodes[edge.source].role), specs.get(node.role)
+    if source is None:
+        return
+    if edge.per_frame and edge.source_field not in source.frames:
+        raise GraphError(
+            f"edge {edge}: its reader runs once for each frame, and what an engine puts into one output depends on "
+            f"timing: give {edge.source_field!r} an entry in `frames` of the StageSpec of {source.name!r}, or declare "
+            "the input as streamed"
+        )
+    if target is not None and node.interface not in target.combine and edge.transfer is None:
+        raise GraphError(
+            f"edge {edge} has no transfer function: a stage reads StageRequest and {edge.source} yields outputs; "
+            "convert them with .via(function)"
+        )
+
+
+def _check_first(plan: StaticPlan, first: str, specs: Mapping[str, StageSpec]) -> None:
     readers = {plan.nodes[edge.target].role for edge in plan.edges if edge.source == ENTRY}
-    if first not in readers:
+    if first not in readers and readers <= set(specs):
         raise GraphError(
             f"graph {plan.name!r}: the first stage, {first!r}, does not read the prompt; put one first that does: "
             f"{', '.join(sorted(readers))}"
         )
 
 
-def _check_names(pipeline: Pipeline, plan: StaticPlan, specs: Mapping[str, StageSpec], edges: Edges) -> None:
-    where = f"the pipeline of graph {plan.name!r}"
+def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], edges: Edges) -> None:
+    where = f"the pipeline of graph {plans[0].name!r}"
+    outputs = [output for plan in plans for output in plan.outputs]
     for name, output in {**pipeline.modalities, **pipeline.extra_outputs}.items():
-        if output not in plan.outputs:
-            known = suggest(output, plan.outputs)
+        if output not in outputs:
+            known = suggest(output, outputs)
             raise GraphError(f"{where}: modality {name!r}: the graph has no output {output!r}; {known}")
     for source, target in pipeline.chunks:
         if (source, target) not in edges:

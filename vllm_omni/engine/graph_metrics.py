@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.metrics import STAGE_LABEL
-from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.node import ServedNode
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.flow import GraphRuntime
 from vllm_omni.process.status import StageState
@@ -18,7 +18,7 @@ from vllm_omni.process.status import StageState
 def collect(
     runtime: GraphRuntime,
     engines: Collection[StageEngine],
-    nodes: Collection[StageNode],
+    nodes: Collection[ServedNode],
     latency_metrics: LatencyMetrics,
 ) -> Iterator[Metric]:
     """Collect the metrics of one server, when Prometheus asks for them."""

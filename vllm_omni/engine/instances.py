@@ -74,6 +74,7 @@ class InstanceGroup(StageNode):
         self.engines = {engine.name: engine for engine in engines}
         instances = {engine.name: engine.instance for engine in engines if engine.instance is not None}
         self.front = next(self.engines[name] for name, one in instances.items() if one.is_front)
+        self.spec = self.front.spec
         kinds = {name: one.kind for name, one in instances.items()}
         cost = CostModel.of(EPDConfig.parse(config.budgets).cost)
         self.router = Router(kinds, self.deployment, self.is_available, cost)

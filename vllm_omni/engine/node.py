@@ -5,80 +5,178 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import aclosing
 
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.errors import StageFailed, StageUnavailable
-from vllm_omni.flow import Activation, Chunk, Emission
+from vllm_omni.flow import Activation, Chunk, Emission, Yield
 from vllm_omni.flow.run.frame import ITERATION
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.model_executor.frames import Framing, Whole
+from vllm_omni.model_executor.pipeline import RequestContext, Route, StageRequest, StageSpec
 from vllm_omni.process.status import StageState, StageStatus
 
 logger = logging.getLogger(__name__)
 
 
-class StageNode(ABC):
-    """One engine, or a group of instances."""
+class ServedNode(ABC):
+    """A node of a served graph: a stage or a function."""
+
+    name: str
+    gate: AdmissionGate | None = None  # holds requests while the graph is paused
+
+    @abstractmethod
+    def forward(self, activation: Activation) -> AsyncGenerator[Yield, None]:
+        """Run one activation, see ``flow.Node``."""
+
+    @abstractmethod
+    def current_status(self) -> StageStatus:
+        """The status of the node as a whole."""
+
+    def check_health(self) -> None:
+        """Raises:
+        StageUnavailable: it can serve no request: it is being restarted, or could not be.
+        """
+        status = self.current_status()
+        if status.state is not StageState.RUNNING:
+            raise StageUnavailable(self.name, f"{status.state}: {status.reason}")
+
+    async def enter(self, context: RequestContext) -> None:
+        """Wait while the graph is paused, unless the request was admitted before."""
+        if self.gate is not None:
+            await self.gate.enter(context.request_id)
+
+
+class StageNode(ServedNode):
+    """One engine, or a group of instances.
+
+    The name is the stage's, or that of one instance: "thinker/PD0".
+    """
 
     config: StageConfig
-    name: str  # the stage's name, or that of one instance: "thinker/PD0"
-    gate: AdmissionGate | None = None  # of the first stage
+    spec: StageSpec
+    whole_fields: Mapping[str, Collection[str]] = {}  # interface -> its outputs that are not streamed
 
-    async def forward(self, activation: Activation) -> AsyncGenerator[Emission, None]:
-        """Run one activation: each chunk of its input is a request, in order; outputs go to every wanted field.
+    async def forward(self, activation: Activation) -> AsyncGenerator[Yield, None]:
+        """Run one activation: each chunk of its input is a request, in order; outputs go to the fields that
+        ``spec.route`` says, or to every wanted one.
 
         An input without a chunk (a branch that has nothing to say) yields nothing. Cancelling aborts the request.
 
         Raises:
             InvalidRequest: the engine rejected the request.
-            StageFailed: the engine died, the model failed on this request, or its request could not be made.
+            StageFailed: the engine died, the model failed on this request, or the pipeline's own code failed.
             Exception: the input broke off with this error of an earlier stage.
         """
+        await self.enter(activation.context)
+        framings = self._framings(activation)
+        async with aclosing(self._emissions(activation)) as emissions:
+            async for one in emissions:
+                together = [one] if isinstance(one, Emission) else one
+                if plain := [each for each in together if each.field not in framings]:
+                    yield plain
+                for each in together if framings else ():
+                    if each.field in framings:
+                        for frame in framings[each.field].push(each.payload):
+                            yield Emission(each.field, frame)
+        for field, framing in framings.items():
+            for frame in framing.finish():
+                yield Emission(field, frame)
+
+    def _framings(self, activation: Activation) -> dict[str, Framing]:
+        """How the wanted fields are cut that an engine's outputs are not frames of."""
+        whole = self.whole_fields.get(activation.interface, ())
+        made = {field: Whole() for field in activation.wanted if field in whole}
+        return made | {name: make() for name, make in self.spec.frames.items() if name in activation.wanted}
+
+    async def _emissions(self, activation: Activation) -> AsyncGenerator[Yield, None]:
+        """The engine's outputs in the fields that they belong to."""
+        async with aclosing(self._outputs(activation)) as outputs:
+            if (route := self.spec.route.get(activation.interface)) is not None:
+                async for emissions in self._routed(route, outputs, activation):
+                    yield emissions
+                return
+            async for output, is_last in outputs:
+                yield [Emission(field, output, last=is_last) for field in activation.wanted]
+
+    async def _routed(
+        self, route: Route, outputs: AsyncIterator[tuple[OmniRequestOutput, bool]], activation: Activation
+    ) -> AsyncGenerator[Yield, None]:
+        errors: list[Exception] = []  # of the engine
+
+        async def of_engine() -> AsyncIterator[OmniRequestOutput]:
+            try:
+                async for output, _ in outputs:
+                    yield output
+            except Exception as exc:
+                errors.append(exc)
+                raise
+
+        try:
+            async for emissions in route(of_engine(), activation):
+                yield emissions
+        except Exception as exc:
+            if exc in errors:
+                raise
+            raise self._failed(activation, "its outputs could not be routed", exc) from exc
+
+    async def _outputs(self, activation: Activation) -> AsyncGenerator[tuple[OmniRequestOutput, bool], None]:
+        """The outputs of the activation's requests, and whether each is the last one."""
         context: RequestContext = activation.context
         place = "".join("+" if key >= ITERATION else f".{key}" for key in activation.path)
-        if self.gate is not None:
-            await self.gate.enter(context.request_id)
         duration_s = 0.0  # without the time spent waiting for the next chunk
-        while (chunk := await self._next(activation)) is not None:
+        requests = self._requests(activation)
+        while (chunk := await self._next(requests, activation)) is not None:
             if chunk.payload is None:
                 continue
             started = time.monotonic()
             suffix = f"{place}-{chunk.seq}" if chunk.seq else place
             # Closing the generator waits for the engine's acknowledgement of an abort.
-            async with aclosing(self.generate(chunk.payload, context, activation.wanted, suffix)) as outputs:
+            async with aclosing(self.generate(self._check(chunk), context, activation.wanted, suffix)) as outputs:
                 async for output in outputs:
                     is_last = output.finished and chunk.last
                     if is_last:
                         context.add_duration(self.name, duration_s + time.monotonic() - started)
-                    for field in activation.wanted:
-                        yield Emission(field, output, last=is_last)
+                    yield output, is_last
             if chunk.last:
                 return
             duration_s += time.monotonic() - started
         if duration_s:
             context.add_duration(self.name, duration_s)
 
-    async def _next(self, activation: Activation) -> Chunk | None:
-        """The next request, as the edge's transfer function makes it; None at the end.
+    def _requests(self, activation: Activation) -> AsyncIterator[Chunk]:
+        if (combine := self.spec.combine.get(activation.interface)) is not None:
+            return combine(activation)
+        (chunks,) = activation.inputs.values()
+        return chunks
+
+    def _check(self, chunk: Chunk) -> StageRequest:
+        if not isinstance(chunk.payload, StageRequest):
+            kind = type(chunk.payload).__name__
+            raise StageFailed(self.name, f"its request is a {kind}: the pipeline must make a StageRequest of it")
+        return chunk.payload
+
+    async def _next(self, requests: AsyncIterator[Chunk], activation: Activation) -> Chunk | None:
+        """The next request, as the pipeline's functions make it; None at the end.
 
         Raises:
-            StageFailed: the transfer function raised, whatever it was: it is not the client's.
+            StageFailed: one of them raised, whatever it was: it is not the client's.
             Exception: the error of an earlier stage, which ended its stream.
         """
-        (chunks,) = activation.inputs.values()
         try:
-            return await anext(chunks)
+            return await anext(requests)
         except StopAsyncIteration:
             return None
         except Exception as exc:
             if activation.is_of_producer(exc):
                 raise
-            request_id = activation.context.request_id
-            logger.exception("request %s: the request to stage %s could not be made", request_id, self.name)
-            raise StageFailed(self.name, f"its request could not be made: {exc!r}") from exc
+            raise self._failed(activation, "its request could not be made", exc) from exc
+
+    def _failed(self, activation: Activation, what: str, error: Exception) -> StageFailed:
+        logger.exception("request %s: stage %s: %s", activation.context.request_id, self.name, what)
+        return StageFailed(self.name, f"{what}: {error!r}")
 
     @abstractmethod
     def generate(
@@ -90,15 +188,3 @@ class StageNode(ABC):
             wanted: fields of the graph that the call needs from this stage.
             suffix: distinguishes the request from others of the call in the engine's request id.
         """
-
-    @abstractmethod
-    def current_status(self) -> StageStatus:
-        """The status of the stage as a whole."""
-
-    def check_health(self) -> None:
-        """Raises:
-        StageUnavailable: the stage can serve no request: it is being restarted, or could not be.
-        """
-        status = self.current_status()
-        if status.state is not StageState.RUNNING:
-            raise StageUnavailable(self.name, f"{status.state}: {status.reason}")

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from vllm.exceptions import VLLMError
@@ -18,27 +18,38 @@ from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
-from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig
+from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig, has_model_index
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import Answer
-from vllm_omni.engine.graph_checks import PROMPT, check_graph
+from vllm_omni.engine.function_node import FunctionNode
+from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.metrics import METRICS
-from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.node import ServedNode, StageNode
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.request_processor import RequestProcessor
+from vllm_omni.engine.sessions import Sessions
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import start_engines
-from vllm_omni.errors import CallAborted, ConfigError, InvalidRequest, OmniError, ShuttingDown, StageFailed
-from vllm_omni.flow import GraphParser, GraphRuntime
+from vllm_omni.errors import (
+    CallAborted,
+    ConfigError,
+    InvalidRequest,
+    OmniError,
+    ShuttingDown,
+    StageFailed,
+    UnknownModel,
+)
+from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan, parse_graphs
+from vllm_omni.flow.graph.plan import Route
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.slo import Slo, slo_of
-from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, load_pipeline
+from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, find_pipeline_cls
 from vllm_omni.names import suggest
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
@@ -55,7 +66,7 @@ class Orchestrator:
 
     Attributes:
         engines: by name; the name of an instance is "thinker/PD0".
-        nodes: by stage.
+        nodes: by the name of the stage or function.
         hub: the front end's; opens media for the user, and releases what no stage has read.
 
     Raises:
@@ -66,15 +77,17 @@ class Orchestrator:
         envs.reject_unknown()
         self.config = config
         self.pipeline = _load_pipeline(config)
-        self.plan = GraphParser(self.pipeline.graph).parse()
-        check_graph(config, self.pipeline, self.plan)
+        self.plans = parse_graphs([self.pipeline.graph, *self.pipeline.further_graphs])
+        check_graph(config, self.pipeline, list(self.plans.values()))
+        self._route = cache(lambda graph, outputs: self.plans[graph].route(outputs))
         self._specs = {spec.name: spec for spec in self.pipeline.stages}
         self.pipeline.set_chunks(config.edges)
         self.pipeline.set_voices(config.voices)
         self.hub = RelayHub(RelayOptions(), prefault=False)
         self.engines: dict[str, StageEngine] = {}
-        self.nodes: dict[str, StageNode] = {}
+        self.nodes: dict[str, ServedNode] = {spec.name: FunctionNode(spec) for spec in self.pipeline.functions}
         self.gate = AdmissionGate()
+        self.sessions: Sessions | None = None  # if the pipeline has any
         self.latency_metrics = LatencyMetrics()
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
@@ -95,15 +108,21 @@ class Orchestrator:
             engines, self.nodes[stage.name] = self.make_node(stage)
             self.engines |= {engine.name: engine for engine in engines}
         options = {
-            name: make_relay_options(engine, self.plan, self.config, self._num_ranks)
+            name: make_relay_options(engine, self.plans.values(), self.config, self._num_ranks)
             for name, engine in self.engines.items()
         }
         running = start_engines(self.engines, options, self.hub)
         # Runs also when this object is collected, and at the interpreter's exit. There, finalizers run in the reverse
         # order of their creation: this one before those of vLLM's clients, which take their engines' end for a failure.
         self._finalizer = weakref.finalize(self, running.shutdown)
-        self.nodes[self.config.stages[0].name].gate = self.gate
-        self.runtime = GraphRuntime(self.plan, self.nodes)
+        for node in self.nodes.values():
+            node.gate = self.gate
+            if isinstance(node, StageNode):
+                node.whole_fields = whole_fields(node.config.name, self.plans.values())
+        self.runtime = GraphRuntime(list(self.plans.values()), self.nodes)
+        ttl_s = self.pipeline.session_ttl_s
+        if ttl_s is not None:
+            self.sessions = Sessions(ttl_s, self.runtime.end_session, self.runtime.clock)
         if self._log_stats:
             sources = self.runtime, self.engines.values(), self.nodes.values(), self.latency_metrics
             METRICS.add_graph(running.server_id, partial(collect, *sources))
@@ -172,6 +191,8 @@ class Orchestrator:
         if self._running:
             logger.warning("shutting down: %d requests are aborted", len(self._running))
         await self.runtime.aclose()
+        if self.sessions is not None:
+            self.sessions.close()
         for engine in self.engines.values():
             await engine.aclose()
 
@@ -191,13 +212,30 @@ class Orchestrator:
         for name in self.nodes if stages is None else stages:
             self.nodes[name].check_health()
 
-    def stages_of(self, outputs: Iterable[str]) -> list[str]:
-        """The stages that take part in answering with these outputs of the graph."""
-        return [self.plan.nodes[name].role for name in self.plan.route(frozenset(outputs)).nodes]
+    def stages_of(self, outputs: Iterable[str], graph: str | None = None) -> list[str]:
+        """The stages and functions that take part in answering with these outputs of the graph."""
+        route: Route = self._route(self.plan_of(graph).name, frozenset(outputs))
+        return list(dict.fromkeys(node.role for node in route.nodes.values()))
+
+    def plan_of(self, graph: str | None) -> StaticPlan:
+        """The plan of a graph; None: the pipeline's first.
+
+        Raises:
+            UnknownModel: there is no such graph.
+        """
+        plan = self.plans.get(self.pipeline.graph.name if graph is None else graph)
+        if plan is None:
+            raise UnknownModel(f"no graph {graph!r}: {suggest(str(graph), self.plans)}", param="model")
+        return plan
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def outputs_of(self, modalities: Sequence[str]) -> dict[str, str]:
+    def modalities_of(self, graph: str | None = None) -> list[str]:
+        """The modalities that a graph can answer in."""
+        outputs = self.plan_of(graph).outputs
+        return [modality for modality, output in self.pipeline.modalities.items() if output in outputs]
+
+    def outputs_of(self, modalities: Sequence[str], graph: str | None = None) -> dict[str, str]:
         """Find the graph outputs that answer the modalities: modality -> output.
 
         Where the model replies in text, the text is always included: all other modalities are made from it.
@@ -206,7 +244,9 @@ class Orchestrator:
             InvalidRequest: an unknown modality, or none.
         """
         modalities = [modalities] if isinstance(modalities, str) else modalities
-        known = {**self.pipeline.modalities, **self.pipeline.extra_outputs}
+        outputs = self.plan_of(graph).outputs
+        named = {**self.pipeline.modalities, **self.pipeline.extra_outputs}
+        known = {modality: output for modality, output in named.items() if output in outputs}
         for modality in modalities:
             if modality not in known:
                 raise InvalidRequest(f"unknown modality {modality!r}: {suggest(str(modality), known)}")
@@ -221,6 +261,7 @@ class Orchestrator:
         request_id: str,
         *,
         modalities: Sequence[str] = ("text",),
+        graph: str | None = None,
         options: Mapping[str, Any] | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -231,16 +272,17 @@ class Orchestrator:
         """Run one request; yields deltas, the last one with ``finished`` and the stages' durations.
 
         Raises:
-            InvalidRequest: the request is malformed.
+            InvalidRequest: the request is malformed, or names no graph of the pipeline.
             StageUnavailable: a stage that it needs is being restarted, or could not be.
             ShuttingDown: the server is being stopped.
             StageFailed: the request failed in a stage, or in the pipeline's own code that makes the stage's requests.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
         self.check_running()
-        outputs = self.outputs_of(modalities)
+        plan = self.plan_of(graph)
+        outputs = self.outputs_of(modalities, graph)
         slos = self._slos_of(params)
-        self.check_health(self.stages_of(outputs.values()))
+        self.check_health(self.stages_of(outputs.values(), graph))
         checked = self.pipeline.check_options(options or {})
         context = RequestContext(
             request_id, params, checked, lora_request, priority, trace_headers, engine_kwargs or {}
@@ -249,10 +291,9 @@ class Orchestrator:
             context.arrived_at = prompt["arrival_time"]  # vLLM's chat handler has rendered it before
             if deadline_s is not None and deadline_s > 0:
                 deadline_s = max(deadline_s - (time.time() - context.arrived_at), sys.float_info.min)
-        inputs = {PROMPT: StageRequest(prompt)}
-        call = self.runtime.open(request_id, inputs, set(outputs.values()), context=context, deadline_s=deadline_s)
+        call = self._open(context, prompt, plan, frozenset(outputs.values()), deadline_s)
         latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
-        answer = Answer(self.pipeline, self.plan, context, outputs, latency)
+        answer = Answer(self.pipeline, plan, context, outputs, latency)
         self._running.add(request_id)
         try:
             async for frame in call:
@@ -272,11 +313,48 @@ class Orchestrator:
             raise failed from exc
         finally:
             await call.aclose()
+            if call.session is not None and self.sessions is not None:
+                self.sessions.leave(call.session)
             for payload in context.payloads:
                 self.hub.release_payload(payload, for_all=True)
             self.gate.leave(request_id)
             self._running.discard(request_id)
             self._has_ended.set()
+
+    def _open(
+        self,
+        context: RequestContext,
+        prompt: Any,
+        plan: StaticPlan,
+        outputs: frozenset[str],
+        deadline_s: float | None,
+    ) -> GraphCall:
+        """Open the request's call, in its session.
+
+        Raises:
+            InvalidRequest: an id that is in use, or a wrong deadline.
+            OmniError: the pipeline does not fill the graph's placeholders.
+        """
+        try:
+            inputs = self.pipeline.inputs(prompt, context.options)
+            if missing := self._route(plan.name, outputs).placeholders - set(inputs):
+                raise KeyError(", ".join(sorted(missing)))
+            inputs = {name: payload for name, payload in inputs.items() if name in plan.placeholders}
+        except Exception as exc:
+            raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc
+        session = context.engine_kwargs.get("session_id") if self.sessions is not None else None
+        call = self.runtime.open(
+            context.request_id,
+            inputs,
+            outputs,
+            graph=plan.name,
+            context=context,
+            deadline_s=deadline_s,
+            session=session,
+        )
+        if session is not None and self.sessions is not None:
+            self.sessions.enter(session)
+        return call
 
     def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
         """The request's latency targets, by stage that has any.
@@ -328,9 +406,10 @@ def _load_pipeline(config: OmniConfig) -> Pipeline:
     revision, trust = args.get("revision"), bool(args.get("trust_remote_code", False))
     try:
         load_general_plugins()  # ours registers diffusers' layout with vLLM
-        config_format = DIFFUSERS if config.model_type == DIFFUSERS else "auto"
+        config_format = DIFFUSERS if has_model_index(config.model, revision=revision) else "auto"
         hf_config = get_config(config.model, trust, revision=revision, config_format=config_format)
-        return load_pipeline(config.model_type, config.model, hf_config, revision)
+        pipeline_cls = config.pipeline or find_pipeline_cls(config.model_type)
+        return pipeline_cls(config.model, hf_config, revision)
     except ConfigError:
         raise
     except (OSError, ValueError) as exc:

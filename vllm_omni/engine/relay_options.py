@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_omni import envs
 from vllm_omni.config import EdgeConfig, OmniConfig
+from vllm_omni.engine.graph_checks import edges_between
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
-from vllm_omni.flow import ENTRY, StaticPlan
+from vllm_omni.flow import StaticPlan
 from vllm_omni.relay.hub import RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
 
 
 def make_relay_options(
-    engine: StageEngine, plan: StaticPlan, config: OmniConfig, num_ranks: Callable[[str], int]
+    engine: StageEngine, plans: Iterable[StaticPlan], config: OmniConfig, num_ranks: Callable[[str], int]
 ) -> RelayOptions:
-    """Choose the transport of one engine, from the edges of the graph and the deployment.
+    """Choose the transport of one engine, from the edges of the graphs and the deployment.
 
     Args:
         num_ranks: by stage: how many processes of it read each tensor.
@@ -32,7 +33,7 @@ def make_relay_options(
         return RelayOptions(choose_backend("auto", Placement(), f"{engine.name}->user"), num_bytes)
     device = engine.vllm_config.device_config.device_type
     placement = Placement(devices=(device, device))
-    targets = _readers(engine, plan)
+    targets = {target for _, target in edges_between(plans, {engine.config.name: engine.spec.publishing_fields})}
     if targets:
         edges = [config.edge(engine.config.name, target) for target in sorted(targets)]
         edge = edges[0]
@@ -44,17 +45,6 @@ def make_relay_options(
         return RelayOptions()
     transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
     return RelayOptions(transport, num_bytes, host=envs.VLLM_OMNI_RELAY_HOST)
-
-
-def _readers(engine: StageEngine, plan: StaticPlan) -> set[str]:
-    """The stages that read rows of this one."""
-    return {
-        plan.nodes[edge.target].role
-        for edge in plan.edges
-        if ENTRY not in (edge.source, edge.target)
-        and plan.nodes[edge.source].role == engine.config.name
-        and edge.source_field in engine.spec.publishing_fields
-    }
 
 
 def _common_transport(engine: StageEngine, edges: Sequence[EdgeConfig]) -> str:

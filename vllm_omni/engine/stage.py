@@ -327,7 +327,8 @@ class StageEngine(StageNode):
         Raises:
             InvalidRequest: the prompt cannot be read, or a parameter cannot be honoured.
         """
-        if self._is_first and self.kind.renders_prompt:
+        is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
+        if self.kind.renders_prompt and (self._is_first or not is_rendered):
             request = StageRequest(await self._render(request.prompt), request.args)
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)

@@ -41,7 +41,7 @@ class AsyncOmni(StageAdmin):
         model: directory or hub name of the checkpoint.
         config: the whole deployment, as ``load_config`` returns it; instead of a model.
         stage_configs: the stages themselves, instead of those of the deployment files.
-        deploy_config, overrides, stage_overrides, epd, engine_args: see ``vllm_omni.config.load_config``.
+        pipeline, deploy_config, overrides, stage_overrides, epd, engine_args: see ``vllm_omni.config.load_config``.
         log_stats: collect vLLM's metrics of every stage, and those of the graph.
 
     Raises:
@@ -55,6 +55,7 @@ class AsyncOmni(StageAdmin):
         *,
         config: OmniConfig | None = None,
         stage_configs: Sequence[StageConfig] | None = None,
+        pipeline: type | str | None = None,
         deploy_config: str | PathLike[str] | None = None,
         overrides: Mapping[str, Any] | None = None,
         stage_overrides: Sequence[str] = (),
@@ -63,6 +64,7 @@ class AsyncOmni(StageAdmin):
         **engine_args: Any,
     ) -> None:
         changes = {
+            "pipeline": pipeline,
             "deploy_config": deploy_config,
             "overrides": overrides,
             "stage_overrides": stage_overrides,
@@ -95,6 +97,7 @@ class AsyncOmni(StageAdmin):
         request_id: str | None = None,
         *,
         modalities: Sequence[str] | None = None,
+        graph: str | None = None,
         speaker: str | None = None,
         deadline_s: float | None = None,
         lora_request: Any = None,
@@ -114,6 +117,7 @@ class AsyncOmni(StageAdmin):
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
                 For a diffusion pipeline ``DiffusionParams``, or their fields by name.
             modalities: modalities of the output: "text", "audio"; and "codec_ids" for the codes. All by default.
+            graph: the name of one of the pipeline's graphs; its first by default.
             speaker: a voice of the checkpoint.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
             stage_params: stage -> fields that win over ``sampling_params``; checked by ``params.check_overrides``.
@@ -133,7 +137,8 @@ class AsyncOmni(StageAdmin):
             prompt,
             params,
             request_id or uuid4().hex,
-            modalities=tuple(self.orchestrator.pipeline.modalities) if modalities is None else modalities,
+            modalities=self.orchestrator.modalities_of(graph) if modalities is None else modalities,
+            graph=graph,
             options=_speaker_option(speaker),
             lora_request=lora_request,
             priority=priority,

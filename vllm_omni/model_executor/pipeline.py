@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
@@ -15,10 +15,11 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config import EdgeConfig, added_pipelines
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import ConfigError
-from vllm_omni.flow import Graph
+from vllm_omni.flow import Activation, Chunk, Graph, Yield
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import StageTimes, Task, TaskNotes
+from vllm_omni.model_executor.frames import Framing
 from vllm_omni.names import suggest
 
 PIPELINES = {
@@ -26,6 +27,10 @@ PIPELINES = {
     "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",
 }
+
+Outputs: TypeAlias = AsyncIterator[OmniRequestOutput]
+Combine: TypeAlias = Callable[[Activation], AsyncIterator[Chunk]]
+Route: TypeAlias = Callable[[Outputs, Activation], AsyncIterator[Yield]]
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,29 @@ class StageSpec:
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
     check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
+    combine: Mapping[str, Combine] = field(default_factory=dict)
+    """Interface -> an async generator that makes the stage's requests of the fields of a join, ``activation.inputs``:
+    chunks whose payloads are ``StageRequest``. Without one an interface reads one field, whose chunks are requests."""
+    frames: Mapping[str, Callable[[], Framing]] = field(default_factory=dict)
+    """Streamed field -> how it is cut, for readers that run once for each frame (``frames.py``)."""
+    route: Mapping[str, Route] = field(default_factory=dict)
+    """Interface -> an async generator that sends each output to the fields that it belongs to (``routes.py``). A field
+    that gets none is not reached. Without one each field that the call needs gets every output."""
 
     @property
     def has_own_vocabulary(self) -> bool:
         """Whether its tokens are not those of the checkpoint's tokenizer, but for instance codes of a codec."""
         return bool(self.engine_args.get("skip_tokenizer_init"))
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A node of the graph without an engine: it parses, routes, calls a tool or combines."""
+
+    name: str  # the role's name in the graph
+    forward: Callable[[Activation], AsyncIterator[Yield]]
+    """An async generator of emissions, see ``flow.Node``. It runs on the front end's event loop, so it must not compute
+    for long. ``activation.context`` is the ``RequestContext``."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,11 @@ class Pipeline(ABC):
     """One model family on one checkpoint."""
 
     graph: Graph
+    # Others over the same stages and functions; a request names one of them as its model. Those of its outputs count
+    # that ``modalities`` and ``extra_outputs`` name.
+    further_graphs: Sequence[Graph] = ()
     stages: Sequence[StageSpec]
+    functions: Sequence[FunctionSpec] = ()
     modalities: Mapping[str, str]  # modality of a request -> output of the graph
     extra_outputs: Mapping[str, str] = {}  # likewise, only by name: intermediate results (codec ids)
     sample_rate: int = 0  # of the audio output, Hz; 0: each output carries its own
@@ -106,7 +133,12 @@ class Pipeline(ABC):
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default
     voices: Mapping[str, str] = {}  # the deployment's further names of them
+    # Requests that name a session (``session_id``) run one after the other and share the graph's ``GlobalParameters``,
+    # until it has been idle for so long. None: sessions order nothing and share nothing.
+    session_ttl_s: float | None = None
     speech_stage: str | None = None  # generates the speech tokens; None: no text to speech
+    # Where the pipeline is given as a class: its stages, with the keys of a deployment file.
+    deployment: Mapping[str, Any] = {}
 
     @abstractmethod
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None: ...
@@ -118,6 +150,14 @@ class Pipeline(ABC):
         Raises:
             InvalidRequest: an unknown option or value, with the nearest valid one.
         """
+
+    def inputs(self, prompt: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fill the graph's placeholders for a request; override it where there are others than ``prompt``.
+
+        Args:
+            options: those that ``validate`` has returned, which has rejected what the client got wrong.
+        """
+        return {"prompt": StageRequest(prompt)}
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """``validate``, where a voice may have a name of the deployment's."""
@@ -171,19 +211,18 @@ class Pipeline(ABC):
         raise KeyError(name)
 
 
-def load_pipeline(model_type: str, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> Pipeline:
-    """Load the family's pipeline, from this package or another (``config.added_pipelines``).
+def find_pipeline_cls(model_type: str) -> type[Pipeline]:
+    """The pipeline of a model family, from this package or another (``config.added_pipelines``).
 
     Raises:
         ConfigError: no pipeline for this model type.
     """
     if (added := added_pipelines().get(model_type)) is not None:
-        pipeline_cls = added.load()
+        pipeline_cls: type[Pipeline] = added.load()
     elif model_type in PIPELINES:
         module, _, name = PIPELINES[model_type].partition(":")
         pipeline_cls = getattr(import_module(module), name)
     else:
         known = sorted(PIPELINES.keys() | added_pipelines().keys())
         raise ConfigError(f"no pipeline for model type {model_type!r}; known: {', '.join(known)}")
-    pipeline: Pipeline = pipeline_cls(model, hf_config, revision)
-    return pipeline
+    return pipeline_cls

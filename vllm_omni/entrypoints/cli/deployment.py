@@ -94,6 +94,7 @@ class Deployment(NamedTuple):
         """Load the deployment; the command line wins over these ``engine_args``. Raises ``ConfigError``."""
         return load_config(
             self.args.model,
+            pipeline=self.args.pipeline,
             deploy_config=self.args.deploy_config,
             overrides=self.args.stage_overrides,
             stage_overrides=self.args.stage,
@@ -160,6 +161,11 @@ def _make_parsers(
 
 def _add_deployment_group(parser: DeploymentParser) -> None:
     group = parser.add_argument_group("Omni", "Deployment of the stages of an any-to-any model.")
+    group.add_argument(
+        "--pipeline",
+        metavar="FILE.py:CLASS",
+        help="A pipeline of your own, instead of the one for the model's type; or MODULE:CLASS.",
+    )
     group.add_argument(
         "--deploy-config",
         metavar="FILE",

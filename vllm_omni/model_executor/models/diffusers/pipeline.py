@@ -22,22 +22,26 @@ class DiffusersPipeline(Pipeline):
         modality = modality_of(self.class_name)
         self.modalities = {modality: modality}
         self.graph = build_graph(modality)
-        self.stages = (
-            StageSpec(
-                "diffusion",
-                architecture=ARCHITECTURE,
-                output_type=modality,
-                engine_args={
-                    "config_format": DIFFUSERS,
-                    "skip_tokenizer_init": True,
-                    "async_scheduling": False,
-                    "tensor_parallel_size": 1,
-                    "pipeline_parallel_size": 1,
-                },
-            ),
-        )
+        self.stages = (diffusers_stage("diffusion", modality),)
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name in options:
             raise InvalidRequest(f"unknown option {name!r}: {self.class_name} has none")
         return {}
+
+
+def diffusers_stage(name: str, modality: str, **settings: Any) -> StageSpec:
+    """A stage that runs a pipeline of diffusers; its ``model`` in the deployment is a checkpoint in diffusers' layout.
+
+    Args:
+        modality: of its output: "image", "video" or "audio".
+        settings: further fields of ``StageSpec``.
+    """
+    engine_args = {
+        "config_format": DIFFUSERS,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+    }
+    return StageSpec(name, architecture=ARCHITECTURE, output_type=modality, engine_args=engine_args, **settings)

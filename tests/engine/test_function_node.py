@@ -1,0 +1,77 @@
+"""A function of the pipeline as a node."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.function_node import FunctionNode
+from vllm_omni.errors import DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.flow import Activation, Emission, Field, Graph, GraphParser, GraphRuntime, Role, interface
+from vllm_omni.model_executor.pipeline import FunctionSpec, RequestContext
+
+
+class Tool(Role):
+    use = interface([["call"]], {"result": Field("text")})
+
+
+async def run(node: FunctionNode, deadline_s: float | None = None) -> tuple[list[Any], RequestContext]:
+    graph = Graph("g")
+    graph.output(result=graph.role(Tool, "tool").use(call=graph.placeholder("call")).result)
+    context = RequestContext("request", {}, {})
+    runtime = GraphRuntime(GraphParser(graph).parse(), {"tool": node})
+    call = runtime.open("request", {"call": "abc"}, ["result"], context=context, deadline_s=deadline_s)
+    return [frame.payload async for frame in call], context
+
+
+async def shout(activation: Activation) -> AsyncIterator[Emission]:
+    async for chunk in activation.inputs["call"]:
+        yield Emission("result", chunk.payload.upper())
+
+
+async def test_it_emits_and_its_time_is_noted() -> None:
+    payloads, context = await run(FunctionNode(FunctionSpec("tool", shout)))
+    assert payloads == ["ABC"]
+    assert context.stage_durations.keys() == {"tool"}
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("bad"), KeyError("bad")], ids=repr)
+async def test_its_error_is_its_own_and_never_the_clients(error: Exception) -> None:
+    async def fail(activation: Activation) -> AsyncIterator[Emission]:
+        raise error
+        yield Emission("result", "")
+
+    node = FunctionNode(FunctionSpec("tool", fail))
+    with pytest.raises(StageFailed, match=r"stage 'tool': the pipeline's function failed: .*bad"):
+        await run(node)
+    assert node.num_failed == 1
+
+
+async def test_a_deadline_cancels_it_and_its_clean_up_runs() -> None:
+    has_cleaned_up = False
+
+    async def wait(activation: Activation) -> AsyncIterator[Emission]:
+        nonlocal has_cleaned_up
+        try:
+            await asyncio.Event().wait()
+            yield Emission("result", "")
+        finally:
+            has_cleaned_up = True
+
+    with pytest.raises(DeadlineExceeded, match=r"tool.use"):
+        await run(FunctionNode(FunctionSpec("tool", wait)), deadline_s=0.01)
+    assert has_cleaned_up
+
+
+async def test_a_pause_holds_it_back() -> None:
+    node = FunctionNode(FunctionSpec("tool", shout))
+    node.gate = AdmissionGate()
+    node.gate.close()
+    running = asyncio.ensure_future(run(node))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not running.done()
+    node.gate.open()
+    assert (await running)[0] == ["ABC"]
