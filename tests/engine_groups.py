@@ -16,6 +16,7 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 | images | Qwen-Image, Stable Audio, image to video, edits of images | 1, 2, 1, 1 |
 | language | LLaVA in the test's process, once for each kind of budgets; one in a process of its own | 1 |
 | migration | LLaVA that prefills, and one that encodes, each beside a LLaVA in the test's process | 1; 1 |
+| graphs | two LLaVAs and Stable Diffusion 3 in one pipeline | 3 |
 | image server | ``vllm serve`` with Qwen-Image | 2 |
 | commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 1 |
 
@@ -50,6 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "language": ("tests/e2e/test_epd.py", "tests/e2e/test_latency.py"),
     "migration": ("tests/e2e/test_kv_migration.py", "tests/e2e/test_ec_migration.py"),
+    "graphs": ("tests/e2e/graphs/test_graphs.py",),
     "image server": ("tests/e2e/test_images.py",),
     "commands": ("tests/entrypoints/cli/test_generate.py", "tests/entrypoints/cli/test_generate_media.py"),
 }

@@ -54,9 +54,7 @@ def deployment_of(pipeline: type[Any]) -> Document:
 
 
 def _checked(found: object, given: str) -> type[Any]:
-    from vllm_omni.model_executor.pipeline import Pipeline
-
-    if not (isclass(found) and issubclass(found, Pipeline)):
+    if not (isclass(found) and hasattr(found, "deployment") and hasattr(found, "check_options")):  # of Pipeline
         raise ConfigError(f"pipeline {given!r}: {_HOW}; this is {found!r}")
     return found
 

@@ -312,14 +312,18 @@ class Orchestrator:
             logger.exception("request %s failed", request_id)
             raise failed from exc
         finally:
-            await call.aclose()
-            if call.session is not None and self.sessions is not None:
-                self.sessions.leave(call.session)
-            for payload in context.payloads:
-                self.hub.release_payload(payload, for_all=True)
-            self.gate.leave(request_id)
-            self._running.discard(request_id)
-            self._has_ended.set()
+            await self._end(call, context)
+
+    async def _end(self, call: GraphCall, context: RequestContext) -> None:
+        """Release what a request holds, whether it has ended or is left early."""
+        await call.aclose()
+        if call.session is not None and self.sessions is not None:
+            self.sessions.leave(call.session)
+        for payload in context.payloads:
+            self.hub.release_payload(payload, for_all=True)
+        self.gate.leave(context.request_id)
+        self._running.discard(context.request_id)
+        self._has_ended.set()
 
     def _open(
         self,
