@@ -179,18 +179,34 @@ def test_a_loop_of_stages_is_served() -> None:
     check(loop)
 
 
+def constant(graph: Graph, field: str = "rows") -> None:
+    class Reviser(Role):
+        generate = interface([["prompt"], ["draft", "source"]], {"text": TEXT, "codes": CODES})
+
+    thinker = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt"))
+    reviser = graph.role(Reviser, "talker")
+    reply = reviser.generate(prompt=thinker.text.via(convert))
+    reviser.generate(draft=reply.text.via(convert), source=getattr(thinker, field).via(convert))
+    graph.output(text=reply.text, codes=reply.codes)
+
+
+def test_a_loop_of_stages_reads_constants() -> None:
+    check(lambda graph: constant(graph, "text"), specs={"talker": {"combine": {"generate": combine}}})
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (constant, r"edge thinker.generate.rows -> talker.generate.source enters a loop, .* tensors of 'rows' can be"),
         (with_call, r"graph 'speech' has graph calls \(speak\), which a server does not support"),
         (lambda graph: chain(graph, Spread), r"node 'talker.generate': scheduling BROADCAST: .* SESSION alone"),
         (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: .* override Pipeline.inputs"),
     ],
-    ids=["graph call", "scheduling", "placeholder"],
+    ids=["constant", "graph call", "scheduling", "placeholder"],
 )
 def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        check(build)
+        check(build, specs={"talker": {"combine": {"generate": combine}}})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,15 @@ TEXT = "text"
 NEVER = 10**6  # frames that a count node waits for until their number is known
 MAX_RUNS = 40  # activations of a case
 MAX_FRAMES = 400  # that they read
+LOOPS = (  # groups of the header, those of their fields that are fed from outside, fields that lead back
+    ([["x"]], [["x"]], ("x",)),
+    ([["x"], ["b"]], [["x"]], ("b",)),
+    ([["x", "y"]], [["x", "y"]], ("x", "y")),
+    ([["x", "y"]], [["x", "y"]], ("x",)),
+    ([["x"], ["y"], ["b"]], [["x"], ["y"]], ("b",)),
+    ([["x", "y"], ["b", "c"]], [["x", "y"]], ("b", "c")),
+    ([["x"], ["b", "c"]], [["x"], ["c"]], ("b",)),
+)
 NUM_YIELDS = (1, 1, 1, 2, 2, 2, 3, 0)  # the last one of a sparse behaviour only
 
 
@@ -325,7 +334,7 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
     """A random graph that is right by construction, small enough to run in milliseconds.
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
-    (forks: one for each yield; iterations).
+    (forks: one for each yield; iterations; constants: of nodes that read some).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
@@ -367,6 +376,7 @@ class _Builder:
         self.seed = rng.randrange(1 << 30)
         self.sparseness = rng.choice((0.0, 0.1, 0.5))
         self.forking = rng.choice((0.2, 0.6, 0.9))  # how many inputs are declared whole
+        self.entering = rng.choice((0, 0.1, 0.4))  # how many inputs enter a loop elsewhere than at its header
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -424,6 +434,8 @@ class _Builder:
             raise reference.TooLarge
         self.features["forks"] += sum(run.index is not None for run in runs)
         self.features["iterations"] += sum(run.num_iterations > 0 for run in runs)
+        groups = [group for some in reference.Topology(self.graph).groups.values() for group in some if group.header]
+        self.features["constants"] += sum(run.node == group.node for run in runs for group in groups)
 
     # ---- below: one node ----
 
@@ -444,15 +456,7 @@ class _Builder:
         elif kind == "count":
             groups, counts, numbers = self.make_count(name)
         elif kind == "loop":
-            groups, back = self.rng.choice(
-                (
-                    ([["x"]], ("x",)),
-                    ([["x"], ["b"]], ("b",)),
-                    ([["x", "y"]], ("x", "y")),
-                    ([["x"], ["y"], ["b"]], ("b",)),
-                    ([["x", "y"], ["b", "c"]], ("b", "c")),
-                )
-            )
+            groups, forward, back = self.rng.choice(LOOPS)
         else:
             groups = [["x"]] if kind == "single" else self.rng.choice(([["x", "y"]], [["x", "y"]], [["x", "y", "z"]]))
             if kind == "slots":
@@ -460,10 +464,7 @@ class _Builder:
                 slots = {"x": self.rng.choice((2, 2, 3))}
         declared = self.declare(groups, counts, kind)
         role = self.graph.role(type("R", (Role,), {"run": declared}), name)
-        forward = [group for group in groups if kind != "loop" or group == ["x"] or not set(group) <= set(back)]
-        if kind == "loop" and back in (("x",), ("x", "y")):
-            forward = groups
-        made = self.connect(role, forward, slots, numbers)
+        made = self.connect(role, forward if kind == "loop" else groups, slots, numbers)
         behaviour = self.behaviours[f"{name}.run"] = Behaviour(
             self.seed,
             name,
@@ -549,7 +550,7 @@ class _Builder:
 
     def pick(self, relative: _Source | None = None) -> _Source:
         """A source of an edge; near another one, for such joins are difficult."""
-        sources = self.sources if self.loop is None else self.loop.sources
+        sources = self.sources if self.loop is None or self.chance(self.entering) else self.loop.sources
         if relative is not None and self.chance(0.7):
             family = {relative.role, *self.parents.get(relative.role, ())} - {""}
             near = [one for one in sources if one.role in family or family & self.parents.get(one.role, set())]

@@ -8,7 +8,7 @@ what has not run there is nothing to collect). Knows the DSL only, nothing of th
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_omni.flow.graph.dsl import FieldRef, Graph, Interface
@@ -59,6 +59,8 @@ class Edge:
     source_field: str
     field: str
     can_be_each: bool  # from a streamed output into an input declared whole
+    is_constant: bool = False  # enters a loop elsewhere than at its header
+    first_only: bool = False  # a constant that only the first iteration reads
 
 
 @dataclass(eq=False)
@@ -69,10 +71,20 @@ class Group:
     edges: list[Edge]
     is_back: bool
     is_alone: bool  # neither first_wins nor activate_by_count ties it to the others
+    header: str = ""  # of the loop in whose every iteration the constant edges are read
+
+    @property
+    def paths(self) -> list[Edge]:
+        return [edge for edge in self.edges if not edge.is_constant]
+
+    @property
+    def sources(self) -> set[str]:
+        """As if the header passed all constants on."""
+        return {edge.source for edge in self.paths} | ({self.header} if self.header else set())
 
     @property
     def is_direct(self) -> bool:
-        return len(self.edges) == 1 and not self.is_back and self.is_alone
+        return len(self.edges) == 1 and not self.header and not self.is_back and self.is_alone
 
 
 @dataclass(eq=False)
@@ -132,21 +144,23 @@ class Topology:
         self.loops: dict[str, set[str]] = {}  # header -> all nodes of the loop
         for name in fed:
             loop = {other for other in below[name] if name in below[other]}
-            if loop and (any(edge.source not in loop for edge in edges[name])):
-                assert loop not in self.loops.values(), f"two headers: {loop}"
+            if loop not in self.loops.values() and self._can_start(name, edges[name], loop):
                 self.loops[name] = loop
 
         self.groups: dict[str, list[Group]] = {name: list(self._groups(name, edges[name])) for name in edges}
-        self.forward: dict[str, list[Edge]] = {
-            name: [edge for group in groups if not group.is_back for edge in group.edges]
+        forward_fed = {
+            name: {source for group in groups if not group.is_back for source in group.sources}
             for name, groups in self.groups.items()
         }
-        forward_fed = {name: {edge.source for edge in some} for name, some in self.forward.items()}
-        for name in self.forward:
+        for name in forward_fed:
             if self.interfaces[name].activate_by_count:
                 forward_fed[name].add(ENTRY)  # it gathers from everywhere, and stands below the entry
         self._feeds = _inverted(forward_fed)
-        self.order = list(_in_order(forward_fed))
+        constants = defaultdict[str, set[str]](set)  # header -> what the loop reads as constants
+        for groups in self.groups.values():
+            for group in groups:
+                constants[group.header] |= {edge.source for edge in group.edges if edge.is_constant}
+        self.order = list(_in_order({name: some | constants[name] for name, some in forward_fed.items()}))
         reached = {gone: _flood(ENTRY, self._feeds, without=gone) for gone in self.order}
         self._dominators = {
             name: {ENTRY, name, *(gone for gone in self.order if name not in reached[gone])} for name in self.order
@@ -161,16 +175,30 @@ class Topology:
                         self.each_fields[edge.source].add((edge.source_field, name))
         self.below = below
 
+    def _can_start(self, name: str, edges: list[Edge], loop: set[str]) -> bool:
+        outside = {edge.field for edge in edges if edge.source not in loop}
+        return bool(loop) and any(outside.issuperset(fields) for fields in self.interfaces[name].inputs_or)
+
     def _groups(self, name: str, edges: list[Edge]) -> Iterator[Group]:
         declared = self.interfaces[name]
-        loop = self.loops.get(name, set())
         is_alone = not declared.first_wins and not declared.activate_by_count
+        around = next((header for header, loop in self.loops.items() if name in loop), "")
+        loop = self.loops.get(around, set())
         for index, fields in enumerate(declared.inputs_or):
-            for is_back in (False, True):
-                own = [edge for edge in edges if edge.field in fields and (edge.source in loop) == is_back]
-                if own:
-                    assert {edge.field for edge in own} == set(fields), f"{name}: group {fields} is connected in part"
-                    yield Group(name, index, fields, own, is_back, is_alone)
+            own = [edge for edge in edges if edge.field in fields]
+            if {edge.field for edge in own} != set(fields):
+                continue
+            outside = [edge for edge in own if edge.source not in loop]
+            if around != name:
+                yield _group(name, index, fields, own, outside if loop else [], around, False, is_alone)
+                continue
+            back = [edge for edge in own if edge.source in loop]
+            if {edge.field for edge in outside} == set(fields):
+                yield Group(name, index, fields, outside, False, is_alone)
+            if back:
+                rest = [edge for edge in outside if edge.field not in {one.field for one in back}]
+                own = [edge for edge in own if edge in back or edge in rest]
+                yield _group(name, index, fields, own, rest, name, True, is_alone)
 
     def forward_groups(self, name: str) -> list[Group]:
         return [group for group in self.groups[name] if not group.is_back]
@@ -183,22 +211,36 @@ class Topology:
         """The nearest common dominator of all sources."""
         if groups[0].is_back:
             return groups[0].node
-        common = set.intersection(*(self._dominators[edge.source] for group in groups for edge in group.edges))
+        return self.nearest({source for group in groups for source in group.sources})
+
+    def nearest(self, nodes: Collection[str]) -> str:
+        """The nearest node that dominates all of these."""
+        common = set.intersection(*(self._dominators[name] for name in nodes))
         return max(common, key=lambda name: len(self._dominators[name]))  # dominators are a chain
 
     def forks(self, groups: list[Group]) -> bool:
         """Whether all paths from the root to these groups start with a per-frame edge."""
         root = self.root(groups)
-        if root == ENTRY or groups[0].is_back:
+        if groups[0].is_back or any(group.header == root for group in groups):
             return False
-        sources = {edge.source for group in groups for edge in group.edges}
-        direct = [edge for group in groups for edge in group.edges if edge.source == root]
-        if not all(edge.can_be_each for edge in direct):
+        direct = [edge for group in groups for edge in group.paths if edge.source == root]
+        return self._all_each(root, direct, {source for group in groups for source in group.sources})
+
+    def constant_root(self, edge: Edge, group: Group) -> tuple[str, bool]:
+        """The nearest node above the loop and the source of a constant, and whether all paths start per frame."""
+        ends = {edge.source, group.header}
+        root = self.nearest(ends)
+        return root, self._all_each(root, [edge] if edge.source == root else [], ends)
+
+    def _all_each(self, root: str, direct: list[Edge], ends: set[str]) -> bool:
+        if root == ENTRY or not all(edge.can_be_each for edge in direct):
             return False
         for name in self._feeds.get(root, ()):
-            if self._below[name] & sources:
+            if self._below[name] & ends:
                 for group in self.forward_groups(name):
-                    if not all(self.is_each(edge, group) for edge in group.edges if edge.source == root):
+                    if group.header == root or not all(
+                        self.is_each(edge, group) for edge in group.paths if edge.source == root
+                    ):
                         return False
         return True
 
@@ -208,7 +250,11 @@ class Topology:
         return self._each[edge]
 
     def _is_each(self, edge: Edge, group: Group) -> bool:
-        if not edge.can_be_each or edge.source == ENTRY or group.is_back:
+        if not edge.can_be_each or edge.source == ENTRY:
+            return False
+        if edge.is_constant:
+            return self.constant_root(edge, group) == (edge.source, True)
+        if group.is_back:
             return False
         if self.interfaces[group.node].activate_by_count:
             return False
@@ -334,10 +380,19 @@ class _Interpreter:
     def collect(self, group: Group, base: Run, index: int | None) -> Inputs:
         inputs: Inputs = {name: [] for name in group.fields}
         for edge in group.edges:
-            for run, payloads in self.pieces(edge, group, base, index):
-                assert run.path[: len(base.path)] == base.path
+            if edge.first_only and base.num_iterations:
+                continue
+            under, number = self.constant_base(edge, group, base) if edge.is_constant else (base, index)
+            for run, payloads in self.pieces(edge, group, under, number):
+                assert run.path[: len(under.path)] == under.path
                 inputs[edge.field].extend(payloads)
         return inputs
+
+    def constant_base(self, edge: Edge, group: Group, base: Run) -> tuple[Run, int | None]:
+        root, forks = self.topology.constant_root(edge, group)
+        above = base.above(root)
+        assert above is not None
+        return above if forks else (above[0], None)
 
     def pieces(self, edge: Edge, group: Group, base: Run, index: int | None) -> Iterator[tuple[Run, list[Any]]]:
         """The frames below a base on one edge, in the order of paths."""
@@ -457,6 +512,24 @@ def _edge(declared: Interface, name: str, source: FieldRef) -> Edge:
     spec = declared.inputs.get(name)
     streams = source.spec is not None and source.spec.streamed
     return Edge(source.node, source.field, name, streams and spec is not None and not spec.streamed)
+
+
+def _group(
+    name: str,
+    index: int,
+    fields: tuple[str, ...],
+    edges: list[Edge],
+    constants: list[Edge],
+    header: str,
+    is_back: bool,
+    is_alone: bool,
+) -> Group:
+    fed = {edge.field for edge in edges if edge not in constants}  # by the loop itself
+    marked = [
+        replace(edge, is_constant=edge in constants, first_only=edge in constants and (not fed or edge.field in fed))
+        for edge in edges
+    ]
+    return Group(name, index, fields, marked, is_back, is_alone, header if constants else "")
 
 
 def _path_below(base: Run, index: int | None) -> Path:

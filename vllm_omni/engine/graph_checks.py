@@ -35,7 +35,7 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         _check_placeholders(plan, pipeline)
         for node in plan.nodes.values():
             _check_node(node, specs.get(node.role))
-        for each in plan.edges:
+        for each in filter(lambda edge: edge.is_declared, plan.edges):
             _check_plan_edge(each, plan, specs)
     _check_first(plans[0], config.stages[0].name, specs)
     edges = edges_between(plans)
@@ -63,6 +63,7 @@ def edges_between(plans: Iterable[StaticPlan], fields: Mapping[str, frozenset[st
         for plan in plans
         for edge in plan.edges
         if ENTRY not in (edge.source, edge.target)
+        and edge.is_declared
         and (source := plan.nodes[edge.source].role)
         and (fields is None or edge.source_field in fields.get(source, ()))
     }
@@ -131,9 +132,10 @@ def _check_node(node: NodePlan, spec: StageSpec | None) -> None:
             "stage may have several instances, balanced by epd.policy"
         )
     for group in node.groups:
-        if len(group.slots) > 1 and spec is not None and node.interface not in spec.combine:
+        fields = [node.slots[slot].target_field for slot in group.all_slots if node.slots[slot].is_declared]
+        if len(set(fields)) > 1 and spec is not None and node.interface not in spec.combine:
             raise GraphError(
-                f"node {node.name!r} joins {' and '.join(group.slots)}: give `combine` of its StageSpec a function for "
+                f"node {node.name!r} joins {' and '.join(fields)}: give `combine` of its StageSpec a function for "
                 f"{node.interface!r}, which makes the stage's requests of these fields"
             )
 
@@ -145,6 +147,11 @@ def _check_plan_edge(edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec
     source, target = specs.get(plan.nodes[edge.source].role), specs.get(node.role)
     if source is None:
         return
+    if edge.is_constant and edge.source_field in source.publishing_fields:
+        raise PlanError(
+            f"edge {edge} enters a loop, whose every iteration would read it, and the tensors of "
+            f"{edge.source_field!r} can be read once: let the stages of the loop pass on what they need of it"
+        )
     if edge.per_frame and edge.source_field not in source.frames:
         raise GraphError(
             f"edge {edge}: its reader runs once for each frame, and what an engine puts into one output depends on "

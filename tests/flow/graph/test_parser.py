@@ -200,17 +200,43 @@ def test_loop_that_nothing_starts_is_rejected():
         parse(graph)
 
 
-def test_loop_that_is_entered_at_two_nodes_is_rejected():
+def test_loop_that_nothing_outside_completes_is_rejected():
+    graph, x, one, two = make_echo("one", "two")
+    pair = graph.role(Pair, "pair")
+    pair.run(left=x, right=one.run(x=two.run(x=pair.run().y).y).y)
+    graph.output(y=pair.run().y)
+    with pytest.raises(
+        GraphError, match=r"can never start: from outside it only gets 'left' of 'pair.run' by entry.x, which completes"
+    ):
+        parse(graph)
+
+
+def test_loop_starts_at_the_first_of_the_nodes_that_can_start_it():
     graph, x, llm, tool = make_echo("llm", "tool")
     first = llm.run(x=x)
     result = tool.run(x=first.y)
     tool.run(x=x)
     llm.run(x=result.y)
     graph.output(y=first.z)
-    with pytest.raises(
-        PlanError, match=r"entered at 2 nodes \('x' of 'llm.run' by entry.x, 'x' of 'tool.run' by entry.x"
-    ):
-        parse(graph)
+    plan = parse(graph)
+    assert plan.nodes["llm.run"].loops == plan.nodes["tool.run"].loops_around == (0,)
+    assert [str(edge) for edge in plan.nodes["tool.run"].slots if edge.is_constant] == ["entry.x -> tool.run.x"]
+    assert any("starts at 'llm.run', which is called first; what feeds 'tool.run'" in each for each in plan.findings)
+
+
+def test_roots_of_a_constant_are_those_of_the_loop_and_its_source():
+    graph, x, llm = make_echo("llm")
+    fork = graph.role(Fork, "fork").run(x=x)
+    start = graph.role(Each, "start")
+    first = start.run(x=fork.y)
+    pair = graph.role(EachPair, "pair").run(left=first.y, right=fork.z)
+    start.run(x=llm.run(x=pair.y).y)
+    graph.output(y=pair.y)
+    plan = parse(graph)
+    (edge,) = [edge for edge in plan.edges if edge.is_constant]
+    assert (edge.source_field, edge.root, edge.root_per_frame, edge.per_frame) == ("z", "fork.run", True, True)
+    (group,) = plan.nodes["pair.run"].groups
+    assert (group.root, group.root_per_frame) == ("start.run", False)
 
 
 def test_loop_within_a_loop_is_rejected():
@@ -221,12 +247,13 @@ def test_loop_within_a_loop_is_rejected():
     outer.run(x=second.z)
     graph.output(y=first.z)
     with pytest.raises(
-        PlanError, match=r"a loop within the loop of inner.run, tool.run.*inner loop inside of one node"
+        PlanError,
+        match=r"a loop within the loop of 'inner.run', 'outer.run', 'tool.run'.*inner loop inside of one node",
     ):
         parse(graph)
 
 
-def test_join_whose_iteration_lacks_a_field_is_rejected():
+def test_field_of_the_header_that_no_iteration_passes_on_is_a_constant():
     class Chat(Role):
         run = interface(inputs_or=[["question", "image"]], outputs={"y": Field("text"), "z": Field("text")})
 
@@ -235,11 +262,10 @@ def test_join_whose_iteration_lacks_a_field_is_rejected():
     first = chat.run(question=x, image=x)
     chat.run(question=tool.run(x=first.y).y)
     graph.output(y=first.z)
-    with pytest.raises(
-        GraphError,
-        match=r"'chat.run': the join \['question', 'image'\] can never complete: 'image' only comes from outside",
-    ):
-        parse(graph)
+    node = parse(graph).nodes["chat.run"]
+    start, again = node.groups
+    assert (len(start.constants), start.loop, again.loop) == (0, None, 0)
+    assert [str(node.slots[slot]) for slot in again.constants] == ["entry.x -> chat.run.image"]
 
 
 def test_count_that_can_never_be_reached_is_rejected():

@@ -8,7 +8,7 @@ from vllm_omni.errors import GraphError, PlanError
 from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.draft import GraphDraft, GroupDraft, NodeDraft
 from vllm_omni.flow.graph.plan import Edge, StaticPlan
-from vllm_omni.flow.graph.topology import Cycle
+from vllm_omni.flow.graph.topology import Loop
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.names import suggest
 
@@ -59,28 +59,38 @@ def _check_connected(draft: GraphDraft, name: str, node: NodeDraft) -> None:
             )
 
 
-def check_cycle(draft: GraphDraft, cycle: Cycle) -> None:
-    """A loop is entered at one node, and has an exit."""
-    loop = " -> ".join([*sorted(cycle.nodes), min(cycle.nodes)])
-    if not cycle.headers:
-        raise GraphError(f"nothing outside of the loop {loop} feeds it, so it can never start; connect a placeholder")
-    if len(cycle.headers) > 1:
-        entries = ", ".join(
-            f"{field!r} of {name!r} by {ref}"
-            for name in cycle.headers
-            for field, ref in draft.nodes[name].sources
-            if ref.node not in cycle.nodes
-        )
+def check_loop(draft: GraphDraft, loop: Loop) -> None:
+    """A loop can start, and has an exit."""
+    where = " -> ".join([*sorted(loop.nodes), min(loop.nodes)])
+    if loop.outer is not None:
         raise PlanError(
-            f"the loop {loop} is entered at {len(cycle.headers)} nodes ({entries}), but only the loop feeds its "
-            "iterations; let one node of the loop take all inputs from outside and pass them on"
+            f"graph {draft.name!r}: there is a loop within the loop of {quoted(sorted(loop.outer.nodes))}, which is "
+            "not supported; run the inner loop inside of one node, or unroll it with a second role"
         )
-    readers = [ref.node for name, node in draft.nodes.items() if name not in cycle.nodes for _, ref in node.sources]
-    if cycle.nodes.isdisjoint([*readers, *(ref.node for ref in draft.declarations.outputs.values())]):
+    if loop.header is None:
+        raise GraphError(_no_start(draft, loop, where))
+    readers = [ref.node for name, node in draft.nodes.items() if name not in loop.nodes for _, ref in node.sources]
+    if loop.nodes.isdisjoint([*readers, *(ref.node for ref in draft.declarations.outputs.values())]):
         raise GraphError(
-            f"the loop {loop} has no exit: nothing outside of it reads one of its fields; add "
-            f"graph.output(...) with a field of {cycle.headers[0]!r}, or feed a node behind the loop"
+            f"the loop {where} has no exit: nothing outside of it reads one of its fields; add "
+            f"graph.output(...) with a field of {loop.header!r}, or feed a node behind the loop"
         )
+
+
+def _no_start(draft: GraphDraft, loop: Loop, where: str) -> str:
+    fed = [
+        f"{field!r} of {name!r} by {ref}"
+        for name, node in draft.nodes.items()
+        if name in loop.nodes
+        for field, ref in node.sources
+        if ref.node not in loop.nodes
+    ]
+    if not fed:
+        return f"nothing outside of the loop {where} feeds it, so it can never start; connect a placeholder"
+    return (
+        f"the loop {where} can never start: from outside it only gets {', '.join(fed)}, which completes no group of "
+        "inputs; feed all fields of one of its nodes from outside, or declare a group that starts it"
+    )
 
 
 def check_joins(draft: GraphDraft) -> None:
@@ -102,9 +112,15 @@ def _check_group(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraf
     if source is None:
         (edge,) = group.edges
         source, per_frame = edge.source, edge.per_frame
-    base = forks[source] | ({source} if per_frame else set())
-    _check_pairing(name, node, {edge: forks[edge.source] - base for edge in group.edges})
+    base = _below(forks, source, per_frame)
+    constant = {edge: _below(forks, edge.root, edge.root_per_frame) for edge in group.edges if edge.is_constant}
+    _check_pairing(name, node, {edge: forks[edge.source] - constant.get(edge, base) for edge in group.edges})
     return base
+
+
+def _below(forks: Mapping[str, Forks], root: str | None, per_frame: bool) -> Forks:
+    assert root is not None
+    return forks[root] | ({root} if per_frame else set())
 
 
 def _check_pairing(name: str, node: NodeDraft, below: Mapping[Edge, Forks]) -> None:
@@ -139,7 +155,7 @@ def _check_ordered(name: str, node: NodeDraft, forks: Mapping[str, Forks], bases
     """Each group must have one activation for each frame of the root of all groups."""
     root = node.choice_root
     assert root is not None
-    base = forks[root] | ({root} if node.choice_per_frame else set())
+    base = _below(forks, root, node.choice_per_frame)
     for group, above in zip(node.choices, bases, strict=True):
         if (below := above - base) and not node.declared.first_wins:
             fed = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)

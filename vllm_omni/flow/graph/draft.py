@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_omni.errors import GraphError, PlanError
+from vllm_omni.errors import PlanError
 from vllm_omni.flow.graph.dsl import Declarations, FieldRef, Graph, Interface
-from vllm_omni.flow.graph.plan import Edge
-from vllm_omni.flow.graph.topology import Cycle, Topology, common_prefix
+from vllm_omni.flow.graph.plan import STARTED, Edge
+from vllm_omni.flow.graph.topology import Loop, Loops, Paths, common_prefix
 from vllm_omni.flow.graph.transfer import ENTRY
 
 
@@ -24,6 +24,11 @@ class GroupDraft:
     counts: Mapping[str, int | str] | None = None
     root: str | None = None
     root_per_frame: bool = False
+
+    @property
+    def start(self) -> str | None:
+        """The header of the loop that constants of this group enter."""
+        return next((edge.source for edge in self.edges if edge.source_field == STARTED), None)
 
 
 @dataclass
@@ -38,13 +43,18 @@ class NodeDraft:
     choice_per_frame: bool = False
 
     @property
+    def alternatives(self) -> Sequence[Sequence[str]]:
+        """The fields of each declared group; counts gather all groups in one."""
+        return [self.declared.input_names] if self.declared.activate_by_count else self.declared.inputs_or
+
+    @property
     def choices(self) -> list[GroupDraft]:
         """The groups that start no iteration of a loop."""
         return [group for group in self.groups if group.loop is None]
 
 
 class GraphDraft:
-    """The nodes of a graph by name; in topological order once ``sort`` has run."""
+    """The nodes of a graph by name; in topological order once ``connect`` has run."""
 
     def __init__(self, graph: Graph):
         self.name = graph.name
@@ -55,28 +65,19 @@ class GraphDraft:
             node = self.nodes.setdefault(call.node, NodeDraft(call.role, call.interface))
             node.sources += call.sources.items()
         feeds = {name: [ref.node for _, ref in node.sources] for name, node in self.nodes.items()}
-        self.topology = Topology(feeds, [name for name, node in self.nodes.items() if node.declared.activate_by_count])
+        self.loops = Loops(feeds, self.can_start)
+        self.paths = Paths({}, {}, {})
 
-    def sort(self) -> None:
-        """Put the nodes into topological order.
-
-        Raises:
-            PlanError: there is a loop within a loop.
-        """
-        order = self.topology.order()
-        if len(order) < len(self.nodes):
-            inner = ", ".join(sorted(set(self.nodes).difference(order)))
-            raise PlanError(
-                f"graph {self.name!r}: there is a loop within the loop of {inner}, which is not supported; run the "
-                "inner loop inside of one node, or unroll it with a second role"
-            )
-        self.nodes = {name: self.nodes[name] for name in order}
+    def can_start(self, name: str, loop: frozenset[str]) -> bool:
+        """Whether a group of a node gets all of its fields from outside of a loop."""
+        node = self.nodes[name]
+        outside = {field for field, ref in node.sources if ref.node not in loop}
+        return any(outside.issuperset(fields) for fields in node.alternatives)
 
     def connect(self) -> None:
-        """Make the groups of every node, then find their roots and the edges that are per frame.
+        """Make the groups of every node, sort the nodes, and find the roots and the edges that are per frame.
 
         Raises:
-            GraphError: a join gets some of its fields only from inside a loop and others only from outside.
             PlanError: a node counts frames within a loop.
         """
         for name, node in self.nodes.items():
@@ -84,7 +85,13 @@ class GraphDraft:
                 node.groups = [self._counting_group(name, node)]
             else:
                 node.groups = self._groups(name, node)
-        chains = self.topology.dominators()
+        self.paths = Paths(
+            {name: _sources(node.choices, is_constant=False) for name, node in self.nodes.items()},
+            {name: _sources(node.groups, is_constant=True) for name, node in self.nodes.items()},
+            {name: ENTRY for name, node in self.nodes.items() if node.declared.activate_by_count},
+        )
+        self.nodes = {name: self.nodes[name] for name in self.paths.order()}
+        chains = self.paths.dominators()
         for name, node in self.nodes.items():
             self._find_roots(name, node, chains)
 
@@ -93,7 +100,7 @@ class GraphDraft:
         if edge.source == ENTRY or edge.is_back:
             return False
         wanted = self.nodes[edge.target].declared.inputs.get(edge.target_field)
-        return self.is_streamed(edge) and wanted is not None and not wanted.streamed
+        return wanted is not None and not wanted.streamed and self.is_streamed(edge)
 
     def is_streamed(self, edge: Edge) -> bool:
         return edge.source != ENTRY and self.nodes[edge.source].declared.outputs[edge.source_field].streamed
@@ -101,11 +108,11 @@ class GraphDraft:
     # ---- groups ----
 
     def _counting_group(self, name: str, node: NodeDraft) -> GroupDraft:
-        cycle = self.topology.cycle_of(name)
-        if cycle is not None:
+        loop = self.loops.of(name)
+        if loop is not None:
             raise PlanError(
                 f"node {name!r}: activate_by_count fires once in a call, and the loop of "
-                f"{', '.join(sorted(cycle.nodes))} would reach it in every iteration; count behind the loop"
+                f"{', '.join(sorted(loop.nodes))} would reach it in every iteration; count behind the loop"
             )
         edges = [_edge(name, field, ref) for field, ref in node.sources]
         return GroupDraft(edges, counts=node.declared.activate_by_count)
@@ -114,28 +121,42 @@ class GraphDraft:
         groups: list[GroupDraft] = []
         backs: list[GroupDraft] = []  # groups that start an iteration of a loop come last
         connected = {field for field, _ in node.sources}
-        for fields in node.declared.inputs_or:
+        entered = self.loops.entered(name)
+        for fields in node.alternatives:
             if not connected.issuperset(fields):  # not used in this graph
                 continue
-            if edges := self._edges(name, node, fields, is_back=False):
-                groups.append(GroupDraft(edges))
-            if edges := self._edges(name, node, fields, is_back=True):
-                backs.append(GroupDraft(edges, loop=self.num_loops))
+            edges = [_edge(name, field, ref) for field, ref in node.sources if field in fields]
+            outside = [edge for edge in edges if not self.loops.is_back(edge.source, name)]
+            if {edge.target_field for edge in outside}.issuperset(fields):
+                groups.append(GroupDraft(self._mark_constants(outside, entered)))
+            if len(outside) < len(edges):
+                edges.sort(key=lambda edge: fields.index(edge.target_field))
+                backs.append(GroupDraft(self._iteration_edges(name, edges), loop=self.num_loops))
                 self.num_loops += 1
         return groups + backs
 
-    def _edges(self, name: str, node: NodeDraft, fields: Sequence[str], *, is_back: bool) -> list[Edge]:
-        """The edges of a group that lead back, or those that do not; none if the group has only the others."""
-        sources = [
-            (field, ref)
-            for field, ref in node.sources
-            if field in fields and self.topology.is_back(ref.node, name) == is_back
+    def _mark_constants(self, edges: list[Edge], entered: Loop | None) -> list[Edge]:
+        if entered is None:
+            return edges
+        fed = {edge.target_field for edge in edges if edge.source in entered.nodes}  # by the loop itself
+        marked = [
+            replace(edge, is_constant=True, first_only=not fed or edge.target_field in fed)
+            if edge.source not in entered.nodes
+            else edge
+            for edge in edges
         ]
-        present = {field for field, _ in sources}
-        missing = [field for field in fields if field not in present]
-        if sources and missing:
-            raise GraphError(_mixed(name, fields, missing[0], is_back, self.topology.cycle_of(name)))
-        return [replace(_edge(name, field, ref), is_back=is_back) for field, ref in sources]
+        return _with_start(marked, entered.header)
+
+    def _iteration_edges(self, header: str, edges: list[Edge]) -> list[Edge]:
+        """The edges that start an iteration: those that lead back, and constants for the other fields."""
+        backs = [edge for edge in edges if self.loops.is_back(edge.source, header)]
+        passed = {edge.target_field for edge in backs}
+        marked = [
+            replace(edge, is_back=edge in backs, is_constant=edge not in backs)
+            for edge in edges
+            if edge in backs or edge.target_field not in passed
+        ]
+        return _with_start(marked, header)
 
     # ---- roots ----
 
@@ -147,16 +168,7 @@ class GraphDraft:
             node.choice_per_frame = self._starts_per_frame(node.choice_root, edges)
         for group in node.groups:
             group.root, group.root_per_frame = self._root(name, node, group, chains)
-            group.edges = [
-                replace(
-                    edge,
-                    root=group.root,
-                    root_per_frame=group.root_per_frame,
-                    per_frame=self.could_be_per_frame(edge)
-                    and (group.root is None or (group.root_per_frame and edge.source == group.root)),
-                )
-                for edge in group.edges
-            ]
+            group.edges = [self._with_root(edge, group, chains) for edge in group.edges]
 
     def _root(
         self, name: str, node: NodeDraft, group: GroupDraft, chains: Mapping[str, list[str]]
@@ -173,17 +185,36 @@ class GraphDraft:
         root = _nearest_above(group.edges, chains)
         return root, self._starts_per_frame(root, group.edges)
 
-    def _starts_per_frame(self, root: str | None, edges: Sequence[Edge]) -> bool:
-        """Whether all ways from ``root`` over ``edges`` start with an edge that is per frame."""
+    def loops_from(self, header: str) -> tuple[int, ...]:
+        """The numbers of the loop of a header: one for each group that leads back."""
+        return tuple(group.loop for group in self.nodes[header].groups if group.loop is not None)
+
+    def _with_root(self, edge: Edge, group: GroupDraft, chains: Mapping[str, list[str]]) -> Edge:
+        root, root_per_frame = group.root, group.root_per_frame
+        if edge.is_constant:  # the same for all iterations of the loops that the root has started
+            header = group.start
+            assert header is not None
+            root = common_prefix([chains[edge.source], chains[header]])[-1]
+            root_per_frame = self._starts_per_frame(root, [edge], header)
+        per_frame = self.could_be_per_frame(edge) and (root is None or (root_per_frame and edge.source == root))
+        return replace(edge, root=root, root_per_frame=root_per_frame, per_frame=per_frame)
+
+    def _starts_per_frame(self, root: str | None, edges: Sequence[Edge], header: str | None = None) -> bool:
+        """Whether all paths from ``root`` over ``edges`` start with an edge that is per frame.
+
+        Args:
+            header: of a loop that ``edges`` enter as constants; otherwise constants are no paths.
+        """
         if root == ENTRY or root is None:
             return False
-        if any(edge.source == root and not self.could_be_per_frame(edge) for edge in edges):
+        counted = [edge for edge in edges if header is not None or not edge.is_constant]
+        if any(edge.source == root and not self.could_be_per_frame(edge) for edge in counted):
             return False
-        above = {edge.source for edge in edges}
+        above = {edge.source for edge in counted} | ({header} if header is not None else set())
         return not any(
-            edge.source == root and not edge.per_frame
+            edge.source == root and not edge.per_frame and not edge.is_constant
             for name, node in self.nodes.items()
-            if not above.isdisjoint(self.topology.reaches(name))
+            if not above.isdisjoint(self.paths.reaches(name, with_constants=False))
             for group in node.choices
             for edge in group.edges
         )
@@ -193,15 +224,18 @@ def _edge(node: str, field: str, ref: FieldRef) -> Edge:
     return Edge(ref.node, ref.field, node, field, ref.transfer)
 
 
+def _with_start(edges: list[Edge], header: str | None) -> list[Edge]:
+    """Add the edge by which a header makes constants available to each of its activations."""
+    if header is None or not any(edge.is_constant for edge in edges):
+        return edges
+    target = edges[0].target
+    return [*edges, Edge(header, STARTED, target, STARTED, is_back=header == target)]
+
+
+def _sources(groups: Iterable[GroupDraft], *, is_constant: bool) -> tuple[str, ...]:
+    edges = [edge for group in groups for edge in group.edges if edge.is_constant == is_constant]
+    return tuple(dict.fromkeys(edge.source for edge in edges))
+
+
 def _nearest_above(edges: Iterable[Edge], chains: Mapping[str, list[str]]) -> str:
-    return common_prefix([chains[edge.source] for edge in edges])[-1]
-
-
-def _mixed(name: str, fields: Sequence[str], missing: str, is_back: bool, cycle: Cycle | None) -> str:
-    assert cycle is not None  # without a loop every edge comes from outside
-    where, other = ("inside", "outside") if is_back else ("outside", "inside")
-    return (
-        f"node {name!r}: the join {list(fields)} can never complete: {missing!r} only comes from {other} of the "
-        f"loop of {', '.join(sorted(cycle.nodes))}, the rest from {where}; let the loop pass {missing!r} on, or "
-        "declare a group that starts the loop and another one for its iterations"
-    )
+    return common_prefix([chains[edge.source] for edge in edges if not edge.is_constant])[-1]

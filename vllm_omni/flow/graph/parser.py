@@ -31,9 +31,8 @@ class GraphParser:
         draft = GraphDraft(self._graph)
         checks.check_outputs(draft)
         checks.check_sources(draft)
-        for cycle in draft.topology.cycles:
-            checks.check_cycle(draft, cycle)
-        draft.sort()
+        for loop in draft.loops.all:
+            checks.check_loop(draft, loop)
         draft.connect()
         checks.check_joins(draft)
         plan = _make_plan(draft)
@@ -75,7 +74,8 @@ def parse_graphs(graphs: Iterable[Graph]) -> dict[str, StaticPlan]:
 def _make_plan(draft: GraphDraft) -> StaticPlan:
     declared = draft.declarations
     groups = [group for node in draft.nodes.values() for group in node.groups]
-    roots = {group.root for group in groups} | {node.choice_root for node in draft.nodes.values()}
+    roots = {edge.root for group in groups for edge in group.edges} | {group.root for group in groups}
+    roots |= {node.choice_root for node in draft.nodes.values()}
     nodes = {name: _plan_node(draft, name, node, roots) for name, node in draft.nodes.items()}
     outputs = {name: Edge(source.node, source.field, ENTRY, name) for name, source in declared.outputs.items()}
     edges = (*(edge for node in nodes.values() for edge in node.slots), *outputs.values())
@@ -88,7 +88,7 @@ def _make_plan(draft: GraphDraft) -> StaticPlan:
         needed_by=MappingProxyType({name: _needed(edge, nodes) for name, edge in outputs.items()}),
         graph_calls=MappingProxyType(dict(declared.graph_calls)),
         parameters=MappingProxyType(dict(declared.parameters)),
-        findings=tuple(_find(nodes, edges)),
+        findings=(*_find(nodes, edges), *_find_starts(draft)),
     )
 
 
@@ -96,7 +96,7 @@ def _plan_node(draft: GraphDraft, name: str, node: NodeDraft, roots: set[str | N
     declared = node.declared
     slots: list[Edge] = []
     groups = tuple(_plan_group(draft, name, node, index, slots) for index in range(len(node.groups)))
-    below = draft.topology.reaches(name) - {name}
+    below = draft.paths.reaches(name) - {name}
     return NodePlan(
         name=name,
         role=node.role,
@@ -112,7 +112,7 @@ def _plan_node(draft: GraphDraft, name: str, node: NodeDraft, roots: set[str | N
         is_root=name in roots,
         is_optional=any(_has_alternatives(draft.nodes[each]) for each in below),
         parameters=tuple(one.name for one in draft.declarations.roles[node.role].parameters),
-        loops=tuple(group.loop for group in node.groups if group.loop is not None),
+        loops=draft.loops_from(name),
         loops_around=_loops_around(draft, name),
     )
 
@@ -129,6 +129,7 @@ def _plan_group(draft: GraphDraft, name: str, node: NodeDraft, index: int, slots
         for slot in indices[:-1]:
             slots[slot] = replace(slots[slot], is_last_of_field=False)
     critical = frozenset(indices[0] for indices in fields.values() if len(indices) == 1)
+    constants = tuple(edge.slot for edge in slots[first:] if edge.is_constant)
     is_plain = len(critical) == len(group.edges) and all(edge.transfer is None for edge in group.edges)
     return GroupPlan(
         index=index,
@@ -139,9 +140,11 @@ def _plan_group(draft: GraphDraft, name: str, node: NodeDraft, index: int, slots
         counts=group.counts,
         critical=critical,
         all_slots=tuple(slot for indices in fields.values() for slot in indices),
-        per_frame_slots=tuple(edge.slot for edge in slots[first:] if edge.per_frame),
+        per_frame_slots=tuple(edge.slot for edge in slots[first:] if edge.per_frame and not edge.is_constant),
         limits_forks=_limits_forks(draft, name, node, group),
-        is_plain=is_plain and group.counts is None,
+        is_plain=is_plain and group.counts is None and not constants,
+        constants=constants,
+        entered=() if group.start is None else draft.loops_from(group.start),
     )
 
 
@@ -153,29 +156,33 @@ def _has_alternatives(node: NodeDraft) -> bool:
 
 
 def _limits_forks(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraft) -> bool:
-    """False where an activation may depend on later yields of its fork: behind an ordered node, or if it is itself
-    ordered and within a loop.
+    """False where an activation may depend on later yields of its fork: behind an ordered node, behind a loop that
+    reads all of them in its first iteration, or if it is itself ordered and within a loop.
     """
-    topology = draft.topology
-    if node.declared.scheduling is Scheduling.SESSION and topology.cycle_of(name) is not None:
+    if node.declared.scheduling is Scheduling.SESSION and draft.loops.of(name) is not None:
         return False
     if group.root is None or group.root == ENTRY:
         return True
     sources = {edge.source for edge in group.edges}
-    between = topology.reaches(group.root) - {group.root}
+    below = draft.paths.reaches(group.root) - {group.root}
+    between = {each for each in below if not sources.isdisjoint(draft.paths.reaches(each))}
+    if any(draft.nodes[each].declared.scheduling is Scheduling.SESSION for each in between):
+        return False
+    iterated = {each for loop in draft.loops.all if not between.isdisjoint(loop.nodes) for each in loop.nodes}
+    edges = [edge for each in iterated for one in draft.nodes[each].groups for edge in one.edges if edge.is_constant]
     return not any(
-        draft.nodes[each].declared.scheduling is Scheduling.SESSION
-        for each in between
-        if not sources.isdisjoint(topology.reaches(each))
+        edge.source in below | {group.root}
+        and edge.root not in below
+        and (edge.root != group.root or not edge.root_per_frame)
+        for edge in edges
     )
 
 
 def _loops_around(draft: GraphDraft, name: str) -> tuple[int, ...]:
-    cycle = draft.topology.cycle_of(name)
-    if cycle is None:
+    loop = draft.loops.of(name)
+    if loop is None or loop.header is None:
         return ()
-    (header,) = cycle.headers
-    return tuple(group.loop for group in draft.nodes[header].groups if group.loop is not None)
+    return draft.loops_from(loop.header)
 
 
 def _find(nodes: Mapping[str, NodePlan], edges: Sequence[Edge]) -> Iterable[str]:
@@ -188,6 +195,17 @@ def _find(nodes: Mapping[str, NodePlan], edges: Sequence[Edge]) -> Iterable[str]
         for group in node.groups:
             if group.loop is not None and node.max_iterations is None:
                 yield f"node {node.name!r} has a loop without a bound: no max_iterations is declared"
+
+
+def _find_starts(draft: GraphDraft) -> Iterable[str]:
+    for loop in draft.loops.all:
+        others = [name for name in draft.nodes if name in loop.nodes and draft.can_start(name, loop.nodes)]
+        if len(others) > 1:
+            others.remove(str(loop.header))
+            yield (
+                f"the loop of {checks.quoted(sorted(loop.nodes))} starts at {loop.header!r}, which is called first; "
+                f"what feeds {checks.quoted(others)} from outside enters the loop in the first iteration"
+            )
 
 
 def _needed(output: Edge, nodes: Mapping[str, NodePlan]) -> Needed:

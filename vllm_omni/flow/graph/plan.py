@@ -12,6 +12,10 @@ Reader: TypeAlias = tuple[str, int, str]
 """The receiving end of an edge: a node or ENTRY, its slot, and its input field or the graph output."""
 
 
+STARTED = ""
+"""A field that the header of a loop sends when an activation starts: its readers then read their constants again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     """One output field feeding one input field (or one graph output, where ``target`` is ENTRY)."""
@@ -27,7 +31,13 @@ class Edge:
     root: str | None = None  # root of the target's bucket; None: the target needs no bucket
     root_per_frame: bool = False
     is_back: bool = False  # closes a loop
+    is_constant: bool = False  # enters a loop: every iteration reads it again. `root`: of the loop and its source
+    first_only: bool = False  # a constant that only the first iteration reads
     is_last_of_field: bool = True  # the last edge that is read of its field
+
+    @property
+    def is_declared(self) -> bool:
+        return self.source_field != STARTED
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_field} -> {self.target}.{self.target_field}"
@@ -47,7 +57,9 @@ class GroupPlan:
     all_slots: tuple[int, ...]
     per_frame_slots: tuple[int, ...]
     limits_forks: bool  # unfinished activations hold back the producers of its per-frame edges
-    is_plain: bool  # each field has one edge without a transfer function, and none is counted
+    is_plain: bool  # each field has one edge without a transfer function, and none is counted or constant
+    constants: tuple[int, ...] = ()  # slots that enter a loop
+    entered: tuple[int, ...] = ()  # the numbers of that loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +106,10 @@ class Outlets:
     whole: Mapping[str, tuple[Edge, ...]]  # field -> edges that carry it as a stream
     per_frame: Mapping[str, tuple[Edge, ...]]
     edges: tuple[Edge, ...]  # all edges
-    fields: frozenset[str]  # the keys of both mappings
+    fields: frozenset[str]  # the keys of both mappings, without STARTED
     has_joins: bool  # some whole edge leads into a bucket
     readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> the readers that grant credit
+    reports_start: bool  # STARTED has readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +167,10 @@ def _make_outlets(edges: Sequence[Edge], node: NodePlan | None) -> Outlets:
     for edge in edges:
         fields = per_frame if edge.per_frame else whole
         fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
-        if node is None or not node.outputs[edge.source_field].streamed:
+        if node is None or edge.source_field == STARTED or not node.outputs[edge.source_field].streamed:
             continue
         key = PER_FRAME if edge.per_frame else edge.source_field
         readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
     has_joins = any(edge.root is not None for each in whole.values() for edge in each)
-    return Outlets(whole, per_frame, tuple(edges), frozenset(whole) | frozenset(per_frame), has_joins, readers)
+    names = (frozenset(whole) | frozenset(per_frame)) - {STARTED}
+    return Outlets(whole, per_frame, tuple(edges), names, has_joins, readers, STARTED in whole)

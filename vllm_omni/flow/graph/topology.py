@@ -5,60 +5,101 @@ From: Omni-Flow section 3.3 (diamond roots by reverse search).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeAlias
 
 from vllm_omni.flow.graph.transfer import ENTRY
 
+Feeds: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Node -> the nodes (or ENTRY) that feed it."""
 
-@dataclass(frozen=True)
-class Cycle:
-    """A strongly connected part of a graph."""
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A strongly connected part of a graph, without the edges that lead back to the headers of the loops around it."""
 
     nodes: frozenset[str]
-    headers: tuple[str, ...]  # nodes with a source outside the cycle
+    header: str | None  # where its iterations start; None: nothing outside can start it
+    outer: Loop | None  # the loop around it
+
+    @property
+    def depth(self) -> int:
+        """The number of loops around its nodes, itself included."""
+        return 1 if self.outer is None else 1 + self.outer.depth
 
 
-class Topology:
-    """The shape of a graph.
-
-    ``forward`` is ``feeds`` without the edges that lead back to the header of a cycle.
+class Loops:
+    """The loops of a graph.
 
     Args:
         feeds: node -> the nodes (or ENTRY) that feed it.
-        gathering: nodes that gather all frames of a call; only ENTRY dominates them, and nothing above them dominates
-            the nodes below them.
+        can_start: whether a node can be activated by what comes from outside of some nodes. The first such node of a
+            loop is its header.
     """
 
-    def __init__(self, feeds: Mapping[str, Iterable[str]], gathering: Iterable[str] = ()):
-        self._gathering = frozenset(gathering)
-        self._feeds = {name: tuple(dict.fromkeys(sources)) for name, sources in feeds.items()}
-        self.cycles = self._find_cycles()
-        self._cycle_of = {name: cycle for cycle in self.cycles for name in cycle.nodes}
-        self.forward = {
-            name: tuple(source for source in sources if not self.is_back(source, name))
-            for name, sources in self._feeds.items()
-        }
+    def __init__(self, feeds: Mapping[str, Iterable[str]], can_start: Callable[[str, frozenset[str]], bool]):
+        self._can_start = can_start
+        within = {name: tuple(dict.fromkeys(sources)) for name, sources in feeds.items()}
+        self.all = list(self._find(within, None))  # a loop comes before those within it
+        self._of = {name: loop for loop in self.all for name in loop.nodes}
 
-    def cycle_of(self, node: str) -> Cycle | None:
-        return self._cycle_of.get(node)
+    def of(self, node: str) -> Loop | None:
+        """The innermost loop that a node is part of."""
+        return self._of.get(node)
+
+    def entered(self, node: str) -> Loop | None:
+        """The innermost loop that an edge into a node enters elsewhere than at its header."""
+        loop = self._of.get(node)
+        return loop.outer if loop is not None and loop.header == node else loop
 
     def is_back(self, source: str, target: str) -> bool:
-        """Whether an edge leads back to a header of its cycle."""
-        cycle = self._cycle_of.get(target)
-        return cycle is not None and source in cycle.nodes and target in cycle.headers
+        """Whether an edge leads back to the header of a loop."""
+        loop = self._of.get(target)
+        return loop is not None and target == loop.header and source in loop.nodes
 
-    def order(self) -> Sequence[str]:
-        """Nodes in topological order of ``forward``; nodes on a cycle that remains there are left out."""
+    def _find(self, within: Feeds, outer: Loop | None) -> Iterator[Loop]:
+        above = {name: _closure(sources, lambda at: within.get(at, ())) for name, sources in within.items()}
+        seen: set[str] = set()
+        for name in within:
+            if name not in above[name] or name in seen:
+                continue
+            nodes = frozenset(other for other in above[name] if name in above.get(other, ()))
+            seen |= nodes
+            inside = [each for each in within if each in nodes]
+            header = next((each for each in inside if self._can_start(each, nodes)), None)
+            loop = Loop(nodes, header, outer)
+            yield loop
+            if header is not None:
+                rest = {each: tuple(source for source in within[each] if source in nodes) for each in inside}
+                yield from self._find(rest | {header: ()}, loop)
+
+
+class Paths:
+    """The graph without the edges that lead back.
+
+    Args:
+        feeds: node -> the nodes (or ENTRY) that feed it. A node of a loop that reads a constant is fed by the header.
+        constants: node -> the nodes (or ENTRY) that feed it from outside of its loop. They are no paths: a constant
+            is the same in all iterations.
+        gathering: nodes that gather frames -> the header of their loop, or ENTRY; nothing below this node dominates
+            them.
+    """
+
+    def __init__(self, feeds: Feeds, constants: Feeds, gathering: Mapping[str, str]):
+        self._feeds = feeds
+        self._gathering = gathering
+        self._all = {name: (*sources, *constants[name]) for name, sources in feeds.items()}
+
+    def order(self) -> list[str]:
+        """Nodes in topological order."""
         placed = {ENTRY: None}
-        todo = list(self.forward)
+        todo = list(self._all)
         while todo:
-            ready = [name for name in todo if all(source in placed for source in self.forward[name])]
-            if not ready:
-                break
-            placed[ready[0]] = None
-            todo.remove(ready[0])
+            ready = next(name for name in todo if all(source in placed for source in self._all[name]))
+            placed[ready] = None
+            todo.remove(ready)
         del placed[ENTRY]
         return list(placed)
 
@@ -66,28 +107,14 @@ class Topology:
         """Node -> the nodes on every path from ENTRY to it, from ENTRY down to itself."""
         chains: dict[str, list[str]] = {ENTRY: [ENTRY]}
         for name in self.order():
-            above = [[ENTRY]] if name in self._gathering else [chains[source] for source in self.forward[name]]
-            chains[name] = [*common_prefix(above), name]
+            sources = [self._gathering[name]] if name in self._gathering else self._feeds[name]
+            chains[name] = [*common_prefix(chains[source] for source in sources), name]
         return chains
 
-    def reaches(self, source: str) -> frozenset[str]:
-        """All nodes with a forward path from ``source``, itself included."""
-        return _closure([source], lambda at: [name for name, sources in self.forward.items() if at in sources])
-
-    def _find_cycles(self) -> list[Cycle]:
-        above = {name: _closure(feeds, lambda at: self._feeds.get(at, ())) for name, feeds in self._feeds.items()}
-        cycles: list[Cycle] = []
-        seen: set[str] = set()
-        for name in self._feeds:
-            if name not in above[name] or name in seen:
-                continue
-            nodes = frozenset(other for other in above[name] if name in above.get(other, ()))
-            seen |= nodes
-            headers = tuple(
-                each for each in self._feeds if each in nodes and any(s not in nodes for s in self._feeds[each])
-            )
-            cycles.append(Cycle(nodes, headers))
-        return cycles
+    def reaches(self, source: str, *, with_constants: bool = True) -> frozenset[str]:
+        """All nodes with a path from ``source``, itself included."""
+        feeds = self._all if with_constants else self._feeds
+        return _closure([source], lambda at: [name for name, sources in feeds.items() if at in sources])
 
 
 def common_prefix(chains: Iterable[Sequence[str]]) -> list[str]:

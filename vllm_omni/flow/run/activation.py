@@ -33,6 +33,8 @@ class ActivationRun:
     task: asyncio.Task[None] | None = None
     has_started: bool = False
     cancelled: bool = False  # by its call
+    reads_constants: bool = False  # the header of its loop has started
+    is_over: bool = False  # its state is dropped
     credited: asyncio.Future[None] | None = None  # while it waits for credit
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
+from vllm_omni.flow.graph.plan import STARTED, Edge, GroupPlan, NodePlan
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.credit import ReceiveWindow, open_all
 from vllm_omni.flow.run.frame import EndReason, Frame, SlotEos, Termination
@@ -87,6 +87,11 @@ class Slot:
             open_all(self.windows.values())
 
 
+def inside(loops: tuple[int, ...], outer_loops: tuple[int, ...]) -> tuple[int, ...]:
+    """The loops at the prefix of all paths whose iterations are part of what is collected."""
+    return tuple(loop for loop in loops if loop not in outer_loops)
+
+
 class Bucket:
     """Collects frames that belong together until their node can fire:
 
@@ -117,19 +122,29 @@ class Bucket:
         path = trace.path[self._depth :]
         loops = trace.loops
         if loops and not path:
-            loops = self._inside(loops)
+            loops = inside(loops, self._outer_loops)
         return self._take(slot, slot.order.push(path, frame, loops))
 
     def set_count(self, eos: SlotEos) -> BucketState:
         """Set the number of yields below a path; returns the new state."""
         slot, trace = self.slots[eos.slot], eos.trace
         path = trace.path[self._depth :]
-        loops = trace.loops if path else self._inside(trace.loops)
+        loops = trace.loops if path else inside(trace.loops, self._outer_loops)
         return self._take(slot, slot.order.set_count(path, eos.count, loops))
+
+    def take(self, index: int, due: Sequence[Frame]) -> None:
+        """Append frames of a constant, which are in order."""
+        self._take(self.slots[index], due)
+
+    def close(self, index: int) -> None:
+        """End a slot without frames."""
+        self.slots[index].order.done = True
+        self._take(self.slots[index], ())
 
     def inputs(self) -> Iterator[tuple[str, list[Slot]]]:
         for name, indices in self.group.slots.items():
-            yield name, [self.slots[index] for index in indices]
+            if name != STARTED:
+                yield name, [self.slots[index] for index in indices]
 
     def is_of_producer(self, error: Exception) -> bool:
         """Whether an error came with a frame: a producer raised it."""
@@ -169,9 +184,6 @@ class Bucket:
     @property
     def num_buffered(self) -> int:
         return sum(len(slot.order) + len(slot.stream) for slot in self.slots.values())
-
-    def _inside(self, loops: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(loop for loop in loops if loop not in self._outer_loops)
 
     def _take(self, slot: Slot, due: Sequence[Frame]) -> BucketState:
         group, was_missing = self.group, slot.is_missing

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow.graph.declarations import Scheduling
-from vllm_omni.flow.graph.plan import GroupPlan
+from vllm_omni.flow.graph.plan import STARTED, Edge, GroupPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.activation import ActivationRun
 from vllm_omni.flow.run.bucket import BucketState
+from vllm_omni.flow.run.constants import Constants
 from vllm_omni.flow.run.frame import NO_BUCKET, EdgeCredit, EndReason, Frame, Path, SlotEos, Termination, Trace
 from vllm_omni.flow.run.inbound import InboundCredit
 from vllm_omni.flow.run.link import Link
@@ -40,7 +41,7 @@ NO_CHOICES: dict[Path, _Choice] = {}
 class _CallState:
     """The state of one call at one node; parts that only some nodes need are created on demand."""
 
-    __slots__ = ("cancelled", "choices", "closing", "counted", "credit", "order", "plan", "runs", "scope")
+    __slots__ = ("cancelled", "choices", "closing", "constants", "counted", "credit", "order", "plan", "runs", "scope")
 
     def __init__(self, scope: CallScope, node: str, link: Link):
         self.scope = scope
@@ -48,6 +49,7 @@ class _CallState:
         self.runs: dict[int, ActivationRun | None] = {}  # by activation id; None: over, late frames are dropped
         self.credit = InboundCredit(link, scope.call_id)
         self.order: SessionOrder | None = None  # session scheduling
+        self.constants: Constants | None = None  # read in every iteration of a loop
         self.counted: set[Path] | None = None  # paths of which the number of yields was passed on
         self.choices: dict[Path, _Choice] = {} if plan.first_wins else NO_CHOICES
         self.cancelled = False  # nothing is delivered
@@ -135,6 +137,9 @@ class NodeController:
             return
         edge = call.plan.slots[message.slot]
         group = call.plan.groups[edge.group]
+        if edge.is_constant:
+            self._on_constant(call, edge, message)
+            return
         if isinstance(message, SlotEos) and message.activation_id == NO_BUCKET:
             self._pass_count(call, group, message)
             return
@@ -151,6 +156,8 @@ class NodeController:
                 state = run.bucket.push(message)
             else:
                 state = run.bucket.set_count(message)
+            if group.constants:
+                state = self._read_constants(call, run, message)
         except GraphError as exc:  # a count that is not a number
             self._forget(call, run)
             self._report(call, exc, EndReason.ERROR)
@@ -190,6 +197,29 @@ class NodeController:
             call.order.open_pending()
         elif group.root is not None and (group.counts is not None or run.bucket.is_waited_for):
             run.bucket.open_windows()
+
+    # ---- constants of a loop ----
+
+    def _on_constant(self, call: _CallState, edge: Edge, message: Frame | SlotEos) -> None:
+        """Keep a frame that enters a loop from outside, and deliver it to the activations that have started to read."""
+        if message.activation_id == NO_BUCKET:
+            return  # a count above the loop, which arrives by the header, too
+        if isinstance(message, Frame):
+            call.credit.lift(edge, message)
+        if call.constants is None:
+            call.constants = Constants()
+        for run in call.constants.push(edge, message):
+            self._on_bucket(call, run, run.bucket.state, edge.slot)
+
+    def _read_constants(self, call: _CallState, run: ActivationRun, message: Frame | SlotEos) -> BucketState:
+        """Let an activation read its constants once the header of its loop has started."""
+        is_start = call.plan.slots[message.slot].source_field == STARTED and not run.reads_constants
+        if is_start and isinstance(message, Frame) and message.reason is EndReason.NONE:
+            run.reads_constants = True
+            if call.constants is None:
+                call.constants = Constants()
+            call.constants.attach(run, call.plan, message.trace)
+        return run.bucket.state
 
     # ---- counts of yields ----
 
@@ -245,6 +275,9 @@ class NodeController:
 
     def _start(self, call: _CallState, run: ActivationRun) -> None:
         call.scope.tracker.start(run.activity)
+        if call.scope.route.outlets[self.name].reports_start:
+            assert run.out is not None
+            run.out.report_start()
         name = f"{call.scope.call_id}/{self.name}"
         run.task = asyncio.get_running_loop().create_task(self._work(call, run), name=name)
 
@@ -313,6 +346,7 @@ class NodeController:
         """Drop the state of an activation that is over; its producers must not wait for it."""
         if call.runs.get(run.activation_id) is not None:
             call.runs[run.activation_id] = None
+            run.is_over = True
             call.credit.release(run)
 
     def _report(self, call: _CallState, error: BaseException, reason: EndReason) -> None:

@@ -60,6 +60,11 @@ class InboundCredit:
         if isinstance(message, Frame) and message.source != ENTRY and not message.last:
             self._grant(edge, message.origin, UNLIMITED)
 
+    def lift(self, edge: Edge, frame: Frame) -> None:
+        """Lift the limit of a producer with its first frame of a constant, all of which are kept."""
+        if frame.source != ENTRY and not frame.seq and (edge.per_frame or not frame.last):
+            self._grant(edge, frame.origin, UNLIMITED)
+
     def open_forks(self) -> None:
         """Open the full windows of all per-frame edges."""
         if self._forks is not None:

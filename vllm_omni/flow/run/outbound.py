@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.plan import PER_FRAME, Edge, NodePlan
+from vllm_omni.flow.graph.plan import PER_FRAME, STARTED, Edge, NodePlan
 from vllm_omni.flow.run.credit import SendLimits
 from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Termination, Trace
 from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
@@ -43,6 +43,12 @@ class Outbound:
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
         self.limits = SendLimits(outlets.readers) if outlets.readers else NO_LIMITS
+
+    def report_start(self) -> None:
+        """Let the nodes of the loop read their constants."""
+        del self.next_seq[STARTED]
+        for edge, target_id in self._whole[STARTED]:
+            self._send(edge, target_id, self._trace, 0, True, None, EndReason.NONE)
 
     def emit(self, emissions: Emission | Sequence[Emission]) -> None:
         """Send one yield.

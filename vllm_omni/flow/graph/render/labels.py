@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 
 from vllm_omni.flow.graph.declarations import Scheduling
-from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan, StaticPlan
+from vllm_omni.flow.graph.plan import STARTED, Edge, GroupPlan, NodePlan, StaticPlan
 from vllm_omni.flow.graph.transfer import ENTRY
 
 CRITICAL = "#c0392b"  # red
@@ -39,7 +39,8 @@ def node_marks(node: NodePlan) -> list[str]:
 def fires(group: GroupPlan) -> str:
     """The fields that a group needs, and how often they are gathered."""
     counts = group.counts or {}
-    fields = " + ".join(f"{name} x {counts[name]}" if name in counts else name for name in group.slots)
+    names = [name for name in group.slots if name != STARTED]
+    fields = " + ".join(f"{name} x {counts[name]}" if name in counts else name for name in names)
     if group.loop is not None:
         return f"{fields}: an iteration of loop {group.loop}"
     if group.root is None:
@@ -53,7 +54,7 @@ def is_single_edge(node: NodePlan) -> bool:
 
 
 def is_join(node: NodePlan) -> bool:
-    return any(len(group.all_slots) > 1 or group.counts is not None for group in node.groups)
+    return any(len(group.all_slots) - (STARTED in group.slots) > 1 or group.counts for group in node.groups)
 
 
 def is_critical(edge: Edge, group: GroupPlan | None) -> bool:
@@ -66,6 +67,11 @@ def node_kinds(node: NodePlan) -> list[str]:
     return [kind for kind, holds in kinds.items() if holds]
 
 
+def drawn(edges: Iterable[Edge]) -> list[Edge]:
+    """The edges that were declared."""
+    return [edge for edge in edges if edge.is_declared]
+
+
 def group_of(plan: StaticPlan, edge: Edge) -> GroupPlan | None:
     return None if edge.target == ENTRY else plan.nodes[edge.target].groups[edge.group]
 
@@ -75,7 +81,9 @@ def is_streamed(plan: StaticPlan, edge: Edge) -> bool:
 
 
 def edge_label(plan: StaticPlan, edge: Edge) -> str:
-    """The loop; the source field, unless both ends name it, and the target field of a join; the transfer function."""
+    """The loop, or that it is a constant; the source field, unless both ends name it, and the target field of a join;
+    the transfer function.
+    """
     name = "" if edge.source == ENTRY else edge.source_field
     if edge.target == ENTRY and edge.source_field == edge.target_field:
         name = ""
@@ -83,7 +91,7 @@ def edge_label(plan: StaticPlan, edge: Edge) -> str:
         name = f"{name} as {edge.target_field}".strip()
     transfer = "" if edge.transfer is None else f"{_transfer_name(edge)}()"
     group = group_of(plan, edge)
-    loop = f"loop {group.loop}" if group is not None and group.loop is not None else ""
+    loop = f"loop {group.loop}" if group is not None and edge.is_back else "constant" if edge.is_constant else ""
     return ": ".join(part for part in (loop, name, transfer) if part)
 
 

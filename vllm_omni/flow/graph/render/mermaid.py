@@ -20,7 +20,7 @@ def to_mermaid(plan: StaticPlan) -> str:
         *(f'in_{name}(["{name}"])' for name in plan.placeholders),
         *(ids[name] + _box(node) for name, node in plan.nodes.items()),
         *(f'out_{name}(["{name}"])' for name in plan.outputs),
-        *(_arrow(plan, edge, ids) for edge in plan.edges),
+        *(_arrow(plan, edge, ids) for edge in labels.drawn(plan.edges)),
         *_styles(plan, ids),
         *(f"%% found: {finding}" for finding in plan.findings),
     ]
@@ -41,7 +41,7 @@ def _arrow(plan: StaticPlan, edge: Edge, ids: Mapping[str, str]) -> str:
 
 
 def _styles(plan: StaticPlan, ids: Mapping[str, str]) -> Iterator[str]:
-    edges = enumerate(plan.edges)
+    edges = enumerate(labels.drawn(plan.edges))
     critical = [str(index) for index, edge in edges if labels.is_critical(edge, labels.group_of(plan, edge))]
     if critical:
         yield f"linkStyle {','.join(critical)} stroke:{labels.CRITICAL}"

@@ -27,12 +27,13 @@ STYLE = f"""text {{ font: {TITLE}px sans-serif; fill: #1d2733 }} .label {{ font-
 .node {{ fill: #e8f0fe; stroke: #4a78c2 }} .end {{ fill: #f4f4f2; stroke: #9a9a94 }}
 .join {{ fill: #fdf0d0; stroke: #b98a1d }} .session {{ stroke-width: 3 }} .header {{ stroke-dasharray: 8 5 }}
 path, line {{ fill: none; stroke: #55606e }} .streamed {{ stroke-width: 3 }} .back {{ stroke-dasharray: 8 5 }}
-.each {{ stroke-dasharray: 3 4 }} .critical {{ stroke: {CRITICAL} }}"""
+.each {{ stroke-dasharray: 3 4 }} .constant {{ stroke-dasharray: 14 3 3 3 }} .critical {{ stroke: {CRITICAL} }}"""
 LEGEND = {  # CSS class -> its meaning, in this order
     "streamed": "streamed",
     "each": "per frame: each is an activation, or part of a join, of its own",
     "critical": "critical: nothing else can fill this field of a join",
     "back": "loop",
+    "constant": "constant: read again in every iteration of the loop",
     "header": "header: where the iterations of a loop start",
     "join": "join",
     "session": "session: its activations run one after the other",

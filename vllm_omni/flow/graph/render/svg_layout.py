@@ -6,7 +6,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from vllm_omni.flow.graph.plan import Edge, StaticPlan
-from vllm_omni.flow.graph.render.labels import edge_label, group_of, is_critical, is_streamed, node_kinds, node_marks
+from vllm_omni.flow.graph.render.labels import (
+    drawn,
+    edge_label,
+    group_of,
+    is_critical,
+    is_streamed,
+    node_kinds,
+    node_marks,
+)
 from vllm_omni.flow.graph.transfer import ENTRY
 
 MARGIN, TITLE, SMALL = 24, 13, 11  # around the drawing; font sizes
@@ -67,7 +75,7 @@ class Layout:
 
     def __init__(self, plan: StaticPlan):
         self.boxes = _make_boxes(plan)
-        self.wires = [self._make_wire(plan, edge) for edge in plan.edges]
+        self.wires = [self._make_wire(plan, edge) for edge in drawn(plan.edges)]
         self.back = [wire for wire in self.wires if wire.is_back]
         self.columns: list[list[Cell]] = [[] for _ in range(1 + max(box.column for box in self.boxes.values()))]
         for cell in dict.fromkeys([*self.boxes.values(), *(cell for wire in self.wires for cell in wire.cells)]):
@@ -90,6 +98,7 @@ class Layout:
             "streamed": is_streamed(plan, edge),
             "each": edge.per_frame,
             "back": edge.is_back,
+            "constant": edge.is_constant,
             "critical": is_critical(edge, group_of(plan, edge)),
         }
         cells = [start, *(Cell(column, "pass") for column in range(start.column + 1, end.column)), end]
@@ -156,7 +165,7 @@ def text_width(text: str, size: float) -> float:
 def _make_boxes(plan: StaticPlan) -> dict[str, Cell]:
     boxes = {_key(ENTRY, name, "in"): Cell(0, "end", [name]) for name in plan.placeholders}
     for name, node in plan.nodes.items():
-        feeds = [boxes[_key(edge.source, edge.source_field, "in")] for edge in node.slots if not edge.is_back]
+        feeds = [boxes[_key(edge.source, edge.source_field, "in")] for edge in drawn(node.slots) if not edge.is_back]
         column = 1 + max(box.column for box in feeds)
         boxes[name] = Cell(column, " ".join(["node", *node_kinds(node)]), [name, *node_marks(node)])
     for name, edge in plan.outputs.items():

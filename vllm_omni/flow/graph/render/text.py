@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vllm_omni.flow.graph.declarations import Field
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan, StaticPlan
-from vllm_omni.flow.graph.render.labels import fires, is_critical, is_single_edge, listed, source, traits
+from vllm_omni.flow.graph.render.labels import drawn, fires, is_critical, is_single_edge, listed, source, traits
 
 
 def to_text(plan: StaticPlan) -> str:
@@ -33,12 +33,13 @@ def _node(node: NodePlan) -> Iterator[str]:
     for group in node.groups:
         if not is_single_edge(node):
             yield f"    on {fires(group)}"
-        yield from (indent + _input(node.slots[slot], group) for slot in group.all_slots)
+        yield from (indent + _input(edge, group) for edge in drawn(node.slots[slot] for slot in group.all_slots))
     yield from (f"    {name} -> {_type(spec)}" for name, spec in node.outputs.items())
 
 
 def _input(edge: Edge, group: GroupPlan) -> str:
-    kinds = {"per frame": edge.per_frame, "critical": is_critical(edge, group), f"loop {group.loop}": edge.is_back}
+    kinds = {"per frame": edge.per_frame, "constant": edge.is_constant, "critical": is_critical(edge, group)}
+    kinds[f"loop {group.loop}"] = edge.is_back
     marks = ", ".join(kind for kind, holds in kinds.items() if holds)
     return f"{edge.target_field} <- {source(edge)}" + (f" ({marks})" if marks else "")
 

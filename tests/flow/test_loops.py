@@ -1,0 +1,167 @@
+"""Loops: what enters them from outside, and loops within loops."""
+
+import asyncio
+
+import pytest
+
+from tests.flow.builders import FunctionNode, over_every_link, read, read_payloads, spin
+from tests.flow.test_dependencies import STREAM, TEXT, All, Source, emit, gather, repeat, tell
+from vllm_omni.errors import CallAborted, GraphError
+from vllm_omni.flow import Emission, EndReason, Graph, Role, interface
+from vllm_omni.flow.run.credit import WINDOW
+
+OUT = {"back": STREAM, "y": STREAM}
+
+
+class Denoiser(Role):
+    """A header whose latents lead back; the condition comes from outside."""
+
+    run = interface([["latents", "condition"]], OUT)
+
+
+class Body(Role):
+    run = interface([["x", "constant"]], {"y": TEXT})
+    slots = interface([["x"]], {"y": TEXT})
+    either = interface([["x"], ["constant"]], {"y": TEXT})
+
+
+class Start(Role):
+    run = interface([["x"], ["r"]], OUT)
+    each = interface([["x"], ["r"]], OUT, inputs={"x": TEXT})
+
+
+def iterate(num_iterations):
+    """Emits what it read, and leads back a number of times."""
+
+    async def forward(activation):
+        yield Emission("y", f"{activation.iteration}({await gather(activation)})")
+        if activation.iteration < num_iterations:
+            yield Emission("back", activation.iteration)
+
+    return FunctionNode(forward)
+
+
+def make_denoiser(condition):
+    graph = Graph("g")
+    x = graph.placeholder("x")
+    denoiser = graph.role(Denoiser, "denoiser")
+    made = denoiser.run(latents=x, condition=condition(graph, x))
+    denoiser.run(latents=made.back)
+    graph.output(y=made.y)
+    return graph
+
+
+def make_body(interface="run", start="run"):
+    """A loop of two nodes, of which the second reads a constant of the fork above the loop."""
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    header, body = graph.role(Start, "header"), graph.role(Body, "body")
+    made = getattr(header, start)(x=source.y)
+    if interface == "slots":
+        result = body.slots(x=made.back)
+        body.slots(x=source.z)
+    else:
+        result = getattr(body, interface)(x=made.back, constant=source.z)
+    getattr(header, start)(r=result.y)
+    graph.output(y=made.y)
+    return graph
+
+
+@over_every_link
+async def test_every_iteration_of_a_header_reads_the_condition_again(make_runtime):
+    graph = make_denoiser(lambda graph, x: graph.role(All, "encoder").spread(x=x).y)
+    runtime = make_runtime(graph, {"denoiser": iterate(2), "encoder": repeat(2)})
+    assert await read_payloads(runtime.open("c", {"x": "p"}, {"y"})) == {
+        "y": [f"{k}(latents:{latents} condition:p.0,p.1)" for k, latents in enumerate(("p", 0, 1))]
+    }
+
+
+@over_every_link
+async def test_every_iteration_of_a_body_reads_what_enters_the_loop_there(make_runtime):
+    nodes = {"source": emit({"y": "y", "z": "z0"}, {"z": "z1"}), "header": iterate(2), "body": tell()}
+    runtime = make_runtime(make_body(), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {
+        "y": ["0(x:y)", "1(r:x:0 constant:z0,z1)", "2(r:x:1 constant:z0,z1)"]
+    }
+
+
+async def test_field_that_the_loop_feeds_takes_another_source_in_the_first_iteration(make_runtime):
+    nodes = {"source": emit({"y": "y", "z": "z"}), "header": iterate(2), "body": tell()}
+    runtime = make_runtime(make_body("slots"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["0(x:y)", "1(r:x:0,z)", "2(r:x:1)"]}
+
+
+async def test_loops_for_each_frame_read_the_constants_of_that_frame(make_runtime):
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    header = graph.role(Start, "header")
+    made = header.each(x=source.y)
+    pair = graph.role(type("R", (Role,), {"run": interface([["a", "b"]], {"y": TEXT}, inputs={"b": TEXT})}), "pair")
+    header.each(r=pair.run(a=made.back, b=source.z).y)
+    graph.output(y=made.y)
+    nodes = {"source": emit(*({"y": k, "z": f"z{k}"} for k in range(3))), "header": iterate(1), "pair": tell()}
+    runtime = make_runtime(graph, nodes)
+    assert [one for one in (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"] if one] == [
+        part for k in range(3) for part in (f"0(x:{k})", f"1(r:a:0 b:z{k})")
+    ]
+
+
+async def test_group_that_only_the_outside_feeds_fires_in_the_first_iteration(make_runtime):
+    nodes = {"source": emit({"y": "y", "z": "z"}), "header": iterate(1), "body": tell()}
+    runtime = make_runtime(make_body("either"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["0(x:y)", "1(r:x:0,constant:z)"]}
+
+
+async def test_group_that_only_the_outside_feeds_can_start_the_second_iteration(make_runtime):
+    nodes = {"source": emit({"y": "y", "z": "z"}), "header": iterate(0), "body": tell()}
+    runtime = make_runtime(make_body("either"), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["0(x:y)", "1(r:constant:z)"]}
+
+
+@over_every_link
+async def test_constant_far_beyond_a_window_is_read_in_every_iteration(make_runtime):
+    num = 3 * WINDOW
+    graph = make_denoiser(lambda graph, x: graph.role(All, "encoder").spread(x=x).y)
+    runtime = make_runtime(graph, {"denoiser": iterate(2), "encoder": repeat(num)})
+    payloads = (await read_payloads(runtime.open("c", {"x": "p"}, {"y"})))["y"]
+    assert [one.count("p.") for one in payloads] == [num] * 3
+
+
+async def test_loop_whose_constant_is_empty_does_not_iterate(make_runtime):
+    nodes = {"source": emit({"y": "y"}), "header": iterate(2), "body": tell()}
+    runtime = make_runtime(make_body(), nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["0(x:y)"]}
+
+
+async def test_constants_of_a_loop_that_does_not_start_are_dropped(make_runtime):
+    nodes = {"source": emit({"z": "z"}), "header": iterate(2), "body": tell()}
+    runtime = make_runtime(make_body("slots"), nodes)
+    (end,) = (await read(runtime.open("c", {"x": 0}, {"y"})))["y"]
+    assert end.reason is EndReason.UNREACHABLE
+
+
+@over_every_link
+async def test_error_of_a_constant_fails_the_call(make_runtime):
+    async def fail(activation):
+        yield Emission("y", "half")
+        raise GraphError("broken")
+
+    graph = make_denoiser(lambda graph, x: graph.role(All, "encoder").spread(x=x).y)
+    runtime = make_runtime(graph, {"denoiser": iterate(2), "encoder": FunctionNode(fail)})
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": "p"}, {"y"}))
+
+
+@over_every_link
+async def test_abort_ends_a_loop_that_waits_for_its_constant(make_runtime):
+    async def hang_after_the_first(activation):
+        yield Emission("y", "y")
+        await asyncio.get_running_loop().create_future()
+
+    nodes = {"source": FunctionNode(hang_after_the_first), "header": iterate(2), "body": tell()}
+    runtime = make_runtime(make_body(), nodes)
+    call = runtime.open("c", {"x": 0}, {"y"})
+    await spin(50)
+    await call.abort("enough")
+    with pytest.raises(CallAborted):
+        await read_payloads(call)
