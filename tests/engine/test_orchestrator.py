@@ -12,6 +12,7 @@ from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.running import RunningRequests
 from vllm_omni.errors import InvalidRequest, OmniError, ShuttingDown
 from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
@@ -65,7 +66,7 @@ async def orchestrator() -> Orchestrator:
     made.engines, made.nodes = {}, {"writer": Stage()}
     made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
     made.runtime = GraphRuntime(made.plans["g"], made.nodes)
-    made.is_stopping, made._running, made._has_ended = False, set(), asyncio.Event()
+    made.nodes["writer"].gate, made.requests = made.gate, RunningRequests()
     return made
 
 
@@ -97,6 +98,49 @@ async def test_requests_left_after_a_drain_are_aborted_as_to_be_tried_again(orch
     await orchestrator.aclose()
     with pytest.raises(ShuttingDown, match="shutting down"):
         await running
+
+
+async def test_a_drain_awaits_what_a_request_asks_for_that_arrived_before_it(orchestrator: Orchestrator) -> None:
+    """A handler reads its request first, and asks the engines afterwards."""
+    has_read = asyncio.Event()
+
+    async def handle() -> OmniRequestOutput:
+        with orchestrator.requests.arrive():
+            await has_read.wait()
+            return await ask(orchestrator)
+
+    handled = asyncio.ensure_future(handle())
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(orchestrator.drain(timeout_s=60))
+    await asyncio.sleep(0)
+    has_read.set()
+    stage_of(orchestrator).may_end.set()
+    assert (await handled).finished
+    await draining
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.05])
+async def test_a_paused_server_that_ends_rejects_the_requests_at_its_gate(
+    orchestrator: Orchestrator, timeout_s: float
+) -> None:
+    await orchestrator.pause("keep")
+    waiting = ask(orchestrator)
+    await orchestrator.drain(timeout_s)
+    assert not waiting.done()
+    await orchestrator.aclose()
+    with pytest.raises(ShuttingDown):
+        await waiting
+
+
+async def test_a_server_that_is_resumed_in_time_ends_with_the_requests_at_its_gate(orchestrator: Orchestrator) -> None:
+    await orchestrator.pause("keep")
+    waiting = ask(orchestrator)
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(orchestrator.drain(timeout_s=60))
+    orchestrator.resume()
+    stage_of(orchestrator).may_end.set()
+    assert (await waiting).finished
+    await draining
 
 
 async def test_a_drain_without_requests_ends_at_once(orchestrator: Orchestrator) -> None:

@@ -7,6 +7,7 @@ and many times that on a busy one.
 import logging
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -44,6 +45,15 @@ def share(tether: ServerTether, ready: Connection) -> None:
     ready.send([block.name, f"sem.{name.removeprefix('/')}"])
     time.sleep(LIFE_S)
     block.close()
+
+
+def handle_signals(tether: ServerTether, server: Connection) -> None:
+    """End at SIGTERM as vLLM's engine core does, which sets its handler before it loads plugins."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    enter_stage_process()
+    server.send("ready")
+    server.send(server.recv())
+    time.sleep(LIFE_S)
 
 
 def fail(tether: ServerTether) -> None:

@@ -1,14 +1,17 @@
 """When a stage is restarted. Restarts of real engines: tests/e2e/test_lifecycle.py."""
 
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from tests.process.programs import TIMEOUT_S, wait_for
+from tests.process.programs import LIFE_S, TIMEOUT_S, wait_for
 from vllm_omni.errors import StageFailed
 from vllm_omni.process import supervisor
 from vllm_omni.process.run_directory import RunDirectory
@@ -153,6 +156,33 @@ def test_a_supervisor_that_is_stopped_kills_an_attempt(directory: RunDirectory) 
 
 
 @pytest.mark.usefixtures("no_delay")
+def test_a_supervisor_that_is_stopped_kills_a_process_that_is_not_tethered_yet(directory: RunDirectory) -> None:
+    """vLLM's engine core imports for seconds before it reads its tether. Another server's children are left alone."""
+    start = partial(
+        multiprocessing.get_context("spawn").Process, target=time.sleep, args=(LIFE_S,), name="EngineCore", daemon=True
+    )
+    another, children, started = start(), [], threading.Event()
+    another.start()
+
+    def restart() -> None:
+        children.append(child := start())
+        child.start()
+        started.set()
+        child.join()
+        fail()
+
+    engine = Engine([restart])
+    watcher = Supervisor(engine, directory)
+    engine.lost_process.set()
+    assert started.wait(TIMEOUT_S)
+    watcher.stop()
+    watcher.join()
+    assert children[0].exitcode == -signal.SIGKILL
+    assert another.is_alive()
+    another.kill()
+
+
+@pytest.mark.usefixtures("no_delay")
 def test_a_supervisor_survives_errors_and_reports_them_meanwhile(directory: RunDirectory) -> None:
     engine = Engine([succeed])
     errors = iter([OSError(24, "Too many open files")] * 3)
@@ -184,10 +214,12 @@ def test_the_end_of_a_supervisor_is_reported(directory: RunDirectory) -> None:
     assert engine.statuses == [StageStatus(StageState.FAILED, "its supervisor ended", 0)]
 
 
-def test_processes_of_an_engine_do_not_see_ctrl_c() -> None:
+def test_processes_of_an_engine_do_not_see_the_servers_signals() -> None:
+    signals = {signal.SIGINT, signal.SIGTERM}
+
     def start() -> None:
-        program = "import signal; assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+        program = f"import signal; assert {set(map(int, signals))} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])"
         subprocess.run([sys.executable, "-c", program], check=True)
 
     in_thread(start).result(TIMEOUT_S)
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not signals & signal.pthread_sigmask(signal.SIG_BLOCK, [])

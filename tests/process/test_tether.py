@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.programs import TIMEOUT_S, start_stage, wait_for
+from tests.process.programs import TIMEOUT_S, handle_signals, start_stage, wait_for
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.supervisor import in_thread
 from vllm_omni.process.tether import ServerTether, enter_stage_process
 
 
@@ -44,11 +46,31 @@ def test_stage_lives_as_long_as_the_directory(directory: RunDirectory) -> None:
     assert process.exitcode == 1
 
 
+def test_stage_ignores_the_signals_of_its_server_until_that_ends_it(directory: RunDirectory) -> None:
+    """Both get them from a terminal, or a service manager, and the server may first let requests end."""
+    server, stage = multiprocessing.Pipe()
+    tether = ServerTether(directory.path, "talker")
+    process = multiprocessing.get_context("spawn").Process(target=handle_signals, args=(tether, stage), daemon=True)
+    in_thread(process.start).result(TIMEOUT_S)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)  # before it can handle one
+    assert server.recv() == "ready"
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGINT)
+    server.send("lives")
+    assert server.recv() == "lives"
+    directory.announce_end()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0
+
+
 # A server with a stage, and with a child of the user that outlives it and holds all its files open.
 SERVER = """
 import os, time
 from tests.process.programs import start_stage
 from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.supervisor import in_thread
 from vllm_omni.process.tether import ServerTether
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.request_processor import RequestProcessor
+from vllm_omni.engine.running import STOPPING, RunningRequests
 from vllm_omni.engine.sessions import Sessions
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import start_engines
@@ -55,7 +56,6 @@ from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "the server is shutting down"
 PAUSE_MODES = ("abort", "wait", "keep")  # vLLM's
 
 
@@ -68,6 +68,7 @@ class Orchestrator:
         engines: by name; the name of an instance is "thinker/PD0".
         nodes: by the name of the stage or function.
         hub: the front end's; opens media for the user, and releases what no stage has read.
+        requests: those that run, and whether others are accepted.
 
     Raises:
         ConfigError: the model or its pipeline cannot be loaded, or the deployment does not fit the graph.
@@ -91,9 +92,7 @@ class Orchestrator:
         self.latency_metrics = LatencyMetrics()
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
-        self.is_stopping = False  # requests are rejected
-        self._running: set[str] = set()  # ids of requests
-        self._has_ended = asyncio.Event()  # set when one of them ends
+        self.requests = RunningRequests()
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -177,31 +176,22 @@ class Orchestrator:
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new requests, and wait until the running ones have ended or the time is over."""
-        self.is_stopping = True
-        logger.info("shutting down: %d requests have %g s to end", len(self._running), timeout_s)
+        self.requests.drain()
+        logger.info("shutting down: running requests have %g s to end", timeout_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._running:
-                    self._has_ended.clear()
-                    await self._has_ended.wait()
+                await self.requests.wait_until_none()
 
     async def aclose(self) -> None:
         """Abort running requests, await them, and stop reading from the engines; ``shutdown`` then ends those."""
-        self.is_stopping = True
-        if self._running:
-            logger.warning("shutting down: %d requests are aborted", len(self._running))
+        self.requests.end()
+        if num_open := self.runtime.statistics().num_open_calls:
+            logger.warning("shutting down: %d requests are aborted", num_open)
         await self.runtime.aclose()
         if self.sessions is not None:
             self.sessions.close()
         for engine in self.engines.values():
             await engine.aclose()
-
-    def check_running(self) -> None:
-        """Raises:
-        ShuttingDown: the server is being stopped, or was.
-        """
-        if self.is_stopping:
-            raise ShuttingDown(STOPPING)
 
     def check_health(self, stages: Iterable[str] | None = None) -> None:
         """Check the given stages (default: all).
@@ -278,7 +268,7 @@ class Orchestrator:
             StageFailed: the request failed in a stage, or in the pipeline's own code that makes the stage's requests.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
         """
-        self.check_running()
+        self.requests.check()
         plan = self.plan_of(graph)
         outputs = self.outputs_of(modalities, graph)
         slos = self._slos_of(params)
@@ -294,13 +284,13 @@ class Orchestrator:
         call = self._open(context, prompt, plan, frozenset(outputs.values()), deadline_s)
         latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
         answer = Answer(self.pipeline, plan, context, outputs, latency)
-        self._running.add(request_id)
+        self.requests.enter()
         try:
             async for frame in call:
                 yield answer.output_of(frame)
         except OmniError as exc:
             latency.fail(exc)
-            if self.is_stopping and isinstance(exc, CallAborted | StageFailed):
+            if self.requests.is_draining and isinstance(exc, CallAborted | StageFailed):
                 raise ShuttingDown(STOPPING) from exc
             raise
         except VLLMError:
@@ -322,8 +312,7 @@ class Orchestrator:
         for payload in context.payloads:
             self.hub.release_payload(payload, for_all=True)
         self.gate.leave(context.request_id)
-        self._running.discard(context.request_id)
-        self._has_ended.set()
+        self.requests.leave()
 
     def _open(
         self,

@@ -41,6 +41,7 @@ class RunningEngines:
         """End the engines and remove the run directory; does nothing in a child that the user's program forked."""
         if os.getpid() != self._run_directory.server_pid:
             return
+        self._run_directory.announce_end()
         for supervisor in self._supervisors:  # before the engines, whose end would look like a failure
             supervisor.stop()
         for supervisor in self._supervisors:
@@ -51,6 +52,7 @@ class RunningEngines:
         except RuntimeError:  # at the interpreter's exit, no thread can be started
             for engine in self._engines:
                 _shutdown_engine(engine)
+        self._run_directory.kill_starting()
         self._run_directory.remove()
         METRICS.remove_server(self.server_id)
 

@@ -74,7 +74,6 @@ class AsyncOmni(StageAdmin):
         self.config = find_config(model, config, stage_configs, changes)
         self.orchestrator = Orchestrator(self.config, log_stats=log_stats)
         self.orchestrator.start()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the requests, after the first
         # The first stage reads the user's prompt, so it answers what vLLM's server asks of an engine. These objects
         # outlive the stage's engine when that is restarted.
         first = self.config.stages[0]
@@ -129,8 +128,7 @@ class AsyncOmni(StageAdmin):
             ShuttingDown: the server is being stopped.
             StageFailed: a stage failed it.
         """
-        self._loop = asyncio.get_running_loop()
-        self.orchestrator.check_running()
+        self.orchestrator.requests.check()
         _check_arguments(priority, modalities, engine_kwargs)
         params = self.params.resolve(sampling_params, stage_params)
         outputs = self.orchestrator.generate(
@@ -180,7 +178,6 @@ class AsyncOmni(StageAdmin):
             InvalidRequest: the request is malformed, or the model does not support text to speech.
             StageFailed: a stage failed it.
         """
-        self._loop = asyncio.get_running_loop()
         params = self._speech_params(sampling_params, modalities)
         prompt_token_ids, num_reply_tokens = await self._speech_prompt(text, instructions)
         outputs = self.orchestrator.generate(
@@ -246,8 +243,8 @@ class AsyncOmni(StageAdmin):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is being shut down, or was: requests are rejected."""
-        return self.orchestrator.is_stopping
+        """Whether it is being shut down, or was: all requests are rejected."""
+        return self.orchestrator.requests.is_over
 
     @property
     def is_running(self) -> bool:
@@ -278,7 +275,7 @@ class AsyncOmni(StageAdmin):
             ShuttingDown: the server is being stopped.
             InvalidRequest: there is no such stage.
         """
-        self.orchestrator.check_running()
+        self.orchestrator.requests.check()
         if stage is not None and stage not in self.config.stage_names:
             raise InvalidRequest(f"unknown stage {stage!r}: {suggest(stage, self.config.stage_names)}")
         self.orchestrator.check_health(None if stage is None else [stage])
@@ -291,7 +288,7 @@ class AsyncOmni(StageAdmin):
             ShuttingDown: the server is being stopped.
             InvalidRequest: an unknown modality or speaker.
         """
-        self.orchestrator.check_running()
+        self.orchestrator.requests.check()
         self.orchestrator.pipeline.check_options(_speaker_option(speaker))
         outputs = self.orchestrator.outputs_of(modalities)
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
@@ -319,9 +316,10 @@ class AsyncOmni(StageAdmin):
         Called from a thread without the requests' event loop, as vLLM's server does, it aborts them first; in their own
         thread, await ``aclose`` instead.
         """
-        loop, was_stopped = self._loop, self.is_stopped
-        self.orchestrator.is_stopping = True
-        if not was_stopped and loop is not None and loop.is_running() and loop is not _running_loop():
+        requests = self.orchestrator.requests
+        loop, is_first_call = requests.loop, not requests.is_draining
+        requests.drain()
+        if is_first_call and loop is not None and loop.is_running() and loop is not _running_loop():
             try:
                 if timeout:
                     drained = asyncio.run_coroutine_threadsafe(self.orchestrator.drain(timeout), loop)
@@ -329,6 +327,7 @@ class AsyncOmni(StageAdmin):
                 asyncio.run_coroutine_threadsafe(self.orchestrator.aclose(), loop).result(ABORT_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("requests were not aborted within %g s; ending the stages anyway", ABORT_TIMEOUT_S)
+        requests.end()
         self.orchestrator.shutdown()
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from multiprocessing import current_process, resource_tracker, shared_memory
+from multiprocessing import active_children, current_process, resource_tracker, shared_memory
 from pathlib import Path
 
 from vllm_omni import envs
@@ -19,6 +19,7 @@ from vllm_omni.process.proc import SHM
 PREFIX = "vllm-omni-"
 NUM_RANDOM = 8  # characters, in the name of a block
 OWNER = "owner"  # the file that the server keeps locked while it lives
+ENDING = "ending"  # the file that it creates when it ends its stages
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
@@ -53,6 +54,7 @@ class RunDirectory:
                 "VLLM_OMNI_RUNTIME_DIR to a writable directory"
             ) from exc
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        self._semprefix = f"/{self.path.name}"  # multiprocessing's prefix for the names of semaphores
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
@@ -62,7 +64,7 @@ class RunDirectory:
         with _environment_lock:
             saved = {name: os.environ.get(name) for name in _VARIABLES}
             os.environ.update(dict.fromkeys(_VARIABLES, str(self.path)))
-            semprefix, config["semprefix"] = config["semprefix"], f"/{self.path.name}"
+            semprefix, config["semprefix"] = config["semprefix"], self._semprefix
             try:
                 yield
             finally:
@@ -72,6 +74,23 @@ class RunDirectory:
                         os.environ.pop(name, None)
                     else:
                         os.environ[name] = value
+
+    def announce_end(self) -> None:
+        """Let the stages' processes end at SIGTERM, which they ignore before (``enter_stage_process``)."""
+        with contextlib.suppress(OSError):  # they are killed a little later
+            (self.path / ENDING).touch()
+
+    def kill_starting(self) -> None:
+        """Kill engine cores that were started inside ``inherited`` and are not tethered yet, which takes them seconds.
+
+        The others end with the directory.
+        """
+        tethered = {file.name.split(".")[-2] for file in self.path.glob("*.process")}
+        for child in active_children():  # the name is vLLM's, the prefix tells servers of one program apart
+            semprefix = child._config.get("semprefix")  # type: ignore[attr-defined]
+            is_ours = semprefix == self._semprefix and child.name.startswith("EngineCore")
+            if is_ours and str(child.pid) not in tethered:
+                child.kill()
 
     def remove(self) -> None:
         """Remove the directory and its contents; stages that still run end. A second call does nothing."""

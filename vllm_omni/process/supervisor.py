@@ -179,26 +179,33 @@ class Supervisor:
         with self._run_directory.inherited():
             attempt = in_thread(self._engine.restart)
             deadline = time.monotonic() + self._ready_timeout_s
-            while not wait([attempt], POLL_S).done:
-                is_late = time.monotonic() > deadline
-                if is_late or self._stopping.is_set():
-                    self._engine.kill()  # the attempt then fails
-                    wait([attempt], END_TIMEOUT_S)
-                    why = f"not ready after {self._ready_timeout_s:g} s" if is_late else "the server is shut down"
-                    raise StageFailed(self._engine.name, why)
-            attempt.result()
+            while not self._stopping.is_set() and time.monotonic() < deadline:
+                if wait([attempt], POLL_S).done:
+                    return attempt.result()
+            self._end(attempt)
+            late = f"not ready after {self._ready_timeout_s:g} s"
+            raise StageFailed(self._engine.name, "the server is shut down" if self._stopping.is_set() else late)
+
+    def _end(self, attempt: Future[None]) -> None:
+        """Kill what the attempt starts until it has failed: its process may not be there yet, or not be tethered."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not wait([attempt], POLL_S).done and time.monotonic() < deadline:
+            self._engine.kill()
+            if self._stopping.is_set():  # otherwise it may be another stage's
+                self._run_directory.kill_starting()
 
 
 def in_thread(function: Callable[..., None], *args: object) -> Future[None]:
     """Submit a call as an executor does, but in a daemon thread, which does not delay the interpreter's exit.
 
-    Processes that the call starts do not see Ctrl-C, which a terminal sends to all: the server ends them.
+    Processes that the call starts do not see Ctrl-C, which a terminal sends to all, and see SIGTERM only once they can
+    ignore it (``enter_stage_process``): the server ends them.
     """
     future: Future[None] = Future()
     resource_tracker.ensure_running()  # starting it in the thread would unblock the signal
 
     def run() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             function(*args)
         except BaseException as exc:

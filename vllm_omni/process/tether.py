@@ -18,15 +18,17 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from vllm_omni.process.logs import name_stage_process
 from vllm_omni.process.proc import ProcessId, is_dying
-from vllm_omni.process.run_directory import OWNER, name_blocks, remove_directory
+from vllm_omni.process.run_directory import ENDING, OWNER, name_blocks, remove_directory
 
 DYING_TIMEOUT_S = 10.0
 RETRY_S = 1.0
@@ -99,7 +101,8 @@ def _end_with_server(directory: Path) -> None:
 
 
 def enter_stage_process() -> None:
-    """In a stage's process that vLLM has set up, end with the parent process and report failures.
+    """In a stage's process that vLLM has set up, end with the parent process, when the server says so, and report
+    failures.
 
     Does nothing in a process that belongs to no stage.
     """
@@ -114,8 +117,23 @@ def enter_stage_process() -> None:
     if parent.pid != _tether.server_pid:  # a worker's parent is its engine core, which can die alone
         threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
     atexit.register(_exit_at_once)
+    _ignore_signals_until(_tether.directory / ENDING)
     for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
         logging.getLogger(name).addHandler(_FailureReport(_tether.failure_file))
+
+
+def _ignore_signals_until(ending: Path) -> None:
+    """Ignore SIGTERM until a file exists: a shell, a container's init or a service manager sends it to the stages, too,
+    while the server still lets requests end. vLLM has installed its handler before.
+    """
+    upstream = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(upstream) and ending.exists():
+            upstream(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # in the engine core's first process, see in_thread
 
 
 def _exit_at_once() -> None:

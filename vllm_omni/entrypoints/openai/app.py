@@ -27,6 +27,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.api_keys import require_api_keys
+from vllm_omni.entrypoints.openai.arrivals import count_arrivals
 from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of, check_fields
@@ -44,6 +45,9 @@ from vllm_omni.errors import ConfigError, Unavailable
 
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
+
+# How long clients have, once the stages have ended, to send and to receive what is left.
+CLOSE_TIMEOUT_S = 5
 
 HTTP_ARGS = (
     "enable_ssl_refresh host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
@@ -176,6 +180,7 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         **{name: getattr(args, name) for name in HTTP_ARGS},
         **more,
     )
@@ -192,13 +197,13 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
-        _finish(app, args)
+        _finish(app, omni, args)
         return app
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
     _replace_routes(app, router)
-    _finish(app, args)
+    _finish(app, omni, args)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
@@ -210,7 +215,8 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     return app
 
 
-def _finish(app: FastAPI, args: Namespace) -> None:
+def _finish(app: FastAPI, omni: AsyncOmni, args: Namespace) -> None:
+    count_arrivals(app, omni.orchestrator.requests)
     add_error_handlers(app)
     require_api_keys(app, args)
     describe_app(app, (args.served_model_name or [args.model])[0])
