@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for word, meant in [("server", "serve"), ("generat", "generate"), ("--hlep", "--help")]:
         assert f"did you mean {meant!r}?" in rejected(capsys, word, "model")
+
+
+def test_ctrl_c_is_no_error_of_the_library_that_it_interrupts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pydantic makes a SchemaError of it."""
+
+    def tiny(args: list[str]) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as exc:
+            raise ValueError("no schema") from exc
+
+    monkeypatch.setattr("vllm_omni.entrypoints.cli.tiny.tiny", tiny)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["tiny"])
+    assert exit_info.value.code == 130
+    assert capsys.readouterr().err == "vllm-omni: error: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

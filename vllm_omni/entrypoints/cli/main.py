@@ -3,9 +3,12 @@
 Each command imports its modules when it is called: help, wrong commands and ``tiny`` need no vLLM.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from typing import NoReturn
 
 from vllm_omni import __version__
 from vllm_omni.compat import require_vllm
@@ -56,11 +59,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(INFORMATION[command], end="")
         return
     try:
-        _run(command, rest)
+        with _interruptible():
+            _run(command, rest)
     except OmniError as exc:
         _fail(str(exc), code=2 if isinstance(exc, ConfigError | MissingDependency) else 1)
     except KeyboardInterrupt:
         _fail("interrupted", code=130)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` at Ctrl-C, even where a library makes another error of it, as pydantic does while a
+    class is being defined.
+    """
+    was_interrupted = False
+
+    def interrupt(*_: object) -> NoReturn:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a shell
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as exc:
+        if was_interrupted:
+            raise KeyboardInterrupt from exc
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(command: str, args: list[str]) -> None:
