@@ -280,7 +280,11 @@ class AsyncOmni(StageAdmin):
             raise InvalidRequest(f"unknown stage {stage!r}: {suggest(stage, self.config.stage_names)}")
         self.orchestrator.check_health(None if stage is None else [stage])
 
-    def check_available(self, modalities: Sequence[str], speaker: str | None = None) -> None:
+    def graph_of(self, model: str | None) -> str | None:
+        """The graph that a request names as its model; None: the first, which the served names stand for."""
+        return model if model in self.orchestrator.plans else None
+
+    def check_available(self, modalities: Sequence[str], speaker: str | None = None, graph: str | None = None) -> None:
         """Check, before a reply starts, that the stages which produce these modalities are up.
 
         Raises:
@@ -290,8 +294,8 @@ class AsyncOmni(StageAdmin):
         """
         self.orchestrator.requests.check()
         self.orchestrator.pipeline.check_options(_speaker_option(speaker))
-        outputs = self.orchestrator.outputs_of(modalities)
-        self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values()))
+        outputs = self.orchestrator.outputs_of(modalities, graph)
+        self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values(), graph))
 
     def stage_report(self) -> dict[str, StageStatus]:
         """The state of every stage by name; each instance of a split stage by its own: ``thinker/PD0``."""

@@ -1,19 +1,30 @@
 """Graphs that are no chains, on real engines: equal to the same engines called by hand, one after another."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import base64
+import io
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import httpx
+import numpy as np
+import openai
 import pytest
 import torch
+from PIL import Image
 
 from tests.e2e.graphs.pipelines import NUM_TOOL_CALLS, GraphsPipeline
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.testing import diffusion, llava
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),  # vLLM's handler reads it
+]
 
 PROMPT = [1, 10, 20, 30, 40]
 PARAMS: dict[str, Any] = {
@@ -121,3 +132,97 @@ async def test_calls_of_a_session_share_its_history_in_order(omni: AsyncOmni) ->
         assert list(answer.outputs[0].token_ids) == await hand.write(history)
     alone = await ask(omni, "history", [1, 10])
     assert list(alone.outputs[0].token_ids) == await hand.write([1, 10])
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+async def client(omni: AsyncOmni) -> AsyncIterator[openai.AsyncOpenAI]:
+    parsed = parse_serve_args([omni.config.model, "--served-model-name", "tiny", "--dtype", "float32"])
+    transport = httpx.ASGITransport(await build_omni_app(omni, parsed.args), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, timeout=120) as http:
+        yield openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0)
+
+
+def chat(graph: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "w10 w20 w30"}]}]
+    return {"model": graph, "messages": messages, "extra_body": {"sampling_params_list": PARAMS} | more}
+
+
+def pixels_of(url: str) -> torch.Tensor:
+    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    return torch.from_numpy(np.array(image))
+
+
+async def test_text_and_picture_of_one_answer_come_in_one_response(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
+    hand = ByHand(omni)
+    reply = await hand.run("writer", {"prompt": "<s> w10 w20 w30"})
+    painted = await hand.run("painter", reply.outputs[0].text)
+    expected = torch.from_numpy(np.array(painted.images[0]))
+    modalities = ["text", "image"]
+    whole = await client.chat.completions.create(**chat("illustrated", modalities=modalities))
+    (choice,) = whole.choices
+    assert choice.message.content == reply.outputs[0].text
+    (image,) = choice.message.images  # type: ignore[attr-defined]
+    assert torch.equal(pixels_of(image["image_url"]["url"]), expected)
+    stream = await client.chat.completions.create(**chat("illustrated", modalities=modalities), stream=True)
+    chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == reply.outputs[0].text
+    (images,) = [delta.images for delta in deltas if getattr(delta, "images", None)]
+    assert torch.equal(pixels_of(images[0]["image_url"]["url"]), expected)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+
+
+async def test_an_answer_without_a_text_of_its_own_has_pictures_and_named_texts(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(**chat("critique"))
+    message = whole.choices[0].message
+    assert len(message.images) == 2  # type: ignore[attr-defined]
+    assert message.texts["comment"]  # type: ignore[attr-defined]
+    assert not message.content
+    stream = await client.chat.completions.create(**chat("critique"), stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert [one for delta in deltas for one in getattr(delta, "images", ())] == message.images  # type: ignore[attr-defined]
+    comment = "".join(delta.texts["comment"] for delta in deltas if getattr(delta, "texts", None))
+    assert comment == message.texts["comment"]  # type: ignore[attr-defined]
+
+
+async def test_an_agents_stream_ends_once_with_its_usage(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(**chat("agent"))
+    stream = await client.chat.completions.create(**chat("agent"), stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+    assert usage == whole.usage
+
+
+async def test_graphs_are_models_of_their_own(client: openai.AsyncOpenAI) -> None:
+    names = [model.id async for model in client.models.list()]
+    assert names == ["tiny", "diamond", "gathered", "agent", "illustrated", "critique", "history"]
+    completion = await client.completions.create(
+        model="diamond", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+    )
+    plain = await client.completions.create(
+        model="tiny", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert completion.choices[0].text != plain.choices[0].text
+    with pytest.raises(openai.NotFoundError, match="dimond"):
+        await client.completions.create(model="dimond", prompt="w1")
+    with pytest.raises(openai.BadRequestError, match=r"unknown modality 'image'.*valid: text"):
+        await client.chat.completions.create(**chat("plain", modalities=["image"]))
+
+
+async def test_sessions_over_http_share_their_history(client: openai.AsyncOpenAI) -> None:
+    async def ask_in(session: str | None) -> str:
+        headers = {} if session is None else {"X-Session-ID": session}
+        answer = await client.chat.completions.create(**chat("history"), extra_headers=headers)
+        assert answer.choices[0].message.content is not None
+        return answer.choices[0].message.content
+
+    alone = await ask_in(None)
+    assert await ask_in("http") == alone
+    assert await ask_in("http") != alone
+    assert await ask_in("other") == alone

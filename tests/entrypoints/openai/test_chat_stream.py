@@ -11,7 +11,8 @@ import torch
 from openai.lib.streaming._deltas import accumulate_delta
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_omni.entrypoints.openai.chat_stream import DONE, ChatStreamWriter, SpokenStream
+from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
+from vllm_omni.entrypoints.openai.chat_stream import DONE, ChatStreamWriter, MediaStream
 from vllm_omni.errors import StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
 
@@ -40,7 +41,7 @@ def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> str:
     return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
 
-async def write_lines(stream: SpokenStream) -> AsyncGenerator[str, None]:
+async def write_lines(stream: MediaStream) -> AsyncGenerator[str, None]:
     """What vLLM's generator writes for the text."""
     async for output in stream.read_text():
         yield chunk({"content": output.outputs[0].text}, output.outputs[0].finish_reason)
@@ -62,7 +63,7 @@ async def stream_of(
         finally:
             closed.append("outputs")
 
-    stream = SpokenStream(generate(), Samples(), ChatStreamWriter("audio-chat", wants_text))  # type: ignore[arg-type]
+    stream = MediaStream(generate(), Samples(), AnswerMedia(["audio"]), ChatStreamWriter("audio-chat", wants_text))  # type: ignore[arg-type]
     seen: list[str] = []
     message: dict[Any, Any] = {}  # as OpenAI's client makes it of the stream
     async for line in stream.merge(write_lines(stream)):
@@ -121,7 +122,7 @@ def test_a_client_that_leaves_closes_the_outputs() -> None:
             finally:
                 closed.append("outputs")
 
-        stream = SpokenStream(generate(), Samples(), ChatStreamWriter("audio-chat", True))  # type: ignore[arg-type]
+        stream = MediaStream(generate(), Samples(), AnswerMedia(["audio"]), ChatStreamWriter("audio-chat", True))  # type: ignore[arg-type]
         merged = stream.merge(write_lines(stream))
         await anext(merged)
         await merged.aclose()

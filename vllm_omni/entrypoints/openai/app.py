@@ -199,6 +199,8 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         _replace_routes(app, common_router)
         _finish(app, omni, args)
         return app
+    graphs = [graph.name for graph in omni.orchestrator.pipeline.further_graphs]
+    args.served_model_name = [*(args.served_model_name or [args.model]), *graphs]
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,15 +20,17 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError
 from vllm.inputs import EngineInput
+from vllm.outputs import CompletionOutput
 from vllm.renderers.chat_utils import ConversationMessage
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, SpokenStream
+from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
+from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, MediaStream
 from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
-from vllm_omni.entrypoints.openai.protocol import DEADLINE_ARGS, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import DEADLINE_ARGS, MODEL_ARGS, OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest, Unavailable
@@ -38,14 +40,14 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 from vllm_omni.vllm_patches import adopt
 
-SERVED = ("text", "audio")
-"""Modalities that a chat answer can have."""
+NOT_SERVED = ("video",)
+"""Modalities that a chat answer cannot have."""
 
 
 class EngineWithArguments:
     """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request.
 
-    A request's deadline comes with its parameters (``DEADLINE_ARGS``).
+    A request's deadline and model come with its parameters (``DEADLINE_ARGS``, ``MODEL_ARGS``).
     """
 
     def __init__(self, engine: AsyncOmni, **arguments: Any) -> None:
@@ -55,11 +57,26 @@ class EngineWithArguments:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[OmniRequestOutput, None]:
-        kwargs |= self.arguments | {"deadline_s": (sampling_params.extra_args or {}).get(DEADLINE_ARGS)}
+        extra_args = sampling_params.extra_args or {}
+        kwargs |= self.arguments | {"deadline_s": extra_args.get(DEADLINE_ARGS)}
+        kwargs["graph"] = self.engine.graph_of(extra_args.get(MODEL_ARGS))
         return _retryable(self.engine.generate(prompt, sampling_params, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+async def _after_empty_text(
+    outputs: AsyncGenerator[OmniRequestOutput, None],
+) -> AsyncGenerator[OmniRequestOutput, None]:
+    ended = CompletionOutput(0, "", [], None, None, finish_reason="stop")
+    async with aclosing(outputs):
+        is_first = True
+        async for output in outputs:
+            if is_first:
+                output.outputs = [ended]
+                is_first = False
+            yield output
 
 
 async def _retryable(
@@ -103,10 +120,14 @@ class OmniServingChat(OpenAIServingChat):
             StageUnavailable: a stage that the reply needs is dead.
         """
         request = OmniChatCompletionRequest.of(request)
-        self._check(request)
+        graph = self.omni.graph_of(request.model)
+        made = self.omni.orchestrator.modalities_of(graph)
+        self._check(request, made)
+        if request.modalities is None and "text" not in made:
+            request.modalities = [modality for modality in made if modality not in NOT_SERVED]
         modalities = ["text"] if request.modalities is None else request.modalities
         speaker = request.audio.speaker if request.audio else None
-        self.omni.check_available(modalities, speaker)
+        self.omni.check_available(modalities, speaker, graph)
         stage_params = self.omni.params.check_overrides(request.sampling_params_list)
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.
         serving = copy.copy(self)
@@ -116,12 +137,11 @@ class OmniServingChat(OpenAIServingChat):
         )
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
 
-    def _check(self, request: OmniChatCompletionRequest) -> None:
+    def _check(self, request: OmniChatCompletionRequest, made: Sequence[str]) -> None:
         request.check()
-        made = self.omni.orchestrator.pipeline.modalities
-        served = [modality for modality in made if modality in SERVED]
+        served = [modality for modality in made if modality not in NOT_SERVED]
         for modality in request.modalities or ():
-            if modality in made and modality not in SERVED:
+            if modality in made and modality not in served:
                 raise InvalidRequest(
                     f"modalities: {modality!r} is not served in chat answers: valid: {', '.join(served)}",
                     param="modalities",
@@ -131,10 +151,11 @@ class OmniServingChat(OpenAIServingChat):
                     f"modalities: unknown modality {modality!r}: {suggest(modality, served)}", param="modalities"
                 )
         find_format("audio", AUDIO_FORMATS, request.audio_format, "audio.format")
-        if request.wants_audio and (request.n or 1) > 1:
-            raise InvalidRequest(f"n = {request.n}: must be 1 with audio output", param="n")
-        if request.wants_audio and request.use_beam_search:
-            raise InvalidRequest("use_beam_search: cannot be combined with audio output", param="use_beam_search")
+        if request.wants_media and (request.n or 1) > 1:
+            raise InvalidRequest(f"n = {request.n}: must be 1 with output beside the text", param="n")
+        if request.wants_media and request.use_beam_search:
+            said = "use_beam_search: cannot be combined with output beside the text"
+            raise InvalidRequest(said, param="use_beam_search")
 
     async def render_chat_request(
         self, request: ChatCompletionRequest
@@ -157,26 +178,32 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> ErrorResponse | ChatCompletionResponse:
-        """As upstream, with ``message.audio``; without ``content`` if only speech was requested."""
+        """As upstream, with ``audio``, ``images`` and ``texts``; without ``content`` if text was not requested."""
         assert isinstance(request, OmniChatCompletionRequest)
-        if not request.wants_audio:
+        if not request.wants_media:
             return await super().chat_completion_full_generator(request, result_generator, request_id, *args, **kwargs)
-        speech = self._speech(request, is_stream=False)
+        speech = self._speech(request, is_stream=False) if request.wants_audio else None
+        media = AnswerMedia(request.modalities or ())
 
         async def listen() -> AsyncIterator[OmniRequestOutput]:
-            async for output in result_generator:
-                await speech.encode(output)
+            async for output in self._with_text(request, result_generator):
+                if speech is not None:
+                    await speech.encode(output)
+                await media.read(output)
                 yield output
 
         response = await super().chat_completion_full_generator(request, listen(), request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
             message = response.choices[0].message
-            message.audio = ChatCompletionAudio(
-                id=f"audio-{request_id}",
-                data=base64.b64encode(await speech.finish()).decode(),
-                expires_at=response.created,
-                transcript=message.content or "",
-            )
+            if speech is not None:
+                message.audio = ChatCompletionAudio(
+                    id=f"audio-{request_id}",
+                    data=base64.b64encode(await speech.finish()).decode(),
+                    expires_at=response.created,
+                    transcript=message.content or "",
+                )
+            for name, value in media.fields.items():
+                setattr(message, name, value)  # vLLM's messages take further fields
             if not request.wants_text:
                 message.content = None
         return response
@@ -191,9 +218,11 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        """As upstream; speech comes in ``delta.audio``, piece by piece, before the lines that end the stream."""
+        """As upstream; what an answer has beside its text comes before the lines that end the stream, as it is made:
+        speech in ``delta.audio``, piece by piece, images in ``delta.images``, further texts in ``delta.texts``.
+        """
         assert isinstance(request, OmniChatCompletionRequest)
-        if not request.wants_audio:
+        if not request.wants_media:
             return super().chat_completion_stream_generator(request, result_generator, request_id, *args, **kwargs)
         assert isinstance(result_generator, AsyncGenerator)
         return self._stream(request, result_generator, request_id, *args, **kwargs)
@@ -206,8 +235,9 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        writer = ChatStreamWriter(f"audio-{request_id}", request.wants_text)
-        stream = SpokenStream(outputs, self._speech(request, is_stream=True), writer)
+        writer = ChatStreamWriter(f"audio-{request_id}", request.wants_text, is_spoken=request.wants_audio)
+        speech = self._speech(request, is_stream=True) if request.wants_audio else None
+        stream = MediaStream(self._with_text(request, outputs), speech, AnswerMedia(request.modalities or ()), writer)
         lines = super().chat_completion_stream_generator(request, stream.read_text(), request_id, *args, **kwargs)
         async with aclosing(stream.merge(lines)) as merged:
             try:
@@ -216,6 +246,16 @@ class OmniServingChat(OpenAIServingChat):
             except Exception as exc:  # the reply has started: it ends with the error, as upstream's do
                 yield event(end_of_stream(exc, f"request {request_id}"))
                 yield DONE
+
+    def _with_text(
+        self, request: OmniChatCompletionRequest, outputs: AsyncIterator[OmniRequestOutput]
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        """The outputs, with an empty text first where the graph makes none: upstream writes a message of texts."""
+        assert isinstance(outputs, AsyncGenerator)
+        graph = self.omni.graph_of(request.model)
+        if "text" in self.omni.orchestrator.modalities_of(graph):
+            return outputs
+        return _after_empty_text(outputs)
 
     def _convert_generation_error_to_streaming_response(self, e: GenerationError) -> str:
         """As upstream, with the type that belongs to the status."""

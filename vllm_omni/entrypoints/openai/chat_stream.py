@@ -1,4 +1,4 @@
-"""Merge the text stream of vLLM's chat handler with the speech of the same reply."""
+"""Merge the text stream of vLLM's chat handler with what the same answer has beside its text."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.entrypoints.openai.sse import DONE, Base64Pieces, event
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 
-class SpokenStream:
+class MediaStream:
     """One reply on its way to the client.
 
     Upstream's generator reads the outputs with text (``read_text``) and writes lines. Those lines and the outputs with
-    sound pass through one queue, in their order. The queue holds one item, so that a client that reads slowly holds the
+    media pass through one queue, in their order. The queue holds one item, so that a client that reads slowly holds the
     engine back.
+
+    Args:
+        speech: encodes the reply's speech, if the client wants it.
     """
 
     def __init__(
-        self, outputs: AsyncGenerator[OmniRequestOutput, None], speech: Speech, writer: ChatStreamWriter
+        self,
+        outputs: AsyncGenerator[OmniRequestOutput, None],
+        speech: Speech | None,
+        media: AnswerMedia,
+        writer: ChatStreamWriter,
     ) -> None:
         self._outputs = outputs
         self._speech = speech
+        self._media = media
         self._writer = writer
         self._events: asyncio.Queue[str | OmniRequestOutput | Exception | None] = asyncio.Queue(1)
         self._text_has_ended = False
 
     async def read_text(self) -> AsyncIterator[OmniRequestOutput]:
-        """The outputs with text, up to its end; sound among them goes to the queue."""
+        """The outputs with text, up to its end; media among them go to the queue."""
         async for output in self._outputs:
             if output.multimodal_output:
                 await self._events.put(output)
@@ -44,7 +53,7 @@ class SpokenStream:
                 return
 
     async def merge(self, lines: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Upstream's lines and those of the speech; upstream's last lines come after the speech.
+        """Upstream's lines and those of the media; upstream's last lines come after the media.
 
         Closing it closes the outputs and the lines.
         """
@@ -56,7 +65,7 @@ class SpokenStream:
                     if isinstance(item, Exception):
                         raise item
                     if isinstance(item, OmniRequestOutput):
-                        if line := self._writer.audio(await self._speech.encode(item)):
+                        async for line in self._lines_of(item):
                             yield line
                         continue
                     for line in self._writer.rewrite(item):
@@ -64,13 +73,19 @@ class SpokenStream:
                             ending.append(line)
                         else:
                             yield line
-                if self._text_has_ended:
+                if self._text_has_ended and self._speech is not None:
                     yield self._writer.end_of_audio(await self._speech.finish())
             finally:
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
             for line in ending:
                 yield line
+
+    async def _lines_of(self, output: OmniRequestOutput) -> AsyncIterator[str]:
+        if self._speech is not None and (line := self._writer.audio(await self._speech.encode(output))):
+            yield line
+        if delta := await self._media.read(output):
+            yield self._writer.delta(delta)
 
     async def _read(self, lines: AsyncGenerator[str, None]) -> None:
         """Fill the queue: lines, then outputs after the end of the text; at last an error or None."""
@@ -87,9 +102,10 @@ class SpokenStream:
 
 
 class ChatStreamWriter:
-    """Writes the lines of a stream: upstream's, rewritten where needed, and those of the speech."""
+    """Writes the lines of a stream: upstream's, rewritten where needed, and those of the media."""
 
-    def __init__(self, audio_id: str, wants_text: bool) -> None:
+    def __init__(self, audio_id: str, wants_text: bool, *, is_spoken: bool = True) -> None:
+        self._is_spoken = is_spoken
         self._audio_id: str | None = audio_id  # until it has been sent
         self._pieces = Base64Pieces()
         self._wants_text = wants_text
@@ -120,7 +136,7 @@ class ChatStreamWriter:
         if self._wants_text or content is None:
             return
         delta["content"] = None
-        if content:
+        if content and self._is_spoken:
             delta["audio"] = {**self._take_id(), "transcript": content}
 
     @staticmethod
@@ -149,6 +165,9 @@ class ChatStreamWriter:
         return {} if audio_id is None else {"id": audio_id}
 
     def _audio(self, audio: dict[str, Any]) -> str:
-        delta = {"audio": {**self._take_id(), **audio}}
+        return self.delta({"audio": {**self._take_id(), **audio}})
+
+    def delta(self, delta: dict[str, Any]) -> str:
+        """The line of a delta."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return event({**self._head, "choices": [choice]})

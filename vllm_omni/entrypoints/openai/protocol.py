@@ -41,6 +41,9 @@ DEADLINE_ARGS = "deadline_s"
 
 MAX_DEADLINE_S = 86400.0
 
+MODEL_ARGS = "model"
+"""Likewise, for the model that a request names: it may be one of the pipeline's graphs."""
+
 Deadline = Annotated[
     float | None,
     Field(
@@ -93,6 +96,7 @@ class _TimedRequest(BaseModel):
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
         params: SamplingParams = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
         more: dict[str, Any] = {**(params.extra_args or {}), DEADLINE_ARGS: self.deadline_s}
+        more[MODEL_ARGS] = getattr(self, "model", None)
         params.extra_args = more if self.slo is None else more | {SLO_ARGS: self.slo}
         return params
 
@@ -135,6 +139,11 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
     @property
     def wants_audio(self) -> bool:
         return "audio" in (self.modalities or ())
+
+    @property
+    def wants_media(self) -> bool:
+        """Whether the answer has more than a text."""
+        return any(modality != "text" for modality in self.modalities or ())
 
     @property
     def wants_text(self) -> bool:
