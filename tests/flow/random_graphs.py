@@ -21,6 +21,7 @@ from vllm_omni.flow.run.frame import Emission
 
 TEXT = "text"
 NEVER = 10**6  # frames that a count node waits for until their number is known
+MAX_DEPTH = 3  # of loops within loops
 MAX_RUNS = 40  # activations of a case
 MAX_FRAMES = 400  # that they read
 LOOPS = (  # groups of the header, those of their fields that are fed from outside, fields that lead back
@@ -51,6 +52,15 @@ class _Dice:
 
 
 @dataclass
+class LoopOf:
+    """A loop as its nodes see it."""
+
+    header: str  # its role
+    max_iterations: int
+    back: set[tuple[str, str]] = field(default_factory=set)  # (role, output field) that lead to the next iteration
+
+
+@dataclass
 class Behaviour:
     """The yields of a node, a function of its inputs."""
 
@@ -61,10 +71,7 @@ class Behaviour:
     forwards: bool  # yields while it reads
     sparse: bool  # often yields nothing, or not all fields
     fails: bool = False  # now and then
-    loop: frozenset[str] = frozenset()  # roles in the same loop
-    is_header: bool = False
-    back: set[str] = field(default_factory=set)  # output fields that lead to the next iteration
-    max_iterations: int = 0
+    loops: list[LoopOf] = field(default_factory=list)  # that it is part of, the innermost first
 
     def __call__(self, path: Path, group: int, inputs: Inputs) -> list[Yield]:
         main, head = self.split(inputs)
@@ -87,49 +94,57 @@ class Behaviour:
 
     def on_chunk(self, head: Inputs, number: int, payload: Any, num_yields: int) -> list[Yield]:
         dice = _Dice(self.seed, self.name, head, number, payload)
-        iteration = self.iteration_of([payload, *(one for some in head.values() for one in some)])
-        return self.make_yields(dice, (1, 1, 2, 0)[dice.below(3 + self.sparse)], iteration, num_yields)
+        iterations = self.iterations_of([payload, *(one for some in head.values() for one in some)])
+        return self.make_yields(dice, (1, 1, 2, 0)[dice.below(3 + self.sparse)], iterations, num_yields)
 
     def at_end(self, inputs: Inputs, num_yields: int) -> tuple[list[Yield], bool]:
         """The last yields, and whether it raises then."""
         dice = _Dice(self.seed, self.name, sorted(inputs.items()))
-        iteration = self.iteration_of([one for some in inputs.values() for one in some])
+        iterations = self.iterations_of([one for some in inputs.values() for one in some])
         fails = self.fails and not dice.below(3)
         count = dice.below(2) if self.forwards else NUM_YIELDS[dice.below(7 + self.sparse)]
-        yields = self.make_yields(dice, count, iteration, num_yields)
+        yields = self.make_yields(dice, count, iterations, num_yields)
         for name in self.single:
-            if self.has_field(dice) and (name not in self.back or iteration < self.max_iterations):
+            if self.has_field(dice) and self.may_emit(name, iterations):
                 place = dice.below(len(yields) + 1)
                 if place == len(yields):
                     yields.append([])
-                yields[place].append((name, self.payload(name, num_yields + place, iteration, dice)))
+                yields[place].append((name, self.payload(name, num_yields + place, iterations, dice)))
         return (yields[: dice.below(len(yields) + 1)] if fails else yields), fails
 
-    def make_yields(self, dice: _Dice, count: int, iteration: int, start: int) -> list[Yield]:
-        fields = [name for name in self.streamed if name not in self.back or iteration < self.max_iterations]
+    def make_yields(self, dice: _Dice, count: int, iterations: list[int], start: int) -> list[Yield]:
+        fields = [name for name in self.streamed if self.may_emit(name, iterations)]
         yields = []
         for number in range(start, start + count):
             chosen = [name for name in fields if self.has_field(dice)]
             if dice.below(2):
                 chosen.reverse()
             if chosen:
-                yields.append([(name, self.payload(name, number, iteration, dice)) for name in chosen])
+                yields.append([(name, self.payload(name, number, iterations, dice)) for name in chosen])
         return yields
 
     def has_field(self, dice: _Dice) -> bool:
         return dice.below(6 if self.sparse else 24) > 0
 
-    def payload(self, name: str, number: int, iteration: int, dice: _Dice) -> str:
-        return f"{self.name}.{name}{number}{f'@{iteration}' if self.loop else ''}#{dice.number & 0xFFFFFF:06x}"
+    def payload(self, name: str, number: int, iterations: list[int], dice: _Dice) -> str:
+        counts = "".join(f"@{loop.header}={count}" for loop, count in zip(self.loops, iterations, strict=True))
+        return f"{self.name}.{name}{number}{counts}#{dice.number & 0xFFFFFF:06x}"
 
-    def iteration_of(self, payloads: Sequence[Any]) -> int:
-        """The iteration of its loop, read from the payloads made in it."""
-        iterations = [
-            int(payload.split("@")[1].split("#")[0])
-            for payload in (payloads if self.loop else ())
-            if isinstance(payload, str) and payload.split(".")[0] in self.loop
+    def may_emit(self, name: str, iterations: list[int]) -> bool:
+        """False for a field that would lead to an iteration too many."""
+        return not any(
+            (self.name, name) in loop.back and count >= loop.max_iterations
+            for loop, count in zip(self.loops, iterations, strict=True)
+        )
+
+    def iterations_of(self, payloads: Sequence[Any]) -> list[int]:
+        """The iteration of each of its loops, read from the payloads made in it."""
+        marks = [mark for one in payloads if isinstance(one, str) for mark in one.split("#")[0].split("@")[1:]]
+        return [
+            max([int(mark.split("=")[1]) for mark in marks if mark.startswith(f"{loop.header}=")], default=-1)
+            + (loop.header == self.name)
+            for loop in self.loops
         ]
-        return max(iterations, default=-1) + self.is_header
 
 
 class Activated(Protocol):
@@ -334,7 +349,8 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
     """A random graph that is right by construction, small enough to run in milliseconds.
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
-    (forks: one for each yield; iterations; constants: of nodes that read some).
+    (forks: one for each yield; iterations; nested: of a loop in an iteration of another; constants: of nodes that read
+    some).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
@@ -370,12 +386,13 @@ class _Builder:
         self.made: dict[str, dict[str, FieldRef]] = {}  # role -> its outputs
         self.parents: dict[str, set[str]] = {}  # role -> the roles that feed it forward
         self.unheard: set[str] = set()  # roles without a reader so far
-        self.loop: _Loop | None = None
+        self.loops: list[_Loop] = []  # that are not closed yet, the innermost last
         self.features: Counter[str] = Counter()
         self.counted: list[tuple[str, Interface, dict[str, str]]] = []  # node, -> field -> placeholder of its number
         self.seed = rng.randrange(1 << 30)
         self.sparseness = rng.choice((0.0, 0.1, 0.5))
         self.forking = rng.choice((0.2, 0.6, 0.9))  # how many inputs are declared whole
+        self.looping = rng.choice((2, 2, 10))  # how many nodes are headers of loops
         self.entering = rng.choice((0, 0.1, 0.4))  # how many inputs enter a loop elsewhere than at its header
 
     def chance(self, probability: float) -> bool:
@@ -384,12 +401,12 @@ class _Builder:
     def build(self, fails: bool) -> Case:
         for number in range(self.num_nodes):
             self.add_node(f"n{number}")
-            if self.loop is not None and number + 1 < self.num_nodes:
-                self.loop.num_left -= 1
-                if self.loop.num_left < 0:
-                    self.close_loop(self.loop)
-        if self.loop is not None:
-            self.close_loop(self.loop)
+            if self.loops and number + 1 < self.num_nodes:
+                self.loops[-1].num_left -= 1
+                while self.loops and self.loops[-1].num_left < 0:
+                    self.close_loop()
+        while self.loops:
+            self.close_loop()
         if fails:
             self.rng.choice(list(self.behaviours.values())).fails = True
             self.features["fails"] += 1
@@ -434,15 +451,19 @@ class _Builder:
             raise reference.TooLarge
         self.features["forks"] += sum(run.index is not None for run in runs)
         self.features["iterations"] += sum(run.num_iterations > 0 for run in runs)
-        groups = [group for some in reference.Topology(self.graph).groups.values() for group in some if group.header]
+        paths = [{step.node for step in run.path if step.is_iteration} for run in runs]
+        topology = reference.Topology(self.graph)
+        self.features["nested"] += sum(topology.around(node) in nodes for nodes in paths for node in nodes)
+        groups = [group for some in topology.groups.values() for group in some if group.header]
         self.features["constants"] += sum(run.node == group.node for run in runs for group in groups)
 
     # ---- below: one node ----
 
     def add_node(self, name: str) -> None:
         kinds = ["single"] * 5 + ["join"] * 5 + ["slots"] * 2 + ["or"] * 2
-        if self.loop is None:
-            kinds += ["loop"] * 2 if self.num_nodes > 1 else []
+        if len(self.loops) < MAX_DEPTH:
+            kinds += ["loop"] * self.looping if self.num_nodes > 1 else []
+        if not self.loops:
             kinds += [] if self.counted else ["first_wins"]
             kinds += [] if self.features["first_wins"] else ["count"]
         kind = "single" if name == "n0" and self.chance(0.8) else self.rng.choice(kinds)
@@ -465,7 +486,7 @@ class _Builder:
         declared = self.declare(groups, counts, kind)
         role = self.graph.role(type("R", (Role,), {"run": declared}), name)
         made = self.connect(role, forward if kind == "loop" else groups, slots, numbers)
-        behaviour = self.behaviours[f"{name}.run"] = Behaviour(
+        self.behaviours[f"{name}.run"] = Behaviour(
             self.seed,
             name,
             tuple(each for each, spec in declared.outputs.items() if spec.streamed),
@@ -479,12 +500,8 @@ class _Builder:
         if counts:
             self.counted.append((f"{name}.run", declared, numbers))
         if kind == "loop":
-            self.loop = _Loop(name, role, back, self.rng.choice((0, 1, 1, 2, 3)), [])
-            behaviour.is_header = True
-        if self.loop is not None:
-            self.loop.sources += own
-        else:
-            self.sources += own
+            self.loops.append(_Loop(name, role, back, self.rng.choice((0, 1, 1, 2, 3)), []))
+        (self.loops[-1].sources if self.loops else self.sources).extend(own)
 
     def make_count(self, name: str) -> tuple[list[list[str]], dict[str, int | str], dict[str, str]]:
         groups, counts = self.rng.choice(
@@ -550,13 +567,15 @@ class _Builder:
 
     def pick(self, relative: _Source | None = None) -> _Source:
         """A source of an edge; near another one, for such joins are difficult."""
-        sources = self.sources if self.loop is None or self.chance(self.entering) else self.loop.sources
+        sources = self.loops[-1].sources if self.loops else self.sources
+        if self.loops and self.chance(self.entering):
+            sources = self.rng.choice([self.sources, *(loop.sources for loop in self.loops[:-1])]) or sources
         if relative is not None and self.chance(0.7):
             family = {relative.role, *self.parents.get(relative.role, ())} - {""}
             near = [one for one in sources if one.role in family or family & self.parents.get(one.role, set())]
             if near:
                 return self.rng.choice(near)
-        if self.loop is None and self.behaviours and self.chance(0.04):
+        if not self.loops and self.behaviours and self.chance(0.04):
             name = f"p{len(self.inputs)}"
             self.inputs[name] = name
             sources.append(_Source(self.graph.placeholder(name), ""))
@@ -565,19 +584,15 @@ class _Builder:
         made = [source for source in recent if source.role]
         return self.rng.choice(made if made and self.chance(0.85) else recent)
 
-    def close_loop(self, loop: _Loop) -> None:
-        self.loop = None
+    def close_loop(self) -> None:
+        loop = self.loops.pop()
         chosen = {each: self.rng.choice(loop.sources[-4:]) for each in loop.back_fields}
         loop.role.run(**{each: source.ref for each, source in chosen.items()})  # type: ignore[attr-defined]
-        max_iterations = self.rng.randint(1, 3)
-        roles = frozenset(source.role for source in loop.sources)
-        for role in roles:
-            behaviour = self.behaviours[f"{role}.run"]
-            behaviour.loop, behaviour.max_iterations = roles, max_iterations
-        for source in chosen.values():
-            self.behaviours[f"{source.role}.run"].back.add(source.ref.field)
-            self.unheard.discard(source.role)
-        self.sources += loop.sources
+        made = LoopOf(loop.header, self.rng.randint(1, 3), {(one.role, one.ref.field) for one in chosen.values()})
+        for role in {source.role for source in loop.sources}:
+            self.behaviours[f"{role}.run"].loops.append(made)
+        self.unheard.difference_update(source.role for source in chosen.values())
+        (self.loops[-1].sources if self.loops else self.sources).extend(loop.sources)
         self.add_output(loop.header if self.chance(0.5) else self.rng.choice(list(chosen.values())).role)
 
     def add_output(self, role: str) -> None:

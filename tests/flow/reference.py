@@ -57,6 +57,7 @@ class Outcome(enum.Enum):
 class Edge:
     source: str
     source_field: str
+    target: str
     field: str
     can_be_each: bool  # from a streamed output into an input declared whole
     is_constant: bool = False  # enters a loop elsewhere than at its header
@@ -138,15 +139,11 @@ class Topology:
         self.interfaces: dict[str, Interface] = {call.node: call.interface for call in graph.declarations.calls}
         edges: dict[str, list[Edge]] = {name: [] for name in self.interfaces}  # by target
         for call in graph.declarations.calls:
-            edges[call.node] += [_edge(call.interface, name, source) for name, source in call.sources.items()]
-        fed = {name: {edge.source for edge in edges[name]} - {ENTRY} for name in edges}
-        below = {name: _flood(name, _inverted(fed)) for name in fed}  # without the node itself, unless it is in a loop
+            edges[call.node] += [
+                _edge(call.node, call.interface, name, source) for name, source in call.sources.items()
+            ]
         self.loops: dict[str, set[str]] = {}  # header -> all nodes of the loop
-        for name in fed:
-            loop = {other for other in below[name] if name in below[other]}
-            if loop not in self.loops.values() and self._can_start(name, edges[name], loop):
-                self.loops[name] = loop
-
+        self._find_loops(list(edges), edges, set())
         self.groups: dict[str, list[Group]] = {name: list(self._groups(name, edges[name])) for name in edges}
         forward_fed = {
             name: {source for group in groups if not group.is_back for source in group.sources}
@@ -156,10 +153,11 @@ class Topology:
             if self.interfaces[name].activate_by_count:
                 forward_fed[name].add(ENTRY)  # it gathers from everywhere, and stands below the entry
         self._feeds = _inverted(forward_fed)
-        constants = defaultdict[str, set[str]](set)  # header -> what the loop reads as constants
-        for groups in self.groups.values():
-            for group in groups:
-                constants[group.header] |= {edge.source for edge in group.edges if edge.is_constant}
+        constants = defaultdict[str, set[str]](set)  # header -> what is read in its loop as constants
+        for edge in (edge for groups in self.groups.values() for group in groups for edge in group.edges):
+            for header, loop in self.loops.items():
+                if edge.is_constant and edge.source not in loop and edge.target in loop:
+                    constants[header].add(edge.source)
         self.order = list(_in_order({name: some | constants[name] for name, some in forward_fed.items()}))
         reached = {gone: _flood(ENTRY, self._feeds, without=gone) for gone in self.order}
         self._dominators = {
@@ -173,7 +171,28 @@ class Topology:
                 for edge in group.edges:
                     if self.is_each(edge, group):
                         self.each_fields[edge.source].add((edge.source_field, name))
-        self.below = below
+        fed = {name: {edge.source for group in groups for edge in group.edges} for name, groups in self.groups.items()}
+        self.below = {name: _flood(name, _inverted(fed)) for name in fed}
+
+    def _find_loops(self, names: list[str], edges: dict[str, list[Edge]], headers: set[str]) -> None:
+        """Loops among some nodes, and those within each, which remain without what leads back to its header."""
+        fed = {
+            name: {edge.source for edge in edges[name] if edge.source in names and name not in headers}
+            for name in names
+        }
+        below = {name: _flood(name, _inverted(fed)) for name in names}  # the node itself only if it is in a loop
+        found: list[set[str]] = []
+        for name in names:
+            loop = {other for other in below[name] if name in below[other]}
+            if loop and loop not in found and self._can_start(name, edges[name], loop):
+                found.append(loop)
+                self.loops[name] = loop
+                self._find_loops([each for each in names if each in loop], edges, {*headers, name})
+
+    def around(self, name: str) -> str:
+        """The header of the innermost loop around a node; of the one outside of its own loop, if it is a header."""
+        headers = [header for header, loop in self.loops.items() if name in loop and name != header]
+        return min(headers, key=lambda header: len(self.loops[header]), default="")
 
     def _can_start(self, name: str, edges: list[Edge], loop: set[str]) -> bool:
         outside = {edge.field for edge in edges if edge.source not in loop}
@@ -182,23 +201,22 @@ class Topology:
     def _groups(self, name: str, edges: list[Edge]) -> Iterator[Group]:
         declared = self.interfaces[name]
         is_alone = not declared.first_wins and not declared.activate_by_count
-        around = next((header for header, loop in self.loops.items() if name in loop), "")
-        loop = self.loops.get(around, set())
+        own = self.loops.get(name, set())
+        around = self.around(name)
+        inside = self.loops.get(around, {ENTRY, *self.interfaces})
         for index, fields in enumerate(declared.inputs_or):
-            own = [edge for edge in edges if edge.field in fields]
-            if {edge.field for edge in own} != set(fields):
+            some = [edge for edge in edges if edge.field in fields]
+            if {edge.field for edge in some} != set(fields):
                 continue
-            outside = [edge for edge in own if edge.source not in loop]
-            if around != name:
-                yield _group(name, index, fields, own, outside if loop else [], around, False, is_alone)
-                continue
-            back = [edge for edge in own if edge.source in loop]
-            if {edge.field for edge in outside} == set(fields):
-                yield Group(name, index, fields, outside, False, is_alone)
+            back = [edge for edge in some if edge.source in own]
+            start = [edge for edge in some if edge.source not in own]
+            if {edge.field for edge in start} == set(fields):
+                constants = [edge for edge in start if edge.source not in inside]
+                yield _group(name, index, fields, start, constants, around, False, is_alone)
             if back:
-                rest = [edge for edge in outside if edge.field not in {one.field for one in back}]
-                own = [edge for edge in own if edge in back or edge in rest]
-                yield _group(name, index, fields, own, rest, name, True, is_alone)
+                rest = [edge for edge in start if edge.field not in {one.field for one in back}]
+                again = [edge for edge in some if edge in back or edge in rest]
+                yield _group(name, index, fields, again, rest, name, True, is_alone)
 
     def forward_groups(self, name: str) -> list[Group]:
         return [group for group in self.groups[name] if not group.is_back]
@@ -315,18 +333,9 @@ class _Interpreter:
 
     def run(self) -> Result:
         topology = self.topology
-        in_loops = set[str]().union(*topology.loops.values())
         for name in topology.order:
-            if name not in self.needed or (name in in_loops and name not in topology.loops):
-                continue
-            self.run_node(name)
-            if name in topology.loops:
-                body = [each for each in topology.order if each in topology.loops[name] and each != name]
-                while True:
-                    for each in body:
-                        self.run_node(each)
-                    if not self.start_iterations(name):
-                        break
+            if name in self.needed and not topology.around(name):
+                self.run_all(name)
         for runs in self.runs.values():
             runs.sort(key=lambda run: run.path)
         outputs = {
@@ -335,6 +344,18 @@ class _Interpreter:
         }
         del self.runs[ENTRY]
         return Result(self.outcome(), outputs, {name: self.runs[name] for name in sorted(self.needed)}, self.totals)
+
+    def run_all(self, name: str) -> None:
+        """A node, and if it is a header, its loop as often as it iterates."""
+        self.run_node(name)
+        if name not in self.topology.loops:
+            return
+        body = [each for each in self.topology.order if self.topology.around(each) == name]
+        again = True
+        while again:
+            for each in body:
+                self.run_all(each)
+            again = self.start_iterations(name)
 
     def run_node(self, name: str) -> None:
         """All activations that the sources start now, except iterations."""
@@ -507,11 +528,11 @@ class _Interpreter:
         )
 
 
-def _edge(declared: Interface, name: str, source: FieldRef) -> Edge:
+def _edge(target: str, declared: Interface, name: str, source: FieldRef) -> Edge:
     assert source.transfer is None, "transfer functions are not interpreted"
     spec = declared.inputs.get(name)
     streams = source.spec is not None and source.spec.streamed
-    return Edge(source.node, source.field, name, streams and spec is not None and not spec.streamed)
+    return Edge(source.node, source.field, target, name, streams and spec is not None and not spec.streamed)
 
 
 def _group(

@@ -28,6 +28,7 @@ class Body(Role):
 class Start(Role):
     run = interface([["x"], ["r"]], OUT)
     each = interface([["x"], ["r"]], OUT, inputs={"x": TEXT})
+    twice = interface([["x"], ["r"]], OUT, max_iterations=2)
 
 
 def iterate(num_iterations):
@@ -162,6 +163,77 @@ async def test_abort_ends_a_loop_that_waits_for_its_constant(make_runtime):
     runtime = make_runtime(make_body(), nodes)
     call = runtime.open("c", {"x": 0}, {"y"})
     await spin(50)
+    await call.abort("enough")
+    with pytest.raises(CallAborted):
+        await read_payloads(call)
+
+
+# ---- loops within loops ----
+
+
+def make_nested(inner="run"):
+    """outer -> inner -> tool -> inner, and inner -> outer."""
+    graph = Graph("g")
+    outer, inner_role = graph.role(Start, "outer"), graph.role(Start, "inner")
+    first = outer.run(x=graph.placeholder("x"))
+    second = getattr(inner_role, inner)(x=first.back)
+    getattr(inner_role, inner)(r=graph.role(All, "tool").run(x=second.back).y)
+    outer.run(r=second.y)
+    graph.output(outer=first.y, inner=second.y)
+    return graph
+
+
+@over_every_link
+async def test_inner_loop_starts_anew_in_every_iteration_of_the_outer_one(make_runtime):
+    nodes = {"outer": iterate(2), "inner": iterate(1), "tool": tell()}
+    runtime = make_runtime(make_nested(), nodes)
+    first, second = "0(x:0),1(r:x:0)", "0(x:1),1(r:x:0)"
+    assert await read_payloads(runtime.open("c", {"x": "q"}, {"outer", "inner"})) == {
+        "outer": ["0(x:q)", f"1(r:{first})", f"2(r:{second})"],
+        "inner": [*first.split(","), *second.split(",")],
+    }
+
+
+async def test_bound_of_an_inner_loop_holds_for_each_of_its_starts(make_runtime):
+    nodes = {"outer": iterate(2), "inner": iterate(1000), "tool": tell()}
+    runtime = make_runtime(make_nested("twice"), nodes)
+    payloads = await read_payloads(runtime.open("c", {"x": "q"}, {"outer", "inner"}))
+    assert [one[0] for one in payloads["inner"]] == ["0", "1", "2"] * 2
+    assert [one[0] for one in payloads["outer"]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("num_outer", "num_inner"), [(0, 0), (0, 3), (1, 0), (3, 2)])
+async def test_each_loop_ends_by_itself(make_runtime, num_outer, num_inner):
+    nodes = {"outer": iterate(num_outer), "inner": iterate(num_inner), "tool": tell()}
+    runtime = make_runtime(make_nested(), nodes)
+    payloads = await read_payloads(runtime.open("c", {"x": "q"}, {"outer", "inner"}))
+    assert [one and one[0] for one in payloads["outer"]] == [str(k) for k in range(num_outer + 1)]
+    inner = [str(k) for k in range(num_inner + 1)] * num_outer
+    assert [one and one[0] for one in payloads["inner"]] == (inner or [None])
+
+
+async def test_constant_of_an_inner_loop_may_come_from_the_outer_one(make_runtime):
+    graph = Graph("g")
+    outer, inner, body = graph.role(Start, "outer"), graph.role(Start, "inner"), graph.role(Body, "body")
+    first = outer.run(x=graph.placeholder("x"))
+    second = inner.run(x=first.back)
+    inner.run(r=body.run(x=second.back, constant=first.y).y)
+    outer.run(r=second.y)
+    graph.output(y=first.y)
+    runtime = make_runtime(graph, {"outer": iterate(2), "inner": iterate(2), "body": tell()})
+    payloads = (await read_payloads(runtime.open("c", {"x": "q"}, {"y"})))["y"]
+    first = "1(r:0(x:0),1(r:x:0 constant:0(x:q)),2(r:x:1 constant:0(x:q)))"
+    assert payloads == ["0(x:q)", first, f"2(r:0(x:1),1(r:x:0 constant:{first}),2(r:x:1 constant:{first}))"]
+
+
+@over_every_link
+async def test_abort_ends_an_inner_loop(make_runtime):
+    nodes = {"outer": iterate(10**9), "inner": iterate(10**9), "tool": tell()}
+    runtime = make_runtime(make_nested(), nodes)
+    call = runtime.open("c", {"x": "q"}, {"outer", "inner"})
+    async for frame in call:
+        if frame.seq == 50:
+            break
     await call.abort("enough")
     with pytest.raises(CallAborted):
         await read_payloads(call)

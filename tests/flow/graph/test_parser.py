@@ -239,18 +239,22 @@ def test_roots_of_a_constant_are_those_of_the_loop_and_its_source():
     assert (group.root, group.root_per_frame) == ("start.run", False)
 
 
-def test_loop_within_a_loop_is_rejected():
+def test_loop_within_a_loop_is_planned():
     graph, x, outer, inner, tool = make_echo("outer", "inner", "tool")
     first = outer.run(x=x)
     second = inner.run(x=first.y)
     inner.run(x=tool.run(x=second.y).y)
     outer.run(x=second.z)
     graph.output(y=first.z)
-    with pytest.raises(
-        PlanError,
-        match=r"a loop within the loop of 'inner.run', 'outer.run', 'tool.run'.*inner loop inside of one node",
-    ):
-        parse(graph)
+    nodes = parse(graph).nodes
+    assert {name: (node.loops, node.loop_depth) for name, node in nodes.items()} == {
+        "outer.run": ((0,), 1),
+        "inner.run": ((1,), 2),
+        "tool.run": ((), 2),
+    }
+    assert nodes["tool.run"].loops_around == (1,)
+    assert [(edge.is_back, edge.loop_depth) for edge in nodes["inner.run"].slots] == [(False, 0), (True, 2)]
+    assert nodes["outer.run"].slots[1].loop_depth == 1
 
 
 def test_field_of_the_header_that_no_iteration_passes_on_is_a_constant():

@@ -6,7 +6,7 @@ from vllm_omni.flow import EndReason, Frame
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan
 from vllm_omni.flow.run.activation import chain
 from vllm_omni.flow.run.bucket import Bucket, BucketState
-from vllm_omni.flow.run.frame import SlotEos, Termination, Trace
+from vllm_omni.flow.run.frame import NO_ITERATION, NOT_ACTIVATED, RAN, SlotEos, Trace
 
 
 def make_bucket(fields, counts=None, depth=0, loops=()):
@@ -23,14 +23,12 @@ def make_bucket(fields, counts=None, depth=0, loops=()):
     return Bucket(NodePlan("j.run", "j", "run", tuple(edges), (group,), {}), group, depth, loops)
 
 
-def frame(
-    slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, loops=(), termination=Termination.NONE
-):
+def frame(slot, payload="x", *, seq=0, last=True, path=(), reason=EndReason.NONE, loops=(), termination=RAN):
     trace = Trace(path, (), loops, termination)
     return Frame("c", f"s{slot}.run", "j.run", slot, "", 1, seq, last, payload, reason, slot + 10, trace)
 
 
-def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, termination=Termination.NONE):
+def empty(slot, reason=EndReason.EMPTY, path=(), payload=None, termination=RAN):
     return frame(slot, payload, path=path, reason=reason, termination=termination)
 
 
@@ -147,22 +145,22 @@ async def test_most_severe_reason_is_reported(first, second, reported):
     bucket.push(empty(0, first, payload="why" if first is EndReason.ERROR else None))
     bucket.push(empty(1, second, payload="why" if second is EndReason.ERROR else None))
     reason, error, termination = bucket.unreachable_reason()
-    assert (reason, termination) == (reported, Termination.NOT_ACTIVATED)
+    assert (reason, termination) == (reported, NOT_ACTIVATED)
     assert error == ("why" if reported is EndReason.ERROR else None)
 
 
 async def test_iteration_that_was_not_started_is_reported_as_such():
     bucket = make_bucket({"a": 1})
-    bucket.push(empty(0, EndReason.UNREACHABLE, termination=Termination.NO_ITERATION))
-    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NO_ITERATION)
+    bucket.push(empty(0, EndReason.UNREACHABLE, termination=NO_ITERATION + 1))
+    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, NO_ITERATION + 1)
 
 
 async def test_inner_iteration_that_was_not_started_does_not_decide_the_reason():
     bucket = make_bucket({"a": 1})
     bucket.set_count(count(0, 2))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), termination=Termination.NO_ITERATION))
-    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), termination=Termination.NOT_ACTIVATED))
-    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, Termination.NOT_ACTIVATED)
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(0,), termination=NO_ITERATION + 1))
+    bucket.push(empty(0, EndReason.UNREACHABLE, path=(1,), termination=NOT_ACTIVATED))
+    assert bucket.unreachable_reason() == (EndReason.UNREACHABLE, None, NOT_ACTIVATED)
 
 
 async def test_reader_of_a_stream_that_broke_off_meets_the_error():

@@ -1,10 +1,10 @@
-"""Check a graph as a whole; errors (``GraphError``, ``PlanError``) name node, field and the nearest fix."""
+"""Check a graph as a whole; errors (``GraphError``) name node, field and the nearest fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_omni.errors import GraphError, PlanError
+from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.draft import GraphDraft, GroupDraft, NodeDraft
 from vllm_omni.flow.graph.plan import Edge, StaticPlan
@@ -62,11 +62,6 @@ def _check_connected(draft: GraphDraft, name: str, node: NodeDraft) -> None:
 def check_loop(draft: GraphDraft, loop: Loop) -> None:
     """A loop can start, and has an exit."""
     where = " -> ".join([*sorted(loop.nodes), min(loop.nodes)])
-    if loop.outer is not None:
-        raise PlanError(
-            f"graph {draft.name!r}: there is a loop within the loop of {quoted(sorted(loop.outer.nodes))}, which is "
-            "not supported; run the inner loop inside of one node, or unroll it with a second role"
-        )
     if loop.header is None:
         raise GraphError(_no_start(draft, loop, where))
     readers = [ref.node for name, node in draft.nodes.items() if name not in loop.nodes for _, ref in node.sources]

@@ -152,11 +152,16 @@ class GraphDraft:
         backs = [edge for edge in edges if self.loops.is_back(edge.source, header)]
         passed = {edge.target_field for edge in backs}
         marked = [
-            replace(edge, is_back=edge in backs, is_constant=edge not in backs)
+            self._mark_back(edge) if edge in backs else replace(edge, is_constant=True)
             for edge in edges
             if edge in backs or edge.target_field not in passed
         ]
-        return _with_start(marked, header)
+        return [edge if edge.is_declared else self._mark_back(edge) for edge in _with_start(marked, header)]
+
+    def _mark_back(self, edge: Edge) -> Edge:
+        loop = self.loops.of(edge.target)
+        assert loop is not None
+        return replace(edge, is_back=True, loop_depth=loop.depth)
 
     # ---- roots ----
 
@@ -229,7 +234,7 @@ def _with_start(edges: list[Edge], header: str | None) -> list[Edge]:
     if header is None or not any(edge.is_constant for edge in edges):
         return edges
     target = edges[0].target
-    return [*edges, Edge(header, STARTED, target, STARTED, is_back=header == target)]
+    return [*edges, Edge(header, STARTED, target, STARTED)]
 
 
 def _sources(groups: Iterable[GroupDraft], *, is_constant: bool) -> tuple[str, ...]:

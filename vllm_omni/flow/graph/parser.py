@@ -26,7 +26,7 @@ class GraphParser:
 
         Raises:
             GraphError: the graph is wrong; the message names node and field, valid names and the nearest fix.
-            PlanError: the graph is right, but not supported: a loop within a loop, or one entered at several nodes.
+            PlanError: the graph is right, but not supported: a node of a loop that counts frames.
         """
         draft = GraphDraft(self._graph)
         checks.check_outputs(draft)
@@ -114,6 +114,7 @@ def _plan_node(draft: GraphDraft, name: str, node: NodeDraft, roots: set[str | N
         parameters=tuple(one.name for one in draft.declarations.roles[node.role].parameters),
         loops=draft.loops_from(name),
         loops_around=_loops_around(draft, name),
+        loop_depth=0 if (loop := draft.loops.of(name)) is None else loop.depth,
     )
 
 

@@ -31,6 +31,7 @@ class Edge:
     root: str | None = None  # root of the target's bucket; None: the target needs no bucket
     root_per_frame: bool = False
     is_back: bool = False  # closes a loop
+    loop_depth: int = 0  # loops around the header that it leads back to, the one that it closes included
     is_constant: bool = False  # enters a loop: every iteration reads it again. `root`: of the loop and its source
     first_only: bool = False  # a constant that only the first iteration reads
     is_last_of_field: bool = True  # the last edge that is read of its field
@@ -81,7 +82,8 @@ class NodePlan:
     is_optional: bool = False  # a node further down has an alternative to what depends on this node
     parameters: tuple[str, ...] = ()
     loops: tuple[int, ...] = ()  # loops that this node is the header of
-    loops_around: tuple[int, ...] = ()  # loops that this node is part of
+    loops_around: tuple[int, ...] = ()  # the innermost loop that this node is part of
+    loop_depth: int = 0  # the number of loops that this node is part of
 
     @property
     def num_choices(self) -> int:

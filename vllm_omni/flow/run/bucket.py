@@ -11,7 +11,7 @@ from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import STARTED, Edge, GroupPlan, NodePlan
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.credit import ReceiveWindow, open_all
-from vllm_omni.flow.run.frame import EndReason, Frame, SlotEos, Termination
+from vllm_omni.flow.run.frame import NOT_ACTIVATED, RAN, EndReason, Frame, SlotEos, Termination
 from vllm_omni.flow.run.order import PathOrder
 from vllm_omni.flow.run.sequence import Stream
 
@@ -160,7 +160,7 @@ class Bucket:
         empty = [slot for slot in slots if slot.is_empty] or slots  # none is empty: a counted field got too few frames
         worst = max(empty, key=lambda slot: SEVERITY.index(slot.reason))
         # An empty slot may combine parts from a loop that started no iteration with others: the least one covers both.
-        termination = max(Termination.NOT_ACTIVATED, min(slot.termination or Termination.NONE for slot in empty))
+        termination = max(NOT_ACTIVATED, min(slot.termination or RAN for slot in empty))
         if worst.reason in (EndReason.ERROR, EndReason.CANCEL):
             return worst.reason, worst.error, termination
         return EndReason.UNREACHABLE, None, termination

@@ -14,7 +14,17 @@ from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.activation import ActivationRun
 from vllm_omni.flow.run.bucket import BucketState
 from vllm_omni.flow.run.constants import Constants
-from vllm_omni.flow.run.frame import NO_BUCKET, EdgeCredit, EndReason, Frame, Path, SlotEos, Termination, Trace
+from vllm_omni.flow.run.frame import (
+    NO_BUCKET,
+    NO_ITERATION,
+    EdgeCredit,
+    EndReason,
+    Frame,
+    Path,
+    SlotEos,
+    Trace,
+    leads_nowhere,
+)
 from vllm_omni.flow.run.inbound import InboundCredit
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.node import Node
@@ -307,8 +317,9 @@ class NodeController:
                 self._forget(call, run)
                 return
         if group.loop is not None:
-            termination = Termination.NO_ITERATION
-        loops = () if termination is Termination.NO_ITERATION else trace.loops
+            termination = NO_ITERATION + plan.loop_depth
+        # Only the header of a loop has loops of its own, which come first.
+        loops = trace.loops[len(plan.loops) if leads_nowhere(termination, plan.loop_depth) else 0 :]
         self._forget(call, run)
         ended = Trace(trace.path, trace.roots, loops, termination)
         Outbound(plan, call.scope, self._link, run.activation_id, ended).end(reason, error)

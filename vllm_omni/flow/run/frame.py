@@ -26,12 +26,19 @@ class EndReason(enum.Enum):
     UNREACHABLE = "unreachable"  # the producer was never activated: an input that it needs ended without a payload
 
 
-class Termination(enum.IntEnum):
-    """The reason for which the sender of a frame never ran; of several the larger one passes on."""
+Termination: TypeAlias = int
+"""The reason for which the sender of a frame never ran: NOT_ACTIVATED, or NO_ITERATION + the depth of a loop.
 
-    NONE = 0  # it ran
-    NOT_ACTIVATED = 1  # an input that it needs ended without a payload
-    NO_ITERATION = 2  # its loop did not start the iteration; not sent around the loop again
+No iteration: this loop did not start it. So nothing is sent around this loop again, nor around one within it.
+"""
+RAN: Termination = 0
+NOT_ACTIVATED: Termination = 1  # an input that it needs ended without a payload
+NO_ITERATION: Termination = 1  # + the number of loops around the header of the loop, itself included
+
+
+def leads_nowhere(termination: Termination, depth: int) -> bool:
+    """Whether a loop of this depth has no further iteration below a sender."""
+    return NO_ITERATION < termination <= NO_ITERATION + depth
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +57,7 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
     path: Path = ()
     roots: tuple[Root, ...] = ()  # the nearest last
     loops: tuple[int, ...] = ()  # loops of which an iteration below this path follows, or is reported as not started
-    termination: Termination = Termination.NONE
+    termination: Termination = RAN
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -11,7 +11,7 @@ import msgspec
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import PER_FRAME, STARTED, Edge, NodePlan
 from vllm_omni.flow.run.credit import SendLimits
-from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Termination, Trace
+from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Trace, leads_nowhere
 from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.scope import CallScope
@@ -126,7 +126,7 @@ class Outbound:
     def _send(
         self, edge: Edge, target_id: int, trace: Trace, seq: int, last: bool, payload: Any, reason: EndReason
     ) -> None:
-        if edge.is_back and trace.termination is Termination.NO_ITERATION:
+        if edge.is_back and trace.termination and leads_nowhere(trace.termination, edge.loop_depth):
             return  # an iteration that was not started has no next one
         self._link.send(
             Frame(

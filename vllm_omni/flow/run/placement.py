@@ -3,7 +3,7 @@
 from vllm_omni.flow.graph.plan import GroupPlan, NodePlan
 from vllm_omni.flow.run.activation import ActivationRun
 from vllm_omni.flow.run.bucket import Bucket
-from vllm_omni.flow.run.frame import ITERATION, Frame, SlotEos, Termination, Trace
+from vllm_omni.flow.run.frame import ITERATION, RAN, Frame, SlotEos, Trace
 from vllm_omni.flow.run.identity import above, find_root
 
 
@@ -12,7 +12,7 @@ def place_activation(plan: NodePlan, group: GroupPlan, message: Frame | SlotEos)
     trace = message.trace
     if group.root is None:
         bucket = Bucket(plan, group, len(trace.path), trace.loops)
-        if trace.termination is not Termination.NONE:
+        if trace.termination != RAN:
             trace = Trace(trace.path, trace.roots, trace.loops)
         fork_id = message.origin if isinstance(message, Frame) else 0
     else:
