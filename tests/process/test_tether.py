@@ -1,6 +1,7 @@
 """Processes of a stage end with the server; with real processes, without engines."""
 
 import copy
+import errno
 import logging
 import multiprocessing
 import os
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.process.programs import TIMEOUT_S, handle_signals, start_stage, wait_for
-from vllm_omni.process.run_directory import RunDirectory
+from vllm_omni.process.run_directory import OWNER, RunDirectory
 from vllm_omni.process.supervisor import in_thread
-from vllm_omni.process.tether import ServerTether, enter_stage_process
+from vllm_omni.process.tether import ServerTether, _wait_for_end_of_server, enter_stage_process
 
 
 def test_a_tether_keeps_the_users_values_and_binds_no_copy_in_the_server(directory: RunDirectory) -> None:
@@ -63,6 +64,23 @@ def test_stage_ignores_the_signals_of_its_server_until_that_ends_it(directory: R
     os.kill(process.pid, signal.SIGTERM)
     process.join(TIMEOUT_S)
     assert process.exitcode == 0
+
+
+def test_a_stage_without_locks_keeps_waiting_and_leaks_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / OWNER).touch()
+    num_descriptors: list[int] = []
+
+    def lockf(*_: object) -> None:
+        num_descriptors.append(len(os.listdir("/proc/self/fd")))
+        if len(num_descriptors) < 4:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    monkeypatch.setattr("vllm_omni.process.tether.RETRY_S", 0.0)
+    _wait_for_end_of_server(tmp_path)
+    assert num_descriptors == num_descriptors[:1] * 4
 
 
 # A server with a stage, and with a child of the user that outlives it and holds all its files open.

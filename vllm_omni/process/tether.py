@@ -87,17 +87,21 @@ def _bind(tether: ServerTether) -> None:
 
 
 def _end_with_server(directory: Path) -> None:
-    while True:
-        try:
-            owner = os.open(directory / OWNER, os.O_RDWR)
-            fcntl.lockf(owner, fcntl.LOCK_SH)
-            break
-        except FileNotFoundError:  # the file is gone, and so is the server
-            break
-        except OSError:  # no file descriptor is free: the server may run
-            time.sleep(RETRY_S)
+    _wait_for_end_of_server(directory)
     remove_directory(directory, has_tracker=True)
     os._exit(1)
+
+
+def _wait_for_end_of_server(directory: Path) -> None:
+    while True:
+        try:
+            with (directory / OWNER).open("r+b") as owner:
+                fcntl.lockf(owner, fcntl.LOCK_SH)
+            return
+        except FileNotFoundError:  # the file is gone, and so is the server
+            return
+        except OSError:  # no file descriptor or no lock is free: the server may run
+            time.sleep(RETRY_S)
 
 
 def enter_stage_process() -> None:
