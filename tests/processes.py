@@ -43,12 +43,13 @@ def paused(*pids: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_free_file_descriptor(pid: int) -> Iterator[None]:
-    """Let a process open nothing inside the ``with``."""
+def few_file_descriptors(pid: int, num_free: int = 0) -> Iterator[None]:
+    """Let a process open no more than so many files inside the ``with``."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    first_free = next(number for number in itertools.count() if number not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    free = (number for number in itertools.count() if number not in used)
+    limit = next(itertools.islice(free, num_free, None))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
     try:
         yield
     finally:

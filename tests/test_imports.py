@@ -19,7 +19,7 @@ PACKAGE = ROOT / "vllm_omni"
 
 # A package imports from the rows above its own, and from itself.
 ORDER = [
-    ["errors", "names", "complaints"],
+    ["errors", "names", "complaints", "descriptors"],
     ["compat", "envs", "media", "vllm_patches"],
     ["messages"],
     ["config", "flow", "ops"],

@@ -22,7 +22,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import server_program
-from tests.processes import no_free_file_descriptor
+from tests.processes import few_file_descriptors
 
 START_TIMEOUT_S = 120.0
 # Time for processes to end: on two busy cores Python takes seconds.
@@ -348,7 +348,7 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     assert len(processes) == 3
     assert any("/vllm-omni-" in path for path in shared_memory)
     num_sockets = len(program.sockets())
-    with no_free_file_descriptor(program.process.pid):
+    with few_file_descriptors(program.process.pid):
         wait_for("supervisor", lambda: "language: cannot be watched: [Errno 24]" in program.log(), END_TIMEOUT_S)
     assert all(process.is_running() for process in processes), "the state of a process was unknown, not dead"
     processes[1].kill()

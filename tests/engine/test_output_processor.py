@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -141,6 +142,20 @@ def test_an_error_of_the_engine_reaches_the_reader() -> None:
     output.pooling_output = pack(Payload(values={"error": "ValueError: no", "invalid": True}))
     processor.process_outputs([output])
     assert read(collector).multimodal_output == {"error": "ValueError: no", "invalid": True}
+
+
+def test_media_that_cannot_be_fetched_fail_their_request_alone() -> None:
+    processor = make_processor("audio")
+    collectors = {name: add_request(processor, request_id=name) for name in "ab"}
+    outputs = [make_output([0], finished=True, request_id=name) for name in "ab"]
+    published = [hub.publish(name, {"audio": torch.ones(4)}) for name in "ab"]
+    location = msgspec.msgpack.encode(["gone", 1])
+    gone = msgspec.structs.replace(published[0].tensors["audio"], backend="shm", location=location, lease=1)
+    for output, payload in zip(outputs, [Payload({"audio": gone}, published[0].values), published[1]], strict=True):
+        output.pooling_output = pack(payload)
+    processor.process_outputs(outputs)
+    assert "the producer gone cannot be reached" in read(collectors["a"]).multimodal_output["error"]
+    assert torch.equal(read(collectors["b"]).multimodal_output["audio"], torch.ones(4))
 
 
 def test_the_images_of_a_request_come_with_its_last_step() -> None:

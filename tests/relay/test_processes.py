@@ -7,6 +7,7 @@ its connection.
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 
@@ -14,12 +15,15 @@ import pytest
 
 from tests.contract.relays import NUM_BYTES
 from tests.contract.usable import CROSSING
+from tests.processes import few_file_descriptors
 from tests.relay.peer import Peer, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
+from vllm_omni.process.proc import cpu_s
 
 NOTICED_S = 4.0
 HALF = NUM_BYTES // 2
+WITHOUT_S = 0.8  # how long a process has no free file descriptor
 
 
 @pytest.fixture(params=CROSSING)
@@ -73,6 +77,54 @@ def test_tensors_of_several_sizes_go_from_one_process_to_another(ends: tuple[Pee
         assert consumer.do(method, ref, seed), num_bytes
         consumer.do("release", ref)
     assert_nothing_is_held(producer)
+
+
+def test_a_producer_without_file_descriptors_accepts_its_reader_later(ends: tuple[Peer, Peer]) -> None:
+    producer, consumer = ends
+    assert producer.process.pid is not None
+    ref = producer.do("put", "request", HALF, 1)
+    with few_file_descriptors(producer.process.pid):
+        consumer.start("get", ref, 1)
+        time.sleep(WITHOUT_S)
+    assert consumer.answer()
+    consumer.do("release", ref)
+    assert_nothing_is_held(producer)
+
+
+@pytest.mark.parametrize("num_free", range(3))
+def test_a_reader_without_file_descriptors_raises_and_connects_later(ends: tuple[Peer, Peer], num_free: int) -> None:
+    """Shared memory needs three: for the socket, for the slab, and for Python's mapping of it."""
+    producer, consumer = ends
+    assert consumer.process.pid is not None
+    num_fds = consumer.do("num_fds")
+    ref = producer.do("put", "request", HALF, 1)
+    error = "Too many open files|file descriptors? (is|are) free"
+    with few_file_descriptors(consumer.process.pid, num_free), pytest.raises(RelayBroken, match=error):
+        consumer.do("get", ref, 1)
+    assert consumer.do("await_num_fds", num_fds) == num_fds
+    deliver(producer, consumer, HALF, 2)
+
+
+def test_a_reader_with_too_few_file_descriptors_for_zmq_is_not_ended_by_it() -> None:
+    with peers("tcp", "tcp") as (producer, consumer):
+        assert consumer.process.pid is not None
+        consumer.do("num_fds")  # it has started
+        ref = producer.do("put", "request", HALF, 1)
+        with few_file_descriptors(consumer.process.pid, 5), pytest.raises(RelayBroken, match="descriptors are free"):
+            consumer.do("get", ref, 1)
+        deliver(producer, consumer, HALF, 2)
+
+
+def test_a_producer_of_shared_memory_does_not_spin_while_it_has_no_file_descriptor() -> None:
+    with peers("shm", "shm") as (producer, consumer):
+        assert producer.process.pid is not None
+        ref = producer.do("put", "request", HALF, 1)
+        with few_file_descriptors(producer.process.pid):
+            consumer.start("get", ref, 1)
+            before_s = cpu_s([producer.process.pid])
+            time.sleep(WITHOUT_S)
+            assert cpu_s([producer.process.pid]) - before_s < WITHOUT_S / 4
+        assert consumer.answer()
 
 
 def test_a_forwarded_reference_is_pulled_from_its_producer(backend: str) -> None:

@@ -16,6 +16,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
 from vllm_omni.engine.metrics import RESULTS
+from vllm_omni.errors import RelayError
+from vllm_omni.messages.failure import make_failure
 from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
 from vllm_omni.messages.payload import Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
@@ -73,9 +75,16 @@ class OmniRequestState(RequestState):
             if "error" in payload.values:
                 omni.multimodal_output.update(payload.values)
             else:
-                self.handler(payload, omni, self.hub)
+                self._handle(payload, omni)
         self.new_payloads = []
         return omni
+
+    def _handle(self, payload: Payload, output: OmniRequestOutput) -> None:
+        """An error that left this method would end all requests of the engine, and the engine."""
+        try:
+            self.handler(payload, output, self.hub)
+        except RelayError as exc:
+            output.multimodal_output.update(make_failure(self.external_req_id, exc).report)
 
 
 class MultimodalOutputProcessor(OutputProcessor):

@@ -228,7 +228,10 @@ class RelayHub:
                 if backend not in BACKENDS:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
                 num_bytes = self.options.num_bytes if backend == self.options.transport else 0
-                relay = make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
+                try:
+                    relay = make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
+                except OSError as exc:  # no file descriptor is free, or no memory
+                    raise RelayBroken(f"this process cannot use the {backend} relay: {exc}") from exc
                 self._relays[backend] = relay
             return relay
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_omni.complaints import Complaints
+from vllm_omni.descriptors import ZMQ_CONTEXT, check_free_descriptors
 from vllm_omni.errors import LinkError
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.remote.messages import Fault, WireMessage
@@ -101,11 +102,12 @@ class ZmqLink(InProcessLink):
         self._decoder = msgspec.msgpack.Decoder(list[WireMessage])
         self._complaints = Complaints(logger)
         self._context = zmq.Context()
-        self._inbound = self._make_socket(zmq.PULL)
-        self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES + 64)  # of messages that are sent together
         try:
+            check_free_descriptors(ZMQ_CONTEXT)
+            self._inbound = self._make_socket(zmq.PULL)
+            self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES + 64)  # of messages that are sent together
             self._inbound.bind(address)
-        except zmq.ZMQError as exc:
+        except (OSError, zmq.ZMQError) as exc:
             self._context.destroy(linger=0)
             raise LinkError(f"cannot listen on {address}: {exc}") from exc
         self.loop = asyncio.get_running_loop()
@@ -146,8 +148,11 @@ class ZmqLink(InProcessLink):
             raise LinkError(f"no address of target {target!r}; known: {', '.join(sorted(self._addresses))}")
         peer = self._peers.get(address)
         if peer is None:
-            socket = self._make_socket(self.zmq.PUSH)
-            socket.connect(address)
+            try:
+                socket = self._make_socket(self.zmq.PUSH)
+                socket.connect(address)
+            except self.zmq.ZMQError as exc:
+                raise LinkError(f"{target!r} cannot be reached at {address}: {exc}") from exc
             peer = self._peers[address] = _Peer(socket, self)
         return peer
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class Producer:
-    """One connection, which is never made again: after its end the relay makes another one."""
+    """One connection, which is never made again: after its end the relay makes another one.
+
+    Raises:
+        OSError, zmq.ZMQError: the address is malformed, or too few file descriptors are free.
+    """
 
     def __init__(self, relay: RemoteRelay, context: zmq.Context[zmq.Socket[bytes]], location: msg.Location):
         self._relay = relay
@@ -40,13 +44,13 @@ class Producer:
         self._num_pulls: dict[int, int] = {}  # running pulls by lease
         self._held: set[int] = set()  # leases that have been read and not yet released
         self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost)
-        silence = RelayBroken(f"the producer {location.address} does not answer")
-        self._timer = loop.call_later(CONNECT_MS / 1000, self.fail, silence)
         try:
             self._wire.connect(location.address)
-        except zmq.ZMQError as exc:
-            self.fail(RelayBroken(f"the producer {location.address} cannot be reached: {exc}"))
-            return
+        except zmq.ZMQError:
+            self._wire.close()
+            raise
+        silence = RelayBroken(f"the producer {location.address} does not answer")
+        self._timer = loop.call_later(CONNECT_MS / 1000, self.fail, silence)
         self.send(msg.Hello(location.token, relay.token))
 
     def send(self, message: msg.ToProducer) -> None:

@@ -28,7 +28,7 @@ import torch
 import zmq
 
 from vllm_omni.complaints import Complaints
-from vllm_omni.errors import PoolExhausted, RelayClosed, RelayError
+from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError
 from vllm_omni.messages.payload import Layout, TensorRef
 from vllm_omni.relay.base import TIMEOUT_S
 from vllm_omni.relay.io_thread import block_on, io_thread
@@ -88,10 +88,10 @@ class RemoteRelay(Streams):
     async def _listen(self, host: str) -> None:
         if host in ("0.0.0.0", "::", "*", ""):
             raise ValueError(f"host {host!r} stands for all addresses of this host; give one that consumers can reach")
-        self._consumers = Consumers(self, self._context)
         try:
+            self._consumers = Consumers(self, self._context)
             self.address = self._consumers.wire.bind(host)
-        except zmq.ZMQError as exc:
+        except (OSError, zmq.ZMQError) as exc:
             raise RelayError(f"cannot listen at {host}: {exc}") from exc
 
     # -- inner interface: what a backend implements -------------------------------------------------------------------
@@ -213,7 +213,10 @@ class RemoteRelay(Streams):
         self.check_open()
         producer = self._producers.get(location)
         if producer is None:
-            producer = self._producers[location] = Producer(self, self._context, location)
+            try:
+                producer = self._producers[location] = Producer(self, self._context, location)
+            except (OSError, zmq.ZMQError) as exc:
+                raise RelayBroken(f"the producer {location.address} cannot be reached: {exc}") from exc
         if not producer.is_welcome:
             await asyncio.shield(producer.welcomed)
         return producer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from vllm_omni.descriptors import ZMQ_CONTEXT, check_free_descriptors
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, MAX_CONTROL_BYTES
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ class Wire:
         kind: ``zmq.ROUTER`` or ``zmq.DEALER``.
         on_message: called with a message's frames.
         on_lost: called when a connection has ended or was rejected, after its last message.
+
+    Raises:
+        OSError, zmq.ZMQError: too few file descriptors are free.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Wire:
         self._on_message = on_message
         self._on_lost = on_lost
         self._is_drain_due = False
+        check_free_descriptors(ZMQ_CONTEXT)
         self.socket = socket = context.socket(kind)
         socket.set_hwm(0)  # windows and credits bound what is in flight; a full queue would stop the heartbeat
         socket.linger = 0
@@ -67,7 +72,11 @@ class Wire:
             socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is not made again
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-        self._monitor = socket.get_monitor_socket(_LOST)
+        try:
+            self._monitor = socket.get_monitor_socket(_LOST)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         self._loop.add_reader(self._monitor, self._drain_events)
         self._loop.add_reader(socket, self._drain)
         self._drain_events()

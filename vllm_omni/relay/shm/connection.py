@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -16,8 +17,11 @@ from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm.memory import MAX_READERS, TABLE_BYTES, Mapping, Readable, encode
 from vllm_omni.relay.slab import CHUNK_BYTES
 
+logger = logging.getLogger(__name__)
+
 NUDGE = b"!"
 MIN_TIMEOUT_S = 0.001  # 0 would make the socket non-blocking
+ACCEPT_RETRY_S = 0.5  # a consumer waits for longer (``TIMEOUT_S``)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +40,10 @@ class Producer(Readable):
     def __init__(self, address: str, timeout_s: float, prefault: bool, on_close: Callable[[Producer], None]):
         self.address = address
         self._on_close = on_close
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as exc:  # no file descriptor is free
+            raise RelayBroken(f"the producer {address} cannot be reached: {exc}") from exc
         try:
             mapping, reader = self._open_slab(timeout_s, prefault)
         except BaseException:
@@ -52,13 +59,14 @@ class Producer(Readable):
             self._socket.settimeout(max(timeout_s, MIN_TIMEOUT_S))
             self._socket.connect(b"\0" + self.address.encode())
             _reject_other_users(self._socket)
-            data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(self._socket, 4096, 1, socket.MSG_CMSG_CLOEXEC)
             if not fds:
-                raise ConnectionError("it closed the connection")
+                has_lost_one = flags & socket.MSG_CTRUNC
+                raise ConnectionError("no file descriptor is free" if has_lost_one else "it closed the connection")
         except (TimeoutError, BlockingIOError) as exc:  # the latter: its queue of connections is full
             raise RelayTimeout(f"the producer {self.address} did not answer within {timeout_s:g} s") from exc
         except OSError as exc:
-            raise RelayBroken(f"the producer {self.address} is gone: {exc}") from exc
+            raise RelayBroken(f"the producer {self.address} cannot be reached: {exc}") from exc
         try:
             hello = _decode_hello(data)
             # A mapping that can shrink would kill this process when it touches the missing part.
@@ -68,7 +76,7 @@ class Producer(Readable):
                 raise ValueError(f"{hello} does not fit the descriptor sent with it")
             return Mapping(fds[0], hello.num_bytes, prefault), hello.reader
         except (msgspec.DecodeError, OSError, ValueError) as exc:
-            raise RelayBroken(f"the producer {self.address} sent an invalid slab: {exc}") from exc
+            raise RelayBroken(f"the slab of the producer {self.address} cannot be mapped: {exc}") from exc
         finally:
             os.close(fds[0])
 
@@ -109,17 +117,30 @@ class Consumers:
         self._on_lost = on_lost
         self._on_nudge = on_nudge
         self._sockets: dict[int, socket.socket] = {}  # by reader
+        self._cannot_accept = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.bind(b"\0" + address.encode())
         self._listener.listen(MAX_READERS)
         self._listener.setblocking(False)
-        io_thread().call(lambda: io_thread().loop.add_reader(self._listener, self._accept))
+        io_thread().call(self._listen)
+
+    def _listen(self) -> None:
+        if self._listener.fileno() != -1:  # otherwise it has been closed
+            io_thread().loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
             consumer, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):  # the consumer has left
             return
+        except OSError as exc:  # no file descriptor is free: the listener would be readable all the time
+            if not self._cannot_accept:
+                logger.warning("readers of tensors cannot connect: %s; retrying every %g s", exc, ACCEPT_RETRY_S)
+            self._cannot_accept = True
+            io_thread().loop.remove_reader(self._listener)
+            io_thread().loop.call_later(ACCEPT_RETRY_S, self._listen)
+            return
+        self._cannot_accept = False
         reader = next((one for one in range(1, MAX_READERS) if one not in self._sockets), None)
         try:
             _reject_other_users(consumer)

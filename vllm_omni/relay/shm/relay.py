@@ -66,21 +66,22 @@ class ShmRelay(Streams):
         self.address = f"vllm-omni-{os.getpid()}-{secrets.token_hex(8)}"
         size = max(num_bytes, CHUNK_BYTES)
         fd = os.memfd_create(self.address, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.truncate(fd, TABLE_BYTES + size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.mapping = Mapping(fd, size, prefault)  # for the streams' writers
-        super().__init__(self.mapping.memory)
-        self._prefault = prefault
-        self._own = Readable(self.mapping, OWN_READER)
-        self._typed = self.mapping.typed
-        self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
-        self._locations: dict[int, bytes] = {}  # by slot
-        self._producers: dict[str, Producer] = {}
-        self._consumers: Consumers | None = None
-        if num_bytes:
-            self._consumers = Consumers(self.address, fd, size, self._lose_reader, self._on_nudge)
-        else:
-            os.close(fd)
+        with contextlib.ExitStack() as unless_it_listens:
+            unless_it_listens.callback(os.close, fd)
+            os.truncate(fd, TABLE_BYTES + size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.mapping = Mapping(fd, size, prefault)  # for the streams' writers
+            super().__init__(self.mapping.memory)
+            self._prefault = prefault
+            self._own = Readable(self.mapping, OWN_READER)
+            self._typed = self.mapping.typed
+            self._slots = list(range(NUM_SLOTS - 1, 0, -1))  # free ones
+            self._locations: dict[int, bytes] = {}  # by slot
+            self._producers: dict[str, Producer] = {}
+            self._consumers: Consumers | None = None
+            if num_bytes:
+                self._consumers = Consumers(self.address, fd, size, self._lose_reader, self._on_nudge)
+                unless_it_listens.pop_all()
 
     # -- producer -----------------------------------------------------------------------------------------------------
 
