@@ -1,6 +1,7 @@
 """When a stage is restarted. Restarts of real engines: tests/e2e/test_lifecycle.py."""
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,19 @@ from functools import partial
 import pytest
 
 from tests.process.programs import LIFE_S, TIMEOUT_S, wait_for
+from tests.processes import few_file_descriptors
 from vllm_omni.errors import StageFailed
 from vllm_omni.process import supervisor
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.status import StageState, StageStatus
-from vllm_omni.process.supervisor import FIRST_DELAY_S, MAX_DELAY_S, RestartBudget, Supervisor, in_thread
+from vllm_omni.process.supervisor import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    NUM_DESCRIPTORS,
+    RestartBudget,
+    Supervisor,
+    in_thread,
+)
 
 
 class Clock:
@@ -180,6 +189,25 @@ def test_a_supervisor_that_is_stopped_kills_a_process_that_is_not_tethered_yet(d
     assert children[0].exitcode == -signal.SIGKILL
     assert another.is_alive()
     another.kill()
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_restart_waits_until_enough_file_descriptors_are_free(
+    directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine([succeed])
+    with few_file_descriptors(os.getpid(), NUM_DESCRIPTORS // 2):
+        watcher = Supervisor(engine, directory)
+        engine.lost_process.set()
+        wait_for(lambda: f"file descriptors are free, {NUM_DESCRIPTORS} are needed" in caplog.text)
+    assert engine.settled.wait(TIMEOUT_S)
+    watcher.stop()
+    watcher.join()
+    assert [(status.state, status.num_restarts) for status in engine.statuses] == [
+        (StageState.RESTARTING, 1),
+        (StageState.RUNNING, 1),
+    ]
+    assert caplog.text.count("the restart waits") == 1
 
 
 @pytest.mark.usefixtures("no_delay")

@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Protocol
 
 from vllm_omni import envs
+from vllm_omni.descriptors import check_free_descriptors
 from vllm_omni.errors import StageFailed
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.status import StageState, StageStatus
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 POLL_S = 0.1  # how late a termination is noticed here; requests notice it by themselves, and sooner
+NUM_DESCRIPTORS = 40  # that must be free in the server before an engine is started: sockets, pipes, ZMQ's threads
 END_TIMEOUT_S = 10.0  # how long an attempt that was cancelled may need to end
 
 
@@ -176,9 +178,10 @@ class Supervisor:
 
     def _restart_within_deadline(self) -> None:
         """Restart the engine; killed at the deadline, and when the supervisor is stopped."""
+        deadline = time.monotonic() + self._ready_timeout_s
+        self._wait_for_descriptors(deadline)
         with self._run_directory.inherited():
             attempt = in_thread(self._engine.restart)
-            deadline = time.monotonic() + self._ready_timeout_s
             while not self._stopping.is_set() and time.monotonic() < deadline:
                 if wait([attempt], POLL_S).done:
                     return attempt.result()
@@ -193,6 +196,19 @@ class Supervisor:
             self._engine.kill()
             if self._stopping.is_set():  # otherwise it may be another stage's
                 self._run_directory.kill_starting()
+
+    def _wait_for_descriptors(self, deadline: float) -> None:
+        is_logged = False
+        while True:
+            try:
+                check_free_descriptors(NUM_DESCRIPTORS)
+                return
+            except OSError as exc:
+                if not is_logged:
+                    logger.warning("stage %s: the restart waits: %s", self._engine.name, exc)
+                    is_logged = True
+                if self._stopping.wait(POLL_S) or time.monotonic() > deadline:
+                    raise StageFailed(self._engine.name, f"cannot be restarted: {exc}") from exc
 
 
 def in_thread(function: Callable[..., None], *args: object) -> Future[None]:

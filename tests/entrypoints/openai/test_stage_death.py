@@ -1,9 +1,17 @@
 """What clients see while stages that are stuck or killed restart. The last file that uses the shared server."""
 
+import contextlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
 import openai
+import psutil
 import pytest
 
 from tests.entrypoints.openai.test_server import image_part, png
+from tests.processes import few_file_descriptors
 from tests.server import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -14,6 +22,8 @@ from tests.server import (
     wait_for,
 )
 
+IDLE_S = 2.0  # how long connections without requests use all file descriptors
+
 
 def kill(server: Server, stage: str) -> None:
     engine_core(server, stage).kill()
@@ -21,6 +31,30 @@ def kill(server: Server, stage: str) -> None:
 
 def states(server: Server) -> dict[str, str]:
     return {name: stage["state"] for name, stage in server.get("/health").json()["stages"].items()}
+
+
+def test_requests_wait_while_idle_connections_use_all_file_descriptors(client: openai.OpenAI, server: Server) -> None:
+    """The stages that end in the tests below are restarted all the same."""
+    process = psutil.Process(server.process.pid)
+    address = httpx.URL(server.url)
+    with few_file_descriptors(process.pid, 5), ThreadPoolExecutor() as threads:
+        with contextlib.ExitStack() as idle:
+            for _ in range(10):
+                idle.enter_context(socket.create_connection((address.host, address.port)))
+            for stage in ("thinker", "talker", "token2wav"):
+                said = f"stage {stage}: cannot be watched: [Errno 24]"
+                wait_for(said, lambda said=said: said in server.log.read_text())  # type: ignore[misc]
+            used = process.cpu_times()
+            health = threads.submit(server.get, "/health")
+            time.sleep(IDLE_S)
+            now = process.cpu_times()
+            assert now.user + now.system - used.user - used.system < IDLE_S / 4
+            assert not health.done()
+        assert health.result().status_code == 200
+    wait_for("no reason", lambda: not any(one["reason"] for one in server.get("/health").json()["stages"].values()))
+    assert {one["num_restarts"] for one in server.get("/health").json()["stages"].values()} == {0}
+    answer = ask(client, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"})
+    read_audio(answer.choices[0].message.audio.data)
 
 
 def test_a_stuck_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, server: Server, text: str) -> None:

@@ -177,6 +177,9 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
     stopped = await serve_http(
         app,
         sock=sock,
+        # Upstream then accepts connections itself. libuv closes those for which no file descriptor is free, and once it
+        # has lost the one that it keeps for this purpose, it uses a whole core until others are free.
+        peer_loads=([0], 0),
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
