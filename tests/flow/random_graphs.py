@@ -350,7 +350,7 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
     (forks: one for each yield; iterations; nested: of a loop in an iteration of another; constants: of nodes that read
-    some).
+    some; unequal: of ordered nodes).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
@@ -454,8 +454,21 @@ class _Builder:
         paths = [{step.node for step in run.path if step.is_iteration} for run in runs]
         topology = reference.Topology(self.graph)
         self.features["nested"] += sum(topology.around(node) in nodes for nodes in paths for node in nodes)
+        self.features["unequal"] += sum(
+            self.is_unequal(name, some, topology) for name, some in case.expected.runs.items()
+        )
         groups = [group for some in topology.groups.values() for group in some if group.header]
         self.features["constants"] += sum(run.node == group.node for run in runs for group in groups)
+
+    def is_unequal(self, name: str, runs: list[reference.Run], topology: reference.Topology) -> bool:
+        """Whether a group of an ordered node has several activations for one of what its groups have in common."""
+        groups, declared = topology.forward_groups(name), topology.interfaces[name]
+        is_tied = declared.first_wins or declared.activate_by_count or len(groups) < 2
+        if declared.scheduling is not Scheduling.SESSION or is_tied:
+            return False
+        root, forks = topology.root(groups), topology.forks(groups)
+        places = Counter((run.group, run.above(root)[0].path, forks and run.above(root)[1]) for run in runs)
+        return any(count > 1 for count in places.values())
 
     # ---- below: one node ----
 
@@ -528,7 +541,7 @@ class _Builder:
                 inputs[each] = Field(TEXT)
             elif self.chance(0.5):
                 inputs[each] = Field(TEXT, streamed=True)
-        session = self.chance(0.15)
+        session = self.chance(0.4 if kind == "or" else 0.15)
         self.features["session"] += session
         return interface(
             groups,

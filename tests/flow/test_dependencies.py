@@ -55,6 +55,7 @@ class JoinEach(Role):
 class EitherEach(Role):
     run = interface([["a"], ["b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT})
     first = interface([["a"], ["b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT}, first_wins=True)
+    ordered = interface([["a"], ["b"]], {"y": TEXT}, inputs={"a": TEXT, "b": TEXT}, scheduling=Scheduling.SESSION)
 
 
 def emit(*yields):
@@ -314,6 +315,29 @@ async def test_session_node_takes_frames_in_order_whichever_group_they_feed(make
     payloads = (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"]
     assert payloads == ["b:x:0", "a:x:1", "b:x:2", "a:x:3"]
     assert [one.path for one in nodes["either"].activations] == [(0, 1), (1, 0), (2, 1), (3, 0)]
+
+
+@over_every_link
+async def test_session_node_takes_all_frames_of_a_group_before_those_of_the_next(make_runtime):
+    """Groups with different numbers of frames for one of the source, and far more than a window of them."""
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    either = graph.role(EitherEach, "either")
+    reply = either.ordered(a=graph.role(Each, "left").run(x=source.y).y)
+    either.ordered(b=graph.role(Each, "right").spread(x=source.z).y)
+    graph.output(y=reply.y)
+    num = 3 * WINDOW
+    nodes = {
+        "source": emit({"y": 0, "z": 0}, {"z": 1}, {"y": 2, "z": 2}),
+        "left": tell({(2,): 15}),
+        "right": repeat(num),
+        "either": tell(),
+    }
+    runtime = make_runtime(graph, nodes)
+    frames = [[f"b:{k}.{number}" for number in range(num)] for k in range(3)]
+    payloads = [one for one in (await read_payloads(runtime.open("c", {"x": 0}, {"y"})))["y"] if one]
+    assert payloads == ["a:x:0", *frames[0], *frames[1], "a:x:2", *frames[2]]
+    assert [one.path for one in nodes["either"].activations][: num + 1] == [(0, 0), *((0, 1, k) for k in range(num))]
 
 
 async def test_session_node_runs_one_activation_at_a_time(make_runtime):

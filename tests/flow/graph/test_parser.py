@@ -297,7 +297,7 @@ def test_count_within_a_loop_is_rejected():
         parse(graph)
 
 
-def test_undefined_order_of_a_session_node_is_rejected():
+def test_groups_of_a_session_node_may_have_different_numbers_of_frames():
     class Ordered(Role):
         run = interface(
             inputs_or=[["a"], ["b"]],
@@ -310,10 +310,8 @@ def test_undefined_order_of_a_session_node_is_rejected():
     fork = graph.role(Fork, "fork").run(x=graph.placeholder("x"))
     node = graph.role(Ordered, "ordered")
     graph.output(y=node.run(a=fork.whole, b=fork.y).y)
-    with pytest.raises(
-        GraphError, match=r"SESSION, but the order of its groups is undefined.*: 'b' by fork.run.y has several frames"
-    ):
-        parse(graph)
+    plan = parse(graph).nodes["ordered.run"]
+    assert (plan.choice_root, plan.choice_per_frame) == ("fork.run", False)
 
 
 def test_two_graphs_that_disagree_about_a_role_are_rejected():

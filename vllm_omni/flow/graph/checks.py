@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from vllm_omni.errors import GraphError
-from vllm_omni.flow.graph.declarations import Scheduling
 from vllm_omni.flow.graph.draft import GraphDraft, GroupDraft, NodeDraft
 from vllm_omni.flow.graph.plan import Edge, StaticPlan
 from vllm_omni.flow.graph.topology import Loop
@@ -89,13 +88,11 @@ def _no_start(draft: GraphDraft, loop: Loop, where: str) -> str:
 
 
 def check_joins(draft: GraphDraft) -> None:
-    """The frames that meet in a join or in an ordered node correspond to one another."""
+    """The frames that meet in a join correspond to one another."""
     forks: dict[str, Forks] = {ENTRY: frozenset()}
     for name, node in draft.nodes.items():
         bases = [_check_group(draft, name, node, group, forks) for group in node.choices]
         forks[name] = frozenset[str]().union(*bases)
-        if node.declared.scheduling is Scheduling.SESSION and node.choice_root is not None:
-            _check_ordered(name, node, forks, bases)
 
 
 def _check_group(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraft, forks: Mapping[str, Forks]) -> Forks:
@@ -143,21 +140,6 @@ def _check_counts(draft: GraphDraft, name: str, node: NodeDraft, forks: Mapping[
             raise GraphError(
                 f"node {name!r}: activate_by_count wants {count} of {field!r}, but at most {len(edges)} can arrive, so "
                 f"it can never complete; declare {edges[0].source}.{edges[0].source_field} streamed, or lower the count"
-            )
-
-
-def _check_ordered(name: str, node: NodeDraft, forks: Mapping[str, Forks], bases: Sequence[Forks]) -> None:
-    """Each group must have one activation for each frame of the root of all groups."""
-    root = node.choice_root
-    assert root is not None
-    base = _below(forks, root, node.choice_per_frame)
-    for group, above in zip(node.choices, bases, strict=True):
-        if (below := above - base) and not node.declared.first_wins:
-            fed = ", ".join(f"{edge.target_field!r} by {edge.source}.{edge.source_field}" for edge in group.edges)
-            raise GraphError(
-                f"node {name!r} has scheduling SESSION, but the order of its groups is undefined: {fed} has "
-                f"several frames for one of the node above all groups ({root}), made by {quoted(sorted(below))}; "
-                "let one node yield the inputs of all groups, or use another scheduling"
             )
 
 
