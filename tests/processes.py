@@ -46,7 +46,7 @@ def paused(*pids: int) -> Iterator[None]:
 def few_file_descriptors(pid: int, num_free: int = 0) -> Iterator[None]:
     """Let a process open no more than so many files inside the ``with``."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd") if os.path.lexists(f"/proc/{pid}/fd/{name}")}
     free = (number for number in itertools.count() if number not in used)
     limit = next(itertools.islice(free, num_free, None))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 
+from tests.processes import few_file_descriptors
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
 from vllm_omni.engine.media_budget import Holding, MediaBudget
 from vllm_omni.engine.media_connector import BudgetedConnector, DeadlineConnection, File, num_decoded_bytes
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.engine.rejection import rejection
+from vllm_omni.errors import InvalidRequest, Overloaded
 
 
 def png(width: int, height: int) -> bytes:
@@ -71,6 +74,18 @@ async def test_a_fetch_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     async with started(png(8, 8)) as (connector, host):
         with pytest.raises(TimeoutError, match=r"could not be fetched within 0\.2 s"):
             await connector.fetch_image_async(f"{host}/trickle")
+
+
+async def test_media_that_no_file_descriptor_is_free_for_are_not_the_requests_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
+    async with started(png(40, 50)) as (connector, host):
+        with few_file_descriptors(os.getpid()), pytest.raises(OSError) as error:
+            await connector.fetch_image_async(f"{host}/good")
+        with pytest.raises(Overloaded, match="Too many open files"):
+            rejection(error.value)
+        assert (await connector.fetch_image_async(f"{host}/good")).size == (40, 50)
 
 
 async def test_an_item_waits_as_a_file_until_it_fits(tmp_path: Path) -> None:

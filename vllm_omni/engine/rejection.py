@@ -1,6 +1,7 @@
 """Errors of single requests: prompts that vLLM cannot read, and failures that an engine reports in an output."""
 
 import binascii
+import errno
 
 from vllm.exceptions import VLLMClientError
 
@@ -13,12 +14,15 @@ def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
 
     vLLM's own errors there have no common class.
 
-    Errors that are not the request's fault (a missing package, no memory, a dead stage) are raised unchanged.
+    Errors that are not the request's fault (a missing package, no memory, a dead stage) are raised unchanged; where no
+    file descriptor is free, ``Overloaded``.
 
     The message includes the cause: "the processor failed" says less than "the image is 1000 times as high as wide".
     """
     if isinstance(exc, ImportError | MemoryError | Overloaded | StageFailed):
         raise exc
+    if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
+        raise Overloaded(f"the media of the prompt cannot be read now: {exc}") from exc
     said = str(exc) or type(exc).__name__
     if not isinstance(exc, ValueError | VLLMClientError) or isinstance(exc, binascii.Error):
         said = f"the prompt or its media cannot be read: {said}"
