@@ -82,10 +82,14 @@ def test_overrides_may_be_stages_alone_by_id_or_name(model):
 
 
 def test_plain_argument_goes_to_the_stages_that_use_it(model):
-    omni = load_config(model, dtype="float32", max_model_len=512, limit_mm_per_prompt={"image": 2})
-    having = {key: [s.name for s in omni.stages if key in s.engine_args] for key in ("dtype", "max_model_len")}
-    assert having == {"dtype": ["thinker", "talker", "token2wav"], "max_model_len": ["thinker", "talker"]}
-    assert [s.name for s in omni.stages if "limit_mm_per_prompt" in s.engine_args] == ["thinker"]
+    given = {"dtype": "float32", "seed": 3, "max_model_len": 512, "limit_mm_per_prompt": {"image": 2}}
+    omni = load_config(model, **given)
+    assert {key: [s.name for s in omni.stages if key in s.engine_args] for key in given} == {
+        "dtype": ["thinker", "talker", "token2wav"],
+        "seed": ["thinker", "talker"],
+        "max_model_len": ["thinker", "talker"],
+        "limit_mm_per_prompt": ["thinker"],
+    }
 
 
 def test_prefix_caching_asked_for_without_a_stage_leaves_the_talker_alone(model):

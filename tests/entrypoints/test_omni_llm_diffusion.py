@@ -27,7 +27,7 @@ SMALL = DiffusionParams(height=48, width=64, num_inference_steps=3, seed=5)
         ({"cpu_offload_gb": 1.0}, "cpu_offload_gb = 1.0: this kind of stage has no offloading of weights"),
         ({"enforce_eager": False}, "enforce_eager = False: this kind of stage has no compilation"),
         ({"enable_lora": True}, "enable_lora = True: this kind of stage has no adapters"),
-        ({"load_format": "dummy"}, "load_format = 'dummy': diffusers reads the weights"),
+        ({"load_format": "dummy"}, "load_format = 'dummy': .* no loader of vLLM"),
         ({"attention_backend": "FLASH_ATTN"}, "attention_backend = 'FLASH_ATTN': .* no selectable attention of vLLM"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

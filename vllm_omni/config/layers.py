@@ -10,7 +10,7 @@ Each layer overrides those before it, key by key:
 
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
 
-* every stage, for ``EVERY_STAGE_ARGS``: how weights are loaded, and their type;
+* every stage on which it has an effect, for ``EVERY_STAGE_ARGS``: how weights are loaded, and their type;
 * every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, shape of the KV cache, parallelism, compilation;
 * no stage, with an error, for ``PER_STAGE_ARGS`` if there are several ``ar`` stages: each needs its own number;
 * the first stage otherwise (prompt processing, multi-modal limits, prefix caching, quantization, ...).
@@ -31,6 +31,7 @@ from vllm_omni.config.checkpoint import default_deployment, read_model_type, sup
 from vllm_omni.config.checks import Problem, check_field
 from vllm_omni.config.documents import TOP_LEVEL_KEYS, Document, KeyPath, parse_yaml, read_yaml_file, with_string_keys
 from vllm_omni.config.given_pipeline import deployment_of, find_pipeline
+from vllm_omni.config.lacking_args import LACKING_ARGS
 from vllm_omni.config.model import (
     CHUNK_KEYS,
     EDGE_FIELDS,
@@ -261,7 +262,8 @@ class _Draft:
 
     def _stages_of_engine_arg(self, key: str, where: str) -> Sequence[str]:
         if key in EVERY_STAGE_ARGS:
-            return self.names
+            concerned = [name for name in self.names if key not in LACKING_ARGS[self._engine_type(name)]]
+            return concerned or self.names[:1]  # where no stage has it, the first reports that
         ar_stages = [name for name in self.names if self._engine_type(name) == "ar"]
         if key in AR_STAGE_ARGS and ar_stages:
             return ar_stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,9 +17,12 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.config.epd import Instance
+from vllm_omni.config.lacking_args import LACKING_ARGS
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.pipeline import StageSpec
+
+DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(AsyncEngineArgs)}
 
 
 def create_vllm_config(
@@ -61,12 +64,13 @@ def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
 
 def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> dict[str, Any]:
     kind, device = ENGINE_KINDS[config.engine_type], current_platform.device_type
-    kind.check_args(config.engine_args)
+    own = kind.engine_args(config, device)
+    _check_effects(config, {**own, **spec.engine_args})
     args: dict[str, Any] = {
         "model": config.model,
         "use_tqdm_on_load": False,  # the bars of several stages would overwrite one another
         "load_format": "safetensors",  # "auto" takes any other file for weights where these are missing
-        **kind.engine_args(config, device),
+        **own,
         **config.engine_args,
         **_pinned_args(config.engine_args, spec),
     }
@@ -84,6 +88,15 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
         _check_adapters(args)
     _check_async_scheduling(args, is_instance=is_instance)
     return args
+
+
+def _check_effects(config: StageConfig, own: Mapping[str, Any]) -> None:
+    """Reject arguments without an effect on the stage's kind, unless their value holds there anyway."""
+    lacking = LACKING_ARGS[config.engine_type]
+    for name, value in config.engine_args.items():
+        holds = own.get(name, DEFAULTS[name])
+        if name in lacking and value is not None and value != holds and (value or holds):
+            raise ConfigError(f"{name} = {value!r}: this kind of stage has no {lacking[name]}; leave it out")
 
 
 def _pinned_args(given: Mapping[str, Any], spec: StageSpec) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
-from vllm_omni.errors import ConfigError, InvalidRequest
+from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
 from vllm_omni.worker.platforms import ar_worker_cls
@@ -30,20 +30,6 @@ logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 2**30
 """KV cache of an autoregressive stage on a CPU, unless the deployment or VLLM_CPU_KVCACHE_SPACE sizes it."""
 _KV_CACHE_ARGS = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-
-# What stages without tokens lack -> vLLM's arguments for it, without an effect on them.
-_LANGUAGE_MODEL_ARGS = {
-    "quantization": "quantization quantization_config",
-    "offloading of weights": "cpu_offload_gb cpu_offload_params offload_group_size offload_params",
-    "compilation": "compilation_config optimization_level cudagraph_capture_sizes max_cudagraph_capture_size",
-    "adapters (LoRA)": "enable_lora default_mm_loras",
-    "KV cache": "block_size enable_prefix_caching kv_cache_memory_bytes num_gpu_blocks_override kv_transfer_config "
-    "kv_events_config kv_offloading_size",
-    "encoder cache": "ec_transfer_config",
-    "draft model": "speculative_config spec_method spec_model spec_tokens",
-    "selectable attention of vLLM": "attention_backend attention_config",
-    "tokens to choose": "logits_processors structured_outputs_config override_generation_config",
-}
 
 _WRONG_PARAMS = "AsyncOmni.stage_params makes those that the stage's kind needs"
 
@@ -60,13 +46,6 @@ class EngineKind(ABC):
 
         Args:
             device: vLLM's name of the platform: "cpu", "cuda".
-        """
-
-    def check_args(self, given: Mapping[str, Any]) -> None:  # noqa: B027 - without effect for vLLM's own engine
-        """Check the deployment's engine arguments.
-
-        Raises:
-            ConfigError: one of them would have no effect on an engine of this kind.
         """
 
     def additional_config(self, config: StageConfig) -> dict[str, Any]:
@@ -155,14 +134,6 @@ def _ar_scheduler_cls(config: StageConfig) -> str:
 class GenerationKind(EngineKind):
     """A model that answers a request in one step: a vocoder."""
 
-    def check_args(self, given: Mapping[str, Any]) -> None:
-        for lacking, names in _LANGUAGE_MODEL_ARGS.items():
-            for name in names.split():
-                if given.get(name):
-                    raise ConfigError(f"{name} = {given[name]!r}: this kind of stage has no {lacking}; leave it out")
-        if given.get("enforce_eager") is False:
-            raise ConfigError("enforce_eager = False: this kind of stage has no compilation; leave it out")
-
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         return {
             "dtype": "float32",
@@ -180,11 +151,6 @@ class DiffusionKind(GenerationKind):
     """A diffusers pipeline: the text travels with the parameters, and the pipeline reads it."""
 
     renders_prompt = False
-
-    def check_args(self, given: Mapping[str, Any]) -> None:
-        super().check_args(given)
-        if given.get("load_format", "auto") not in ("auto", "safetensors"):
-            raise ConfigError(f"load_format = {given['load_format']!r}: diffusers reads the weights; leave it out")
 
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         return super().engine_args(config, device) | {

@@ -41,7 +41,5 @@ def diffusers_stage(name: str, modality: str, **settings: Any) -> StageSpec:
         "config_format": DIFFUSERS,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
     }
     return StageSpec(name, architecture=ARCHITECTURE, output_type=modality, engine_args=engine_args, **settings)
