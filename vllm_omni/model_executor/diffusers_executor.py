@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_omni.model_executor.stage_device import select_device
 from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
 
 RUNNER = "vllm_omni.worker.diffusion_runner.DiffusionModelRunner"
@@ -28,10 +28,7 @@ class DiffusersPipelineExecutor(WorkerlessExecutor):
     def _load_model(self) -> None:
         self._failure_callback: Callable[[], None] | None = None
         self._failure: Exception | None = None
-        device = torch.device(self.vllm_config.device_config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)
-        self.runner = resolve_obj_by_qualname(RUNNER)(self.vllm_config, device)
+        self.runner = resolve_obj_by_qualname(RUNNER)(self.vllm_config, select_device(self.parallel_config))
         self.runner.load_model()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -19,6 +19,7 @@ from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.generation_model import GenerationModel
+from vllm_omni.model_executor.stage_device import select_device
 from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
 
 
@@ -26,12 +27,13 @@ class OneShotExecutor(WorkerlessExecutor):
     """Runs a ``GenerationModel``."""
 
     def _load_model(self) -> None:
+        device = select_device(self.parallel_config)
         model_config = self.model_config
         model_cls, _ = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)
         model = model_cls(vllm_config=self.vllm_config)
         assert isinstance(model, GenerationModel), f"{model_cls.__name__} is not a GenerationModel"
         model.load_weights(DefaultModelLoader(self.load_config).get_all_weights(model_config, model))
-        self.model: GenerationModel = model.to(self.vllm_config.device_config.device).eval()
+        self.model: GenerationModel = model.to(device).eval()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         requests = scheduler_output.scheduled_new_reqs

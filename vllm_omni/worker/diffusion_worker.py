@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.model_executor.stage_device import select_device
 from vllm_omni.vllm_patches import quiet_groups_of_one_rank
 from vllm_omni.worker.diffusion_runner import DiffusionModelRunner
 
@@ -30,11 +30,7 @@ class DiffusionWorker(Worker):
     model_runner: DiffusionModelRunner
 
     def init_device(self) -> None:
-        self.device = torch.device(current_platform.device_type, self.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device(self.device.type)
+        self.device = select_device(self.parallel_config, self.local_rank)
         with quiet_groups_of_one_rank() if self.device.type == "cpu" else nullcontext():
             init_worker_distributed_environment(
                 self.vllm_config,
