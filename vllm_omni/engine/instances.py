@@ -255,13 +255,15 @@ class InstanceGroup(StageNode):
         prompt = without_media(request.prompt, lambda one: self._identifier(request, one) in request.images)
         output, published = await self._run_task(request, assignment, prompt, {EC: {"encode_only": True}})
         packed: Mapping[str, bytes] = (output.ec_transfer_params or {}).get("images", {})
-        for identifier, data in packed.items():
-            if identifier not in request.images:
-                payload = decode(data)
-                request.images[identifier] = self.images.put(identifier, assignment.instance, bytes(data), payload)
-                published[:] = [one for one in published if one != payload]
-        for payload in published:  # duplicates, when the prompt has an image twice
-            self._release(payload)
+        try:
+            for identifier, data in packed.items():
+                if identifier not in request.images:
+                    payload = decode(data)
+                    request.images[identifier] = self.images.put(identifier, assignment.instance, bytes(data), payload)
+                    published[:] = [one for one in published if one != payload]
+        finally:
+            for payload in published:  # duplicates, when the prompt has an image twice; or of unreadable references
+                self._release(payload)
 
     async def _prefill(self, request: InstanceRequest, assignment: Assignment) -> None:
         """Have the KV cache of the prompt computed, and take over its lease."""
@@ -327,10 +329,9 @@ class InstanceGroup(StageNode):
                 while not (await asyncio.wait({first}, timeout=self.router.admission_timeout_s))[0]:
                     if self.router.may_withdraw(request.state, assignment):
                         raise _NotStarted
-            finally:
-                if not first.done():
-                    first.cancel()
-                    await asyncio.gather(first, return_exceptions=True)
+            finally:  # where it has ended, takes its error: a request that is cancelled does not ask for the result
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
             output = first.result()
             while output is not None:
                 yield output
