@@ -10,6 +10,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
+from vllm_omni.engine.rejection import raise_reported
+from vllm_omni.errors import Unavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, pack
 from vllm_omni.messages.timeline import TIMELINE, Mark, Task, Timeline
@@ -197,6 +199,16 @@ def test_a_failed_request_has_its_reason() -> None:
     got = read(collector)
     assert got.outputs[0].finish_reason == "error"
     assert got.multimodal_output == {"error": "no memory", "invalid": False}
+
+
+def test_a_request_whose_media_the_engine_does_not_have_can_be_sent_again() -> None:
+    processor = make_processor("text")
+    collector = add_request(processor)
+    output = make_output([])
+    output.finish_reason, output.mm_cache_miss_hashes = FinishReason.ERROR, ["cat"]
+    processor.process_outputs([output])
+    with pytest.raises(Unavailable, match=r"stage 'thinker': .*send the request again"):
+        raise_reported(read(collector), "thinker", is_constrained=True)
 
 
 def test_an_unknown_output_type_is_rejected() -> None:

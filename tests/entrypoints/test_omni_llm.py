@@ -17,7 +17,7 @@ from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image
 from tests.shared_engines import QWEN, SharedEngines
 from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
-from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed, Unavailable
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 
@@ -186,6 +186,18 @@ def test_a_model_without_text_to_speech_rejects_it(omni: OmniLLM, monkeypatch: p
     monkeypatch.setattr(omni.engine.orchestrator.pipeline, "speech_stage", None)
     with pytest.raises(InvalidRequest, match=r"this model \(qwen2_5_omni\) does not support text to speech"):
         omni.speak("Hello.")
+
+
+def test_media_that_the_engine_does_not_have_are_sent_with_the_next_try(omni: OmniLLM) -> None:
+    prompt = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": make_image(56, 84)}}
+    (before,) = generate(omni, prompt, modalities=["text"])
+    # As after a request that was cancelled while its media were processed: the front end takes them for sent.
+    thinker = omni.engine.orchestrator.engines["thinker"]
+    omni.run(thinker.ask(thinker.llm.engine_core.reset_mm_cache_async()))
+    with pytest.raises(Unavailable, match=r"stage 'thinker': .*send the request again"):
+        generate(omni, prompt, modalities=["text"])
+    (after,) = generate(omni, prompt, modalities=["text"])
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
 def broken_media() -> dict[str, dict[str, Any]]:

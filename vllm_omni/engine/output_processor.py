@@ -25,6 +25,8 @@ from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import extend_request_state
 
+MEDIA_MISSING = "its engine does not have media that were prepared for an earlier request; send the request again"
+
 Handler = Callable[[Payload, OmniRequestOutput, RelayHub], None]
 """Puts one payload of the engine into the output that goes to the stage's caller."""
 
@@ -150,6 +152,8 @@ class MultimodalOutputProcessor(OutputProcessor):
             self._note_times(output, state, now)
             for payload in _announced(output):
                 self._take(payload, state)
+            if output.mm_cache_miss_hashes and state is not None:
+                state.new_payloads.append(Payload(values={"error": MEDIA_MISSING, "retry": True}))
             if output.pooling_output is not None:
                 assert isinstance(output.pooling_output, torch.Tensor)
                 payload = unpack(output.pooling_output)

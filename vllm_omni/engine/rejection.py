@@ -5,7 +5,7 @@ import errno
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed
+from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed, Unavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 
@@ -40,13 +40,16 @@ def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: boo
 
     Raises:
         InvalidRequest: it is the request's fault.
-        StageFailed: it is not.
+        Unavailable: the same request succeeds when it is sent again.
+        StageFailed: it is neither.
     """
     for report in (output.multimodal_output, output.ec_transfer_params or {}):
         if (error := report.get("error")) is None:
             continue
         if report.get("invalid"):
             raise InvalidRequest(f"stage {stage!r}: {error}", param=report.get("param"))
+        if report.get("retry"):
+            raise Unavailable(f"stage {stage!r}: {error}")
         raise StageFailed(stage, error)
     if any(completion.finish_reason == "error" for completion in output.outputs):
         if is_constrained:
