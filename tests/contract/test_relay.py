@@ -16,18 +16,8 @@ from tests import machine
 from tests.contract.relays import BACKENDS, NUM_BYTES, Pair, make_pair
 from tests.contract.usable import COPYING, LEASING, POOLED, USABLE
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
-from vllm_omni.messages.payload import TensorRef
+from vllm_omni.messages.payload import DTYPES, TensorRef
 
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
 HALF = NUM_BYTES // 2
 
 
@@ -51,12 +41,14 @@ def test_the_backend_can_be_loaded(name: str) -> None:
 
 
 async def test_a_tensor_arrives_as_it_was_put(pair: Pair) -> None:
-    for dtype, shape in itertools.product(DTYPES, [(), (1,), (3, 5), (0, 4), (2, 0), (2, 3, 4)]):
+    for dtype, shape in itertools.product(DTYPES.values(), [(), (1,), (3, 5), (0, 4), (2, 0), (2, 3, 4)]):
         tensor = (torch.rand(shape) * 100).to(dtype)
         ref = await pair.producer.put("request", tensor)
         arrived = await pair.consumer.get(ref)
         assert arrived.dtype == dtype
         assert arrived.shape == tensor.shape, f"{dtype}, {shape}"
+        if dtype.itemsize == 1:  # torch does not compare float8
+            arrived, tensor = arrived.view(torch.uint8), tensor.view(torch.uint8)
         assert torch.equal(arrived, tensor), f"{dtype}, {shape}"
         pair.consumer.release(ref)
 
@@ -356,8 +348,8 @@ async def test_a_closed_relay_raises_closed(pair: Pair) -> None:
 
 
 async def test_a_dtype_that_cannot_travel_is_named(pair: Pair) -> None:
-    with pytest.raises(TypeError, match="complex64"):
-        await pair.producer.put("request", torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="uint32"):
+        await pair.producer.put("request", torch.zeros(4, dtype=torch.uint32))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -229,7 +229,6 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
         ({"modalities": {"text": "texts"}}, r"modality 'text': the graph has no output 'texts'; did you mean 'text'"),
         ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
         ({"specs": {"talker": {"check_prompt": print}}}, r"'talker': check_prompt: only the first stage reads"),
-        ({"kinds": {"thinker": "generation"}}, r"'thinker': publishing_fields rows: only .* 'ar' .* is 'generation'"),
         ({"chunks": {("talker", "thinker"): None}}, r"chunks: the graph has no edge talker->thinker; it has thinker->"),
         ({"speech_stage": "speaker"}, r"speech_stage: no stage 'speaker'"),
     ],

@@ -1,6 +1,7 @@
 """vLLM's real output processor and collector, fed with engine outputs that carry tokens, tensors or both."""
 
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from vllm_omni.engine.rejection import raise_reported
 from vllm_omni.errors import Unavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, pack
+from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.messages.timeline import TIMELINE, Mark, Task, Timeline
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
@@ -25,7 +27,10 @@ def make_processor(output_type: str) -> MultimodalOutputProcessor:
 
 
 def add_request(
-    processor: MultimodalOutputProcessor, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str = "a"
+    processor: MultimodalOutputProcessor,
+    kind: RequestOutputKind = RequestOutputKind.DELTA,
+    request_id: str = "a",
+    **args: Any,
 ) -> RequestOutputCollector:
     collector = RequestOutputCollector(kind, request_id)
     request = EngineCoreRequest(
@@ -33,7 +38,9 @@ def add_request(
         external_req_id=request_id,
         prompt_token_ids=[1, 2, 3],
         mm_features=None,
-        sampling_params=SamplingParams(output_kind=kind, detokenize=False, max_tokens=100),
+        sampling_params=SamplingParams(
+            output_kind=kind, detokenize=False, max_tokens=100, extra_args={STAGE_ARGS: args} if args else None
+        ),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -175,6 +182,18 @@ def test_the_images_of_a_request_come_with_its_last_step() -> None:
     output = read(collector)
     assert torch.equal(output.multimodal_output.pop("images"), images)
     assert (output.multimodal_output, output.finished) == ({"step": 2, "num_steps": 2}, True)
+
+
+def test_media_that_only_another_stage_reads_are_not_fetched() -> None:
+    images = torch.arange(2 * 3 * 3, dtype=torch.uint8).reshape(1, 2, 3, 3)
+    for args, is_opened in (({"publish": True}, True), ({"publish": True, "unopened": True}, False)):
+        processor = make_processor("image")
+        collector = add_request(processor, **args)
+        processor.process_outputs([make_output([0], images, finished=True, name="images")])
+        output = read(collector)
+        assert ("images" in output.multimodal_output) == is_opened
+        (payload,) = output.payloads
+        assert torch.equal(hub.pull_blocking(payload)["images"], images)
 
 
 def test_a_slow_reader_gets_the_latest_preview() -> None:

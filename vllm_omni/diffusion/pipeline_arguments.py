@@ -14,6 +14,7 @@ from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.diffusion.extra_arguments import extra_arguments
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.names import suggest
 
 Accepted = Mapping[str, inspect.Parameter]  # the parameters of a pipeline's ``__call__``
 
@@ -78,7 +79,24 @@ def pipeline_arguments(pipeline: Any, request: DiffusionRequest, output_index: i
         arguments["generator"] = torch.Generator().manual_seed(seed)  # on the CPU: the same noise for every device
     if "output_type" in accepted:
         arguments["output_type"] = OUTPUT_TYPES[params.output_type]
+    arguments |= _tensor_arguments(pipeline, accepted, request.tensors)
     return arguments | extra_arguments(type(pipeline), params.extra_args, arguments)
+
+
+def _tensor_arguments(pipeline: Any, accepted: Accepted, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What earlier stages made, in the form that the pipeline takes: [1, n, size], or a list of [n, size].
+
+    Raises:
+        TypeError: the pipeline has no such argument.
+    """
+    arguments: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name not in accepted:
+            raise TypeError(f"{type(pipeline).__name__} takes no {name!r}: {suggest(name, accepted)}")
+        value = tensor.to(pipeline.device, pipeline.dtype if tensor.is_floating_point() else None)
+        takes_list = "list[" in str(accepted[name].annotation).lower()
+        arguments[name] = [value] if takes_list else value[None] if name.endswith("embeds") else value
+    return arguments
 
 
 def frame_rate(pipeline: Any, params: DiffusionParams) -> int | None:
@@ -94,7 +112,9 @@ def _value_arguments(name: str, accepted: Accepted, request: DiffusionRequest) -
     """The prompt, and the parameters that the request sets."""
     params = request.params
     arguments: dict[str, Any] = {}
-    if "prompt" in accepted:
+    if "prompt_embeds" in request.tensors:
+        pass  # they stand for the prompt
+    elif "prompt" in accepted:
         arguments["prompt"] = request.prompt
     elif request.prompt:
         raise InvalidRequest(f"{name} takes no prompt; give an empty one")

@@ -21,6 +21,9 @@ class DiffusionRequest(msgspec.Struct, frozen=True):
     prompt: str
     images: list[Image.Image] = []  # input images, in order, of ``IMAGE_MODES``
     params: DiffusionParams = DiffusionParams()  # valid: checked when the request was admitted
+    payloads: list[bytes] = []  # encoded ``Payload`` of earlier stages, in order
+    inputs: dict[str, str] = {}  # argument of the pipeline, or "image" -> its key in the payloads
+    tensors: dict[str, Any] = {}  # in the runner: argument of the pipeline -> what was pulled
 
     def to_args(self) -> dict[str, Any]:
         """Convert to msgpack types; an image becomes ``[mode, width, height, pixels]``."""

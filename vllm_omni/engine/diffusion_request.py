@@ -26,16 +26,24 @@ ENGINE_PROMPT = tokens_input([0])
 _PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")
 
 
-def make_sampling_params(prompt: Any, params: DiffusionParams, config: DiffusionConfig) -> SamplingParams:
+def make_sampling_params(
+    prompt: Any, params: DiffusionParams, config: DiffusionConfig, args: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """Validate a request and put it into the form in which it reaches the scheduler and the runner.
 
     Its only token is returned by the step in which it ends.
+
+    Args:
+        args: of the stage request: ``payloads`` and ``inputs`` (see ``DiffusionRequest``), and what the engine's client
+            reads.
 
     Raises:
         InvalidRequest: the prompt is not a text with or without images; a parameter is invalid, or exceeds the
             deployment's limits.
     """
-    request = read_request(prompt, params)
+    args = dict(args or {})
+    inputs = {name: args.pop(name) for name in ("payloads", "inputs") if name in args}
+    request = structs.replace(read_request(prompt, params), **inputs)
     check_text("prompt", request.prompt)
     request.params.validate(config.limits)
     threshold = request.params.cache_threshold
@@ -46,7 +54,7 @@ def make_sampling_params(prompt: Any, params: DiffusionParams, config: Diffusion
         max_tokens=1,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={STAGE_ARGS: {DIFFUSION: request.to_args()}},
+        extra_args={STAGE_ARGS: {**args, DIFFUSION: request.to_args()}},
     )
 
 

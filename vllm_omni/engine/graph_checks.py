@@ -191,12 +191,6 @@ def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping
 
 def _check_spec(stage: StageConfig, spec: StageSpec) -> None:
     """Properties that would do nothing in a stage of this kind, at this place."""
-    if spec.publishing_fields and not stage.is_autoregressive:
-        fields = ", ".join(sorted(spec.publishing_fields))
-        raise GraphError(
-            f"stage {stage.name!r}: publishing_fields {fields}: only a stage with engine_type 'ar' publishes rows, and "
-            f"this one is {stage.engine_type!r}"
-        )
     if spec.check_prompt is not None and stage.stage_id:
         raise GraphError(f"stage {stage.name!r}: check_prompt: only the first stage reads the user's prompt")
 

@@ -82,15 +82,21 @@ class EngineKind(ABC):
             setattr(params, name, value)
         params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
         params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
-        args = dict(request.args)
+        args = {**request.args, **_publishing_args(spec, wanted)}
         if publishes:
-            args["publish"] = True
             # A cached prefix is not computed, so it would have no rows to publish.
             params.skip_reading_prefix_cache = True
         # Values that the user put under our key must not reach the runner.
         extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != STAGE_ARGS}
         params.extra_args = {**extra_args, STAGE_ARGS: args} if args else extra_args or None
         return request.prompt, params
+
+
+def _publishing_args(spec: StageSpec, wanted: frozenset[str]) -> dict[str, Any]:
+    """Stage arguments of a request whose output another stage pulls."""
+    if not spec.publishing_fields & wanted:
+        return {}
+    return {"publish": True, **({} if wanted - spec.publishing_fields else {"unopened": True})}
 
 
 class AutoregressiveKind(EngineKind):
@@ -173,7 +179,8 @@ class DiffusionKind(GenerationKind):
     ) -> tuple[Any, SamplingParams]:
         assert isinstance(given, DiffusionParams), _WRONG_PARAMS
         # In a thread, since it may decode images.
-        params = await asyncio.to_thread(make_sampling_params, request.prompt, given, config.diffusion_config)
+        args = {**request.args, **_publishing_args(spec, wanted)}
+        params = await asyncio.to_thread(make_sampling_params, request.prompt, given, config.diffusion_config, args)
         return ENGINE_PROMPT, params
 
 

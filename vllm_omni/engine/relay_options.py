@@ -10,7 +10,7 @@ from vllm_omni.engine.graph_checks import edges_between
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import StaticPlan
-from vllm_omni.relay.hub import RelayOptions
+from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
 
 
@@ -29,17 +29,18 @@ def make_relay_options(
     num_bytes = envs.VLLM_OMNI_RELAY_BYTES
     if engine.instance is not None:
         num_bytes = deployment.relay_bytes or num_bytes
-    if not engine.kind.generates_tokens:
-        return RelayOptions(choose_backend("auto", Placement(), f"{engine.name}->user"), num_bytes)
+    targets = sorted(target for _, target in edges_between(plans, {engine.config.name: engine.spec.publishing_fields}))
     device = engine.vllm_config.device_config.device_type
     placement = Placement(devices=(device, device))
-    targets = {target for _, target in edges_between(plans, {engine.config.name: engine.spec.publishing_fields})}
+    if not targets and not engine.kind.generates_tokens:
+        return RelayOptions(choose_backend("auto", Placement(), f"{engine.name}->user"), num_bytes)
     if targets:
-        edges = [config.edge(engine.config.name, target) for target in sorted(targets)]
+        edges = [config.edge(engine.config.name, target) for target in targets]
         edge = edges[0]
         transport = choose_backend(_common_transport(engine, edges), placement, f"{edge.source}->{edge.target}")
-        num_readers = sum(map(num_ranks, targets))
-        is_streamed = edge.stream and len(targets) == 1
+        # The front end opens media, too, and how often is known with each request alone: they stay until it ends.
+        num_readers = sum(map(num_ranks, targets)) if engine.kind.generates_tokens else UNTIL_RELEASED_FOR_ALL
+        is_streamed = edge.stream and len(targets) == 1 and config.stage(targets[0]).is_autoregressive
         return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
     if engine.instance is None:
         return RelayOptions()

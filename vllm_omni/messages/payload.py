@@ -29,8 +29,15 @@ DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "int64": torch.int64,
     "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint16": torch.uint16,
     "uint8": torch.uint8,
     "bool": torch.bool,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

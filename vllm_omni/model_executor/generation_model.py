@@ -42,7 +42,8 @@ class GenerationModel(nn.Module):
         """Parse one request into the form that ``generate`` takes.
 
         Args:
-            args: the request's stage arguments (``STAGE_ARGS``).
+            args: the request's stage arguments (``STAGE_ARGS``); ``payloads`` are what earlier stages have published,
+                with read-only tensors that are valid during this call.
 
         Raises:
             Exception: the arguments are wrong; the request fails with this text, and the engine continues.

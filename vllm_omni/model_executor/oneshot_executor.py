@@ -16,7 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.messages.denoise_step import make_output
 from vllm_omni.messages.failure import Failure, make_failure
-from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.stage_device import select_device
@@ -47,10 +47,15 @@ class OneShotExecutor(WorkerlessExecutor):
         for request in requests:
             params = request.sampling_params
             args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+            payloads: list[Payload] = []
             try:
-                batch[request.req_id] = self.model.read(args)
+                payloads = [decode(data) for data in args.get("payloads", ())]
+                trees = [self.hub.pull_blocking(payload) for payload in payloads]
+                batch[request.req_id] = self.model.read({**args, "payloads": trees} if payloads else args)
             except Exception as exc:  # the request fails, the engine core must continue
                 failures[request.req_id] = make_failure(request.req_id, exc)
+            for payload in payloads:
+                self.hub.release_payload(payload)
         return self._generate(batch, failures), failures
 
     def _generate(self, batch: Mapping[str, Any], failures: dict[str, Failure]) -> dict[str, Payload]:

@@ -314,14 +314,14 @@ class ARModelRunner(GPUModelRunner):
     def _publish_rows(self) -> dict[str, torch.Tensor]:
         """Publish the rows that this step completed: request id -> packed payload."""
         state = self.execute_model_state
-        if state is None or self.publisher is None:
+        if state is None:
             return {}
         step = [request for request in self._step_requests(state.scheduler_output) if request.info.publish]
         if not step:
             return {}
         num_tokens = state.scheduler_output.total_num_scheduled_tokens
         # Every rank computes, as the embedding is vocabulary-parallel; only rank 0 publishes.
-        rows = self.publisher.finished_rows(self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens])
+        rows = self._finished_rows(self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens])
         if get_tensor_model_parallel_rank() != 0:
             return {}
         payloads = {}
@@ -336,6 +336,12 @@ class ARModelRunner(GPUModelRunner):
                 if payload is not None:
                     payloads[info.request_id] = pack(payload)
         return payloads
+
+    def _finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """In the next stage's form where the model knows it; otherwise what the last layer returned."""
+        if self.publisher is not None:
+            return self.publisher.finished_rows(input_ids, hidden_states)
+        return hidden_states.clone()  # the next step overwrites them
 
     def _publish(self, info: RequestInfo) -> Payload:
         """Publish the pending rows; the first payload opens a stream for all later rows, if the relay has streams."""

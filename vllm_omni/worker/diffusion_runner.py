@@ -34,6 +34,7 @@ from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.relay.hub import process_hub
+from vllm_omni.worker.stage_inputs import pull_inputs
 
 
 @dataclass
@@ -126,6 +127,7 @@ class DiffusionModelRunner:
             assert params is not None and params.extra_args is not None, "every request has stage arguments"
             try:
                 request = DiffusionRequest.from_args(params.extra_args[STAGE_ARGS][DIFFUSION])
+                request = pull_inputs(request, self.hub)
                 self.stepper.add(new.req_id, request)
                 self.requests[new.req_id] = RunningParams(request.params)
             except Exception as exc:  # the request fails, the engine must live

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from vllm_omni.flow import Activation, CallInfo, Chunk, Emission, Field, GlobalParameters, Graph, Role, interface
 from vllm_omni.model_executor.models.diffusers.pipeline import diffusers_stage
 from vllm_omni.model_executor.pipeline import FunctionSpec, Outputs, Pipeline, StageRequest, StageSpec
+from vllm_omni.model_executor.transfers import pass_tensors
 
 TEXT, STREAM, IMAGE = Field("text"), Field("text", streamed=True), Field("image", streamed=True)
 
@@ -27,6 +28,7 @@ class Writer(Role):
     third = interface([["prompt"]], {"text": TEXT})
     merge = interface([["left", "right"]], {"text": STREAM})
     gather = interface([["text"]], {"text": STREAM}, activate_by_count={"text": 3})
+    embed = interface([["prompt"]], {"text": STREAM, "rows": Field("rows", streamed=True)})
     act = interface([["prompt"], ["result"]], {"answer": STREAM, "call": TEXT})
 
 
@@ -184,6 +186,16 @@ def illustrated() -> Graph:
     return graph
 
 
+def embedded() -> Graph:
+    """The painter reads the writer's hidden states instead of a text."""
+    graph = Graph("embedded")
+    writer, painter = roles(graph, "writer", "painter")
+    reply = writer.embed(prompt=graph.placeholder("prompt"))
+    painted = painter.paint(prompt=reply.rows.via(pass_tensors(prompt_embeds="rows")))
+    graph.output(text=reply.text, image=painted.image)
+    return graph
+
+
 def critique() -> Graph:
     """A picture, what the critic says about it, and a second picture of that."""
     graph = Graph("critique")
@@ -227,9 +239,16 @@ class GraphsPipeline(Pipeline):
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         self.graph = plain()
-        self.further_graphs = (diamond(), gathered(), agent(), illustrated(), critique(), history())
+        self.further_graphs = (diamond(), gathered(), agent(), illustrated(), embedded(), critique(), history())
         self.stages = (
-            StageSpec("writer", "", "text", combine={"merge": join, "gather": join}, route={"act": act}),
+            StageSpec(
+                "writer",
+                "",
+                "text",
+                combine={"merge": join, "gather": join},
+                route={"act": act},
+                publishing_fields=frozenset({"rows"}),
+            ),
             StageSpec("critic", "", "text"),
             diffusers_stage("painter", "image"),
         )

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.e2e.graphs.pipelines import NUM_TOOL_CALLS, GraphsPipeline
@@ -30,16 +32,20 @@ PROMPT = [1, 10, 20, 30, 40]
 PARAMS: dict[str, Any] = {
     "writer": {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True},
     "critic": {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True},
-    "painter": {"num_inference_steps": 2, "height": 64, "width": 64, "seed": 3},
+    "painter": {"num_inference_steps": 2, "height": 64, "width": 64, "seed": 3, "guidance_scale": 0.0},
 }
+
+
+SHAPE = replace(llava.TINY, hidden_size=32, num_heads=1)
+"""The writer's hidden states are as wide as the encoded texts that the painter reads."""
 
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     directory = tmp_path_factory.mktemp("graphs")
-    painter = diffusion.build(directory / "painter", "sd3")
+    painter = diffusion.build(directory / "painter", "z-image")
     omni = AsyncOmni(
-        llava.build(directory / "writer"),
+        llava.build(directory / "writer", SHAPE),
         pipeline=GraphsPipeline,
         stage_overrides=[
             f"critic.model={llava.build(directory / 'critic', seed=1)}",
@@ -110,6 +116,26 @@ async def test_a_reply_is_painted(omni: AsyncOmni) -> None:
     answer = await ask(omni, "illustrated")
     assert answer.outputs[0].text == reply.outputs[0].text
     assert torch.equal(answer.multimodal_output["images"], painted.multimodal_output["images"])
+
+
+async def test_a_painter_reads_the_hidden_states_of_the_writer(omni: AsyncOmni) -> None:
+    orchestrator = omni.orchestrator
+    params = omni.params.resolve(PARAMS)
+    context = RequestContext("by-hand", params, {})
+    request = StageRequest({"prompt_token_ids": PROMPT})
+    reply = await collect(orchestrator.front("writer").generate(request, context, frozenset({"rows"})))
+    rows = torch.cat([orchestrator.hub.pull_blocking(payload)["rows"] for payload in reply.payloads])
+    assert rows.shape == (len(PROMPT) + PARAMS["writer"]["max_tokens"] - 1, SHAPE.hidden_size)
+    pipeline = DiffusionPipeline.from_pretrained(omni.config.stage("painter").model)
+    settings = {name: value for name, value in PARAMS["painter"].items() if name != "seed"}
+    generator = torch.Generator().manual_seed(PARAMS["painter"]["seed"])
+    expected = pipeline(prompt_embeds=[rows], generator=generator, output_type="np", **settings).images
+    for payload in context.payloads:
+        orchestrator.hub.release_payload(payload, for_all=True)
+    answer = await ask(omni, "embedded")
+    assert answer.outputs[0].text == reply.outputs[0].text
+    pixels = answer.multimodal_output["images"].float() / 255
+    assert (pixels - torch.from_numpy(expected)).abs().max() <= 1.01 / 255  # rounded to eight bits
 
 
 async def test_a_picture_is_painted_again_as_the_critic_says(omni: AsyncOmni) -> None:
@@ -201,7 +227,7 @@ async def test_an_agents_stream_ends_once_with_its_usage(omni: AsyncOmni, client
 
 async def test_graphs_are_models_of_their_own(client: openai.AsyncOpenAI) -> None:
     names = [model.id async for model in client.models.list()]
-    assert names == ["tiny", "diamond", "gathered", "agent", "illustrated", "critique", "history"]
+    assert names == ["tiny", "diamond", "gathered", "agent", "illustrated", "embedded", "critique", "history"]
     completion = await client.completions.create(
         model="diamond", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
     )
