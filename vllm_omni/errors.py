@@ -33,7 +33,7 @@ class GraphError(OmniError, ValueError):
 
 
 class PlanError(GraphError):
-    """A well-formed graph that cannot be planned (or not yet): the message names the construct and the node."""
+    """A graph is right, but a server does not support it: the message names the construct and the node."""
 
 
 class CallAborted(OmniError):

@@ -350,13 +350,13 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
     (forks: one for each yield; iterations; nested: of a loop in an iteration of another; constants: of nodes that read
-    some; unequal: of ordered nodes).
+    some; unequal: of ordered nodes; counting: in a loop).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
         try:
             return builder.build(with_errors and rng.random() < 0.12)
-        except reference.TooLarge:
+        except (reference.TooLarge, reference.Unpredictable):
             continue
 
 
@@ -429,7 +429,7 @@ class _Builder:
     def solve(self, case: Case) -> None:
         """The expected result; on the way the number of frames is set for each count node, in order."""
         for name, declared, numbers in self.counted:
-            totals = case.interpret().totals.get(name, {})
+            totals = self.rng.choice(case.interpret().totals.get(name) or [{}])
             before = dict(declared.activate_by_count)
             for prefix in (True, False):
                 for each in before:
@@ -457,6 +457,9 @@ class _Builder:
         self.features["unequal"] += sum(
             self.is_unequal(name, some, topology) for name, some in case.expected.runs.items()
         )
+        looping = set[str]().union(*topology.loops.values())
+        counting = {name for name in looping if topology.interfaces[name].activate_by_count}
+        self.features["counting"] += sum(run.node in counting for run in runs)
         groups = [group for some in topology.groups.values() for group in some if group.header]
         self.features["constants"] += sum(run.node == group.node for run in runs for group in groups)
 
@@ -476,9 +479,8 @@ class _Builder:
         kinds = ["single"] * 5 + ["join"] * 5 + ["slots"] * 2 + ["or"] * 2
         if len(self.loops) < MAX_DEPTH:
             kinds += ["loop"] * self.looping if self.num_nodes > 1 else []
-        if not self.loops:
-            kinds += [] if self.counted else ["first_wins"]
-            kinds += [] if self.features["first_wins"] else ["count"]
+        kinds += [] if self.loops or self.counted else ["first_wins"]
+        kinds += [] if self.features["first_wins"] else ["count"] * (1 + bool(self.loops))
         kind = "single" if name == "n0" and self.chance(0.8) else self.rng.choice(kinds)
         self.features[kind] += 1
         numbers: dict[str, str] = {}
@@ -491,6 +493,8 @@ class _Builder:
             groups, counts, numbers = self.make_count(name)
         elif kind == "loop":
             groups, forward, back = self.rng.choice(LOOPS)
+            if len(groups) == 1 and self.chance(0.2) and not self.features["first_wins"]:
+                counts = dict.fromkeys(groups[0], NEVER)
         else:
             groups = [["x"]] if kind == "single" else self.rng.choice(([["x", "y"]], [["x", "y"]], [["x", "y", "z"]]))
             if kind == "slots":

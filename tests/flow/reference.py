@@ -129,7 +129,7 @@ class Result:
     outcome: Outcome
     outputs: dict[str, list[Any]]
     runs: dict[str, list[Run]]  # node -> its activations in order
-    totals: dict[str, dict[str, int]]  # count node -> counted field -> frames that come in all
+    totals: dict[str, list[dict[str, int]]]  # count node -> for each time it counts: field -> frames that come in all
 
 
 class Topology:
@@ -151,7 +151,7 @@ class Topology:
         }
         for name in forward_fed:
             if self.interfaces[name].activate_by_count:
-                forward_fed[name].add(ENTRY)  # it gathers from everywhere, and stands below the entry
+                forward_fed[name].add(self.counts_below(name))  # it gathers from everywhere below
         self._feeds = _inverted(forward_fed)
         constants = defaultdict[str, set[str]](set)  # header -> what is read in its loop as constants
         for edge in (edge for groups in self.groups.values() for group in groups for edge in group.edges):
@@ -194,9 +194,17 @@ class Topology:
         headers = [header for header, loop in self.loops.items() if name in loop and name != header]
         return min(headers, key=lambda header: len(self.loops[header]), default="")
 
+    def counts_below(self, name: str) -> str:
+        return self.around(name) or ENTRY
+
+    def alternatives(self, name: str) -> list[tuple[str, ...]]:
+        """The fields of each declared group; one that counts gathers all groups in one."""
+        declared = self.interfaces[name]
+        return [declared.input_names] if declared.activate_by_count else [tuple(some) for some in declared.inputs_or]
+
     def _can_start(self, name: str, edges: list[Edge], loop: set[str]) -> bool:
         outside = {edge.field for edge in edges if edge.source not in loop}
-        return bool(loop) and any(outside.issuperset(fields) for fields in self.interfaces[name].inputs_or)
+        return bool(loop) and any(outside.issuperset(fields) for fields in self.alternatives(name))
 
     def _groups(self, name: str, edges: list[Edge]) -> Iterator[Group]:
         declared = self.interfaces[name]
@@ -204,7 +212,7 @@ class Topology:
         own = self.loops.get(name, set())
         around = self.around(name)
         inside = self.loops.get(around, {ENTRY, *self.interfaces})
-        for index, fields in enumerate(declared.inputs_or):
+        for index, fields in enumerate(self.alternatives(name)):
             some = [edge for edge in edges if edge.field in fields]
             if {edge.field for edge in some} != set(fields):
                 continue
@@ -255,6 +263,8 @@ class Topology:
             return False
         for name in self._feeds.get(root, ()):
             if self._below[name] & ends:
+                if self.interfaces[name].activate_by_count:
+                    return False
                 for group in self.forward_groups(name):
                     if group.header == root or not all(
                         self.is_each(edge, group) for edge in group.paths if edge.source == root
@@ -329,7 +339,7 @@ class _Interpreter:
         self.entry = Run(ENTRY, (), None, None, yields=[list(inputs.items())], indices=[None])
         self.runs: dict[str, list[Run]] = {ENTRY: [self.entry]} | {name: [] for name in self.topology.order}
         self.visited: set[tuple[Any, ...]] = set()
-        self.totals: dict[str, dict[str, int]] = {}
+        self.totals: dict[str, list[dict[str, int]]] = {}
 
     def run(self) -> Result:
         topology = self.topology
@@ -362,7 +372,7 @@ class _Interpreter:
         declared = self.topology.interfaces[name]
         groups = self.topology.forward_groups(name)
         if declared.activate_by_count:
-            self.run_count(name, declared, groups)
+            self.run_count(groups[0])
         elif declared.first_wins:
             root, forks = self.topology.root(groups), self.topology.forks(groups)
             for base, index in self.bases(root, forks, name):
@@ -401,13 +411,18 @@ class _Interpreter:
     def collect(self, group: Group, base: Run, index: int | None) -> Inputs:
         inputs: Inputs = {name: [] for name in group.fields}
         for edge in group.edges:
-            if edge.first_only and base.num_iterations:
-                continue
-            under, number = self.constant_base(edge, group, base) if edge.is_constant else (base, index)
-            for run, payloads in self.pieces(edge, group, under, number):
-                assert run.path[: len(under.path)] == under.path
+            for payloads in self.read(edge, group, base, index):
                 inputs[edge.field].extend(payloads)
         return inputs
+
+    def read(self, edge: Edge, group: Group, base: Run, index: int | None = None) -> Iterator[list[Any]]:
+        """The frames of one edge that belong to a base, in order."""
+        if edge.first_only and base.num_iterations:
+            return
+        under, number = self.constant_base(edge, group, base) if edge.is_constant else (base, index)
+        for run, payloads in self.pieces(edge, group, under, number):
+            assert run.path[: len(under.path)] == under.path
+            yield payloads
 
     def constant_base(self, edge: Edge, group: Group, base: Run) -> tuple[Run, int | None]:
         root, forks = self.topology.constant_root(edge, group)
@@ -441,33 +456,46 @@ class _Interpreter:
         assert len(groups) == 1, f"{header}: an iteration by several groups is not defined"
         again = False
         for base, _ in self.bases(header, False, (header, "iteration")):
-            inputs = self.collect(groups[0], base, None)
-            if all(inputs.values()) and (max_iterations is None or base.num_iterations < max_iterations):
+            inputs = self.iteration_inputs(groups[0], base)
+            if inputs is not None and (max_iterations is None or base.num_iterations < max_iterations):
                 path = (*base.path, Step(True, rank, header))
                 self.start(Run(header, path, base, None, groups[0].index, base.num_iterations + 1, inputs))
                 again = True
         return again
 
-    def run_count(self, name: str, declared: Interface, groups: list[Group]) -> None:
-        come: dict[str, list[tuple[Run, list[Any]]]] = {each: [] for group in groups for each in group.fields}
-        for group in groups:
-            for edge in group.edges:
-                pieces = self.pieces(edge, group, self.entry, None)
-                come[edge.field] += [(run, payloads) for run, payloads in pieces if payloads]
-        inputs = {each: [payload for _, payloads in pieces for payload in payloads] for each, pieces in come.items()}
-        self.totals[name] = {each: len(inputs[each]) for each in declared.activate_by_count if each in inputs}
+    def iteration_inputs(self, group: Group, base: Run) -> Inputs | None:
+        if self.topology.interfaces[group.node].activate_by_count:
+            return self.count(group, base)
+        inputs = self.collect(group, base, None)
+        return inputs if all(inputs.values()) else None
+
+    def run_count(self, group: Group) -> None:
+        for base, _ in self.bases(self.topology.counts_below(group.node), False, group.node):
+            inputs = self.count(group, base)
+            if inputs is not None:
+                self.start(Run(group.node, base.path, base, None, inputs=inputs))
+
+    def count(self, group: Group, base: Run) -> Inputs | None:
+        """The frames that a count node reads below a base; None if there are too few."""
+        declared = self.topology.interfaces[group.node]
+        come = {
+            each: [one for edge in group.edges if edge.field == each for one in self.read(edge, group, base)]
+            for each in group.fields
+        }
+        inputs = {each: [payload for payloads in pieces for payload in payloads] for each, pieces in come.items()}
+        self.totals.setdefault(group.node, []).append({each: len(inputs[each]) for each in declared.activate_by_count})
         for each in inputs:
             wanted = declared.activate_by_count.get(each, 1)
             if isinstance(wanted, str):
                 if not inputs[wanted]:
-                    return
+                    return None
                 wanted = int(inputs[wanted][0])
             if len(inputs[each]) < wanted:
-                return
-            if 0 < wanted < len(inputs[each]) and len(come[each]) > 1:
-                raise Unpredictable(f"{name}.{each} reads {wanted} of {len(inputs[each])}")
+                return None
+            if 0 < wanted < len(inputs[each]) and sum(map(bool, come[each])) > 1:
+                raise Unpredictable(f"{group.node}.{each} reads {wanted} of {len(inputs[each])}")
             inputs[each] = inputs[each][:wanted]
-        self.start(Run(name, (), self.entry, None, inputs=inputs))
+        return inputs
 
     def start(self, run: Run) -> None:
         self.num_runs_left -= 1

@@ -237,3 +237,77 @@ async def test_abort_ends_an_inner_loop(make_runtime):
     await call.abort("enough")
     with pytest.raises(CallAborted):
         await read_payloads(call)
+
+
+# ---- counts ----
+
+
+class Counter(Role):
+    run = interface([["x", "n"]], {"y": TEXT}, activate_by_count={"x": "n"})
+
+
+def make_counting():
+    """A loop whose body waits for a number of frames that comes from outside."""
+    graph = Graph("g")
+    header = graph.role(Start, "header")
+    made = header.run(x=graph.placeholder("x"))
+    header.run(r=graph.role(Counter, "counter").run(x=made.back, n=graph.placeholder("n")).y)
+    graph.output(y=made.y)
+    return graph
+
+
+def lead_back(*counts):
+    """Leads back this many frames in each iteration."""
+
+    async def forward(activation):
+        yield Emission("y", await gather(activation))
+        for number in range(counts[activation.iteration]):
+            yield Emission("back", number)
+
+    return FunctionNode(forward)
+
+
+@over_every_link
+async def test_counting_node_in_a_loop_counts_anew_in_every_iteration(make_runtime):
+    runtime = make_runtime(make_counting(), {"header": lead_back(2, 5, 2, 1), "counter": tell()})
+    again = "r:x:0,1 n:2"
+    assert await read_payloads(runtime.open("c", {"x": "x", "n": 2}, {"y"})) == {"y": ["x:x", again, again, again]}
+
+
+async def test_loop_ends_where_too_few_frames_are_counted(make_runtime):
+    runtime = make_runtime(make_counting(), {"header": lead_back(1), "counter": tell()})
+    assert await read_payloads(runtime.open("c", {"x": "x", "n": 2}, {"y"})) == {"y": ["x:x"]}
+
+
+async def test_number_from_outside_of_a_loop_that_is_no_number_fails_the_call(make_runtime):
+    runtime = make_runtime(make_counting(), {"header": lead_back(2), "counter": tell()})
+    with pytest.raises(GraphError, match="input 'n' must carry a number of frames to wait for, got 'two'"):
+        await read_payloads(runtime.open("c", {"x": "x", "n": "two"}, {"y"}))
+
+
+async def test_late_number_from_outside_of_a_loop_that_is_no_number_fails_the_call(make_runtime):
+    graph = Graph("g")
+    x = graph.placeholder("x")
+    header = graph.role(Start, "header")
+    made = header.run(x=x)
+    header.run(r=graph.role(Counter, "counter").run(x=made.back, n=graph.role(All, "late").run(x=x).y).y)
+    graph.output(y=made.y)
+    nodes = {"header": lead_back(2), "late": tell({(): 30}), "counter": tell()}
+    runtime = make_runtime(graph, nodes)
+    with pytest.raises(GraphError, match="got 'x:2'"):
+        await read_payloads(runtime.open("c", {"x": 2}, {"y"}))
+
+
+async def test_header_may_count(make_runtime):
+    class Pairs(Role):
+        run = interface([["x"]], OUT, activate_by_count={"x": 2})
+
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    header = graph.role(Pairs, "header")
+    made = header.run(x=source.y)
+    header.run(x=made.back)
+    graph.output(y=made.y)
+    nodes = {"source": emit({"y": "a"}, {"y": "b"}, {"y": "c"}), "header": lead_back(3, 2, 1)}
+    runtime = make_runtime(graph, nodes)
+    assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:a,b", "x:0,1", "x:0,1"]}

@@ -220,7 +220,7 @@ def test_count_gathers_all_in_order(count, expected):
     graph.output(out=node.run(x=left.a, y=root.b).a)
     result = run(graph, {"r": emits("a0 b0", "a1 b1"), "a": passes(), "n": passes()})
     assert result.outputs == {"out": expected}
-    assert result.totals == {"n.run": {"x": 2, "y": 2}}
+    assert result.totals == {"n.run": [{"x": 2, "y": 2}]}
 
 
 @pytest.mark.parametrize("number, expected", [("0", ["(x: n:0)"]), ("2", ["(x:a0,a1 n:2)"]), ("4", [])])

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.flow.builders import Talker, Thinker, Token2Wav, make_speech_graph
-from vllm_omni.errors import GraphError, PlanError
+from vllm_omni.errors import GraphError
 from vllm_omni.flow import ENTRY, Field, Graph, GraphParser, Role, Scheduling, interface, parse_graphs
 
 
@@ -287,14 +287,14 @@ def test_count_of_a_stream_may_be_any():
     assert (group.root, group.counts) == (ENTRY, {"x": 2})
 
 
-def test_count_within_a_loop_is_rejected():
+def test_count_within_a_loop_counts_in_every_iteration():
     graph, x, llm = make_echo("llm")
     first = llm.run(x=x)
-    counted = graph.role(make_count(x=2), "count").run(x=first.y, n=first.z)
+    counted = graph.role(make_count(x=2), "count").run(x=first.y, n=x)
     llm.run(x=counted.y)
     graph.output(y=first.z)
-    with pytest.raises(PlanError, match=r"'count.run': activate_by_count fires once in a call, and the loop of"):
-        parse(graph)
+    (group,) = parse(graph).nodes["count.run"].groups
+    assert (group.root, group.counts, len(group.constants)) == ("llm.run", {"x": 2}, 1)
 
 
 def test_groups_of_a_session_node_may_have_different_numbers_of_frames():

@@ -99,7 +99,7 @@ def _check_group(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraf
     """The forks that multiply the activations of a node by this group."""
     if group.counts is not None:
         _check_counts(draft, name, node, forks)
-        return frozenset()
+        return _below(forks, group.root, False)
     source, per_frame = group.root, group.root_per_frame
     if source is None:
         (edge,) = group.edges

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_omni.errors import PlanError
 from vllm_omni.flow.graph.dsl import Declarations, FieldRef, Graph, Interface
 from vllm_omni.flow.graph.plan import STARTED, Edge
 from vllm_omni.flow.graph.topology import Loop, Loops, Paths, common_prefix
@@ -75,20 +74,13 @@ class GraphDraft:
         return any(outside.issuperset(fields) for fields in node.alternatives)
 
     def connect(self) -> None:
-        """Make the groups of every node, sort the nodes, and find the roots and the edges that are per frame.
-
-        Raises:
-            PlanError: a node counts frames within a loop.
-        """
+        """Make the groups of every node, sort the nodes, and find the roots and the edges that are per frame."""
         for name, node in self.nodes.items():
-            if node.declared.activate_by_count:
-                node.groups = [self._counting_group(name, node)]
-            else:
-                node.groups = self._groups(name, node)
+            node.groups = self._groups(name, node)
         self.paths = Paths(
             {name: _sources(node.choices, is_constant=False) for name, node in self.nodes.items()},
             {name: _sources(node.groups, is_constant=True) for name, node in self.nodes.items()},
-            {name: ENTRY for name, node in self.nodes.items() if node.declared.activate_by_count},
+            {name: self._counts_below(name) for name, node in self.nodes.items() if node.declared.activate_by_count},
         )
         self.nodes = {name: self.nodes[name] for name in self.paths.order()}
         chains = self.paths.dominators()
@@ -107,31 +99,22 @@ class GraphDraft:
 
     # ---- groups ----
 
-    def _counting_group(self, name: str, node: NodeDraft) -> GroupDraft:
-        loop = self.loops.of(name)
-        if loop is not None:
-            raise PlanError(
-                f"node {name!r}: activate_by_count fires once in a call, and the loop of "
-                f"{', '.join(sorted(loop.nodes))} would reach it in every iteration; count behind the loop"
-            )
-        edges = [_edge(name, field, ref) for field, ref in node.sources]
-        return GroupDraft(edges, counts=node.declared.activate_by_count)
-
     def _groups(self, name: str, node: NodeDraft) -> list[GroupDraft]:
         groups: list[GroupDraft] = []
         backs: list[GroupDraft] = []  # groups that start an iteration of a loop come last
         connected = {field for field, _ in node.sources}
         entered = self.loops.entered(name)
+        counts = node.declared.activate_by_count or None
         for fields in node.alternatives:
             if not connected.issuperset(fields):  # not used in this graph
                 continue
             edges = [_edge(name, field, ref) for field, ref in node.sources if field in fields]
             outside = [edge for edge in edges if not self.loops.is_back(edge.source, name)]
             if {edge.target_field for edge in outside}.issuperset(fields):
-                groups.append(GroupDraft(self._mark_constants(outside, entered)))
+                groups.append(GroupDraft(self._mark_constants(outside, entered), counts=counts))
             if len(outside) < len(edges):
                 edges.sort(key=lambda edge: fields.index(edge.target_field))
-                backs.append(GroupDraft(self._iteration_edges(name, edges), loop=self.num_loops))
+                backs.append(GroupDraft(self._iteration_edges(name, edges), self.num_loops, counts))
                 self.num_loops += 1
         return groups + backs
 
@@ -165,6 +148,11 @@ class GraphDraft:
 
     # ---- roots ----
 
+    def _counts_below(self, name: str) -> str:
+        """The node in whose every activation a node counts anew: the header of its loop."""
+        entered = self.loops.entered(name)
+        return ENTRY if entered is None else str(entered.header)
+
     def _find_roots(self, name: str, node: NodeDraft, chains: Mapping[str, list[str]]) -> None:
         choices = node.choices
         if len(choices) > 1:
@@ -179,10 +167,10 @@ class GraphDraft:
         self, name: str, node: NodeDraft, group: GroupDraft, chains: Mapping[str, list[str]]
     ) -> tuple[str | None, bool]:
         """The root of a group, and whether it has a bucket for each of the root's yields."""
-        if group.counts is not None:
-            return ENTRY, False
         if group.loop is not None:
             return name, False
+        if group.counts is not None:
+            return self._counts_below(name), False
         if node.declared.first_wins and len(node.choices) > 1:
             return node.choice_root, node.choice_per_frame
         if len(group.edges) == 1:
@@ -216,13 +204,16 @@ class GraphDraft:
         if any(edge.source == root and not self.could_be_per_frame(edge) for edge in counted):
             return False
         above = {edge.source for edge in counted} | ({header} if header is not None else set())
-        return not any(
-            edge.source == root and not edge.per_frame and not edge.is_constant
+        groups = [
+            group
             for name, node in self.nodes.items()
             if not above.isdisjoint(self.paths.reaches(name, with_constants=False))
             for group in node.choices
-            for edge in group.edges
-        )
+        ]
+        if any(group.counts is not None and group.root == root for group in groups):
+            return False
+        edges = [edge for group in groups for edge in group.edges]
+        return not any(edge.source == root and not edge.per_frame and not edge.is_constant for edge in edges)
 
 
 def _edge(node: str, field: str, ref: FieldRef) -> Edge:

@@ -26,7 +26,6 @@ class GraphParser:
 
         Raises:
             GraphError: the graph is wrong; the message names node and field, valid names and the nearest fix.
-            PlanError: the graph is right, but not supported: a node of a loop that counts frames.
         """
         draft = GraphDraft(self._graph)
         checks.check_outputs(draft)
@@ -45,7 +44,6 @@ def parse_graphs(graphs: Iterable[Graph]) -> dict[str, StaticPlan]:
 
     Raises:
         GraphError: a graph is wrong, two have one name, or two disagree about a role.
-        PlanError: see ``GraphParser.parse``.
 
     From: Omni-Flow section 3.3, cross-graph consistency.
     """

@@ -207,8 +207,10 @@ class Bucket:
 
     def _judge_counts(self) -> BucketState:
         """Count the frames of each field in the order of reading, so the chunks read do not depend on timing."""
-        counts = self.group.counts
+        counts, start = self.group.counts, self.group.slots.get(STARTED)
         assert counts is not None
+        if start is not None and self.slots[start[0]].is_empty:
+            return BucketState.UNREACHABLE
         wanted: dict[str, int] = {}
         for name in self.group.slots:
             count = counts.get(name, 1)

@@ -27,8 +27,8 @@ class _Constant:
         self._frames: list[Frame] = []  # in order
         self._readers: list[ActivationRun] = []  # activations that have read what is here, until there is no more
 
-    def push(self, message: Frame | SlotEos) -> Sequence[ActivationRun]:
-        """Add a message; returns the activations whose buckets have changed."""
+    def push(self, message: Frame | SlotEos) -> tuple[Sequence[Frame], Sequence[ActivationRun]]:
+        """Add a message; returns the frames that are due now, and the activations that read them."""
         trace = message.trace
         path = trace.path[self._depth :]
         loops = trace.loops if path else inside(trace.loops, self._outer_loops)
@@ -37,13 +37,11 @@ class _Constant:
         else:
             due = self._order.set_count(path, message.count, loops)
         if not due and not self._order.done:
-            return ()
+            return (), ()
         self._frames += due
-        readers = [run for run in self._readers if not run.is_over]
-        for run in readers:
-            run.bucket.take(self._slot, due)
-        self._readers = [] if self._order.done else readers
-        return readers
+        readers = tuple(run for run in self._readers if not run.is_over)  # not those that attach while these read
+        self._readers = [] if self._order.done else [*readers]
+        return due, readers
 
     def attach(self, run: ActivationRun) -> None:
         """Let an activation read all frames from the first one on."""
@@ -60,8 +58,8 @@ class Constants:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Constant] = {}  # (slot, activation id) ->
 
-    def push(self, edge: Edge, message: Frame | SlotEos) -> Sequence[ActivationRun]:
-        """Keep a message of a constant edge; returns the activations whose buckets have changed."""
+    def push(self, edge: Edge, message: Frame | SlotEos) -> tuple[Sequence[Frame], Sequence[ActivationRun]]:
+        """Keep a message of a constant edge; returns the frames that are due now, and the activations to read them."""
         return self._find(edge, message.trace).push(message)
 
     def attach(self, run: ActivationRun, plan: NodePlan, trace: Trace) -> None:

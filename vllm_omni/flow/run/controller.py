@@ -168,9 +168,8 @@ class NodeController:
                 state = run.bucket.set_count(message)
             if group.constants:
                 state = self._read_constants(call, run, message)
-        except GraphError as exc:  # a count that is not a number
-            self._forget(call, run)
-            self._report(call, exc, EndReason.ERROR)
+        except GraphError as exc:
+            self._on_wrong_count(call, run, exc)
             return
         self._on_bucket(call, run, state, message.slot)
 
@@ -218,8 +217,14 @@ class NodeController:
             call.credit.lift(edge, message)
         if call.constants is None:
             call.constants = Constants()
-        for run in call.constants.push(edge, message):
-            self._on_bucket(call, run, run.bucket.state, edge.slot)
+        due, readers = call.constants.push(edge, message)
+        for run in readers:
+            try:
+                run.bucket.take(edge.slot, due)
+            except GraphError as exc:
+                self._on_wrong_count(call, run, exc)
+            else:
+                self._on_bucket(call, run, run.bucket.state, edge.slot)
 
     def _read_constants(self, call: _CallState, run: ActivationRun, message: Frame | SlotEos) -> BucketState:
         """Let an activation read its constants once the header of its loop has started."""
@@ -325,6 +330,11 @@ class NodeController:
         Outbound(plan, call.scope, self._link, run.activation_id, ended).end(reason, error)
         if call.order is not None:
             call.order.skip(trace.path, loops)
+
+    def _on_wrong_count(self, call: _CallState, run: ActivationRun, error: GraphError) -> None:
+        """Fail a call in which the number of frames to wait for is no number."""
+        self._forget(call, run)
+        self._report(call, error, EndReason.ERROR)
 
     def _on_never_started(self, call: _CallState, run: ActivationRun, _: asyncio.Task[None]) -> None:
         self._on_done(call, run, None)
