@@ -83,7 +83,7 @@ from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.messages.slo import SHARE_OF_GAPS, SLO_ARGS, STRICT_SHARE_OF_GAPS, Slo, SloState
 from vllm_omni.testing import llava
-from vllm_omni.worker.platforms import ar_worker_cls
+from vllm_omni.worker.platforms import find_platform
 
 SHAPE = llava.Shape(
     vocab_size=1024,
@@ -232,7 +232,7 @@ def start_ours(path: Path, shape: llava.Shape) -> Engine:
         **engine_args(path, shape),
         disable_log_stats=True,
         distributed_executor_backend=UNIPROC,
-        worker_cls=ar_worker_cls("cpu"),
+        worker_cls=find_platform("cpu").ar_worker,
         scheduler_cls="vllm_omni.core.sched.epd.EPDScheduler",
         additional_config={EPD_CONFIG: EPD},
     )

@@ -23,7 +23,7 @@ from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_para
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
-from vllm_omni.worker.platforms import ar_worker_cls
+from vllm_omni.worker.platforms import find_platform
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class AutoregressiveKind(EngineKind):
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         args: dict[str, Any] = {
             "async_scheduling": False,
-            "worker_cls": ar_worker_cls(device),
+            "worker_cls": find_platform(device).ar_worker,
             "scheduler_cls": _ar_scheduler_cls(config),
         }
         return args | self._cpu_args(config.engine_args) if device == "cpu" else args
@@ -143,7 +143,7 @@ class GenerationKind(EngineKind):
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         return {
             "dtype": "float32",
-            "distributed_executor_backend": "vllm_omni.model_executor.oneshot_executor.OneShotExecutor",
+            "distributed_executor_backend": find_platform(device).generation_executor,
             "scheduler_cls": "vllm_omni.core.sched.generation.GenerationScheduler",
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
@@ -159,11 +159,12 @@ class DiffusionKind(GenerationKind):
     renders_prompt = False
 
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
+        platform = find_platform(device)
         return super().engine_args(config, device) | {
-            "dtype": "float32" if device == "cpu" else "bfloat16",
-            "distributed_executor_backend": "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor",
+            "dtype": platform.diffusion_dtype,
+            "distributed_executor_backend": platform.diffusion_executor,
             "scheduler_cls": "vllm_omni.core.sched.diffusion.DiffusionScheduler",
-            "worker_cls": "vllm_omni.worker.diffusion_worker.DiffusionWorker",  # for vLLM's own executors
+            "worker_cls": platform.diffusion_worker,
         }
 
     def additional_config(self, config: StageConfig) -> dict[str, Any]:

@@ -1,34 +1,57 @@
-"""Worker class of an autoregressive stage on each platform.
+"""``Platform``: the classes that run each kind of stage on one platform.
 
 Another package adds a platform by an entry point in the group ``vllm_omni.platforms``: its name is vLLM's device type
-of the platform, its value the worker class (``package.module:Class``).
+of the platform, its value a ``Platform`` (``package.module:PLATFORM``).
 
 From: vLLM-Omni (paper), section 3.5.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from vllm_omni.errors import ConfigError
 
 ENTRY_POINT_GROUP = "vllm_omni.platforms"
-WORKERS = {
-    "cpu": "vllm_omni.worker.worker.CPUARWorker",
-    "cuda": "vllm_omni.worker.worker.CUDAARWorker",
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Qualified names of classes, as vLLM starts workers and executors by name."""
+
+    ar_worker: str
+    generation_executor: str = "vllm_omni.model_executor.oneshot_executor.OneShotExecutor"
+    diffusion_executor: str = "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor"
+    diffusion_worker: str = "vllm_omni.worker.diffusion_worker.DiffusionWorker"  # for vLLM's own executors
+    diffusion_dtype: str = "bfloat16"  # of pipelines, unless the deployment says otherwise
+
+
+PLATFORMS = {
+    "cpu": Platform("vllm_omni.worker.worker.CPUARWorker", diffusion_dtype="float32"),
+    "cuda": Platform("vllm_omni.worker.worker.CUDAARWorker"),
 }
 
 
-def ar_worker_cls(device_type: str) -> str:
-    """Find the worker for a device type: its qualified name, as vLLM spawns workers by name.
+def find_platform(device_type: str) -> Platform:
+    """Find the platform of a device type of vLLM's.
 
     Raises:
-        ConfigError: no worker is known for the platform.
+        ConfigError: the platform is unknown, or another package's cannot be loaded.
     """
-    workers = WORKERS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
-    if device_type not in workers:
+    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if (entry := entries.get(device_type)) is not None:
+        try:
+            platform = entry.load()
+        except Exception as exc:
+            raise ConfigError(f"platform {device_type!r}: {entry.value} cannot be loaded: {exc}") from exc
+        if not isinstance(platform, Platform):
+            raise ConfigError(f"platform {device_type!r}: {entry.value} must be a Platform, and is {platform!r}")
+        return platform
+    if device_type not in PLATFORMS:
+        known = ", ".join(sorted({*PLATFORMS, *entries}))
         raise ConfigError(
-            f"no worker for platform {device_type!r}: known are {', '.join(sorted(workers))}; a package can add one by "
-            f"an entry point in the group {ENTRY_POINT_GROUP!r}"
+            f"no classes for platform {device_type!r}: known are {known}; a package "
+            f"can add one by an entry point in the group {ENTRY_POINT_GROUP!r}"
         )
-    return workers[device_type]
+    return PLATFORMS[device_type]

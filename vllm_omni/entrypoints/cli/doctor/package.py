@@ -199,10 +199,10 @@ def examine_platform(report: Report) -> None:
             "install the CPU build (the extra `cpu`) where there is no GPU; for a GPU, check that its driver works",
         )
         return
-    from vllm_omni.worker.platforms import ar_worker_cls
+    from vllm_omni.worker.platforms import find_platform
 
     try:
-        ar_worker_cls(device_type)
+        find_platform(device_type)
     except ConfigError as exc:
         report.problem(str(exc), "use a machine of one of these platforms, or install a package that adds this one")
     if device_type == "cuda":
