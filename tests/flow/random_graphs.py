@@ -350,7 +350,8 @@ def make_case(rng: random.Random, *, max_nodes: int = 9, with_errors: bool = Tru
 
     ``features`` of the case counts nodes (join, slots, or, first_wins, count, loop, session, fails) and activations
     (forks: one for each yield; iterations; nested: of a loop in an iteration of another; constants: of nodes that read
-    some; unequal: of ordered nodes; counting: in a loop).
+    some; unequal: of ordered nodes; counting: in a loop; tree:
+    iterations that one frame started each).
     """
     while True:
         builder = _Builder(rng, rng.choice([n for n in (2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9) if n <= max_nodes]))
@@ -457,6 +458,13 @@ class _Builder:
         self.features["unequal"] += sum(
             self.is_unequal(name, some, topology) for name, some in case.expected.runs.items()
         )
+        backs = {
+            name
+            for name in topology.loops
+            for some in topology.groups[name]
+            if some.is_back and len(some.edges) == 1 and topology.is_each(some.edges[0], some)
+        }
+        self.features["tree"] += sum(run.num_iterations > 0 and run.node in backs for run in runs)
         looping = set[str]().union(*topology.loops.values())
         counting = {name for name in looping if topology.interfaces[name].activate_by_count}
         self.features["counting"] += sum(run.node in counting for run in runs)

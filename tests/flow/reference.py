@@ -282,10 +282,10 @@ class Topology:
             return False
         if edge.is_constant:
             return self.constant_root(edge, group) == (edge.source, True)
-        if group.is_back:
-            return False
         if self.interfaces[group.node].activate_by_count:
             return False
+        if group.is_back:
+            return len(group.edges) == 1
         siblings = self.siblings(group)
         return group.is_direct or (edge.source == self.root(siblings) and self.forks(siblings))
 
@@ -456,12 +456,25 @@ class _Interpreter:
         assert len(groups) == 1, f"{header}: an iteration by several groups is not defined"
         again = False
         for base, _ in self.bases(header, False, (header, "iteration")):
-            inputs = self.iteration_inputs(groups[0], base)
-            if inputs is not None and (max_iterations is None or base.num_iterations < max_iterations):
-                path = (*base.path, Step(True, rank, header))
-                self.start(Run(header, path, base, None, groups[0].index, base.num_iterations + 1, inputs))
-                again = True
+            for below, inputs in self.iterations(groups[0], base):
+                if max_iterations is None or base.num_iterations < max_iterations:
+                    path = (*base.path, Step(True, rank, header), *below)
+                    self.start(Run(header, path, base, None, groups[0].index, base.num_iterations + 1, inputs))
+                    again = True
         return again
+
+    def iterations(self, group: Group, base: Run) -> Iterator[tuple[Path, Inputs]]:
+        """The iterations that an activation of a header leads to: their paths below it, and inputs."""
+        edge = group.edges[0]
+        if len(group.edges) > 1 or not self.topology.is_each(edge, group):
+            inputs = self.iteration_inputs(group, base)
+            if inputs is not None:
+                yield (), inputs
+            return
+        for run, _ in self.pieces(edge, group, base, None):
+            for index in range(run.num_indices):
+                if payloads := run.emitted(edge.source_field, index):
+                    yield (*run.path[len(base.path) :], Step(False, index, run.node)), {edge.field: payloads}
 
     def iteration_inputs(self, group: Group, base: Run) -> Inputs | None:
         if self.topology.interfaces[group.node].activate_by_count:

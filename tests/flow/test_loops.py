@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from tests.flow.builders import FunctionNode, over_every_link, read, read_payloads, spin
-from tests.flow.test_dependencies import STREAM, TEXT, All, Source, emit, gather, repeat, tell
+from tests.flow.test_dependencies import STREAM, TEXT, All, Each, Source, emit, gather, repeat, tell
 from vllm_omni.errors import CallAborted, GraphError
-from vllm_omni.flow import Emission, EndReason, Graph, Role, interface
+from vllm_omni.flow import Emission, EndReason, Graph, Role, Scheduling, interface
 from vllm_omni.flow.run.credit import WINDOW
+from vllm_omni.flow.run.frame import ITERATION
 
 OUT = {"back": STREAM, "y": STREAM}
 
@@ -29,6 +30,8 @@ class Start(Role):
     run = interface([["x"], ["r"]], OUT)
     each = interface([["x"], ["r"]], OUT, inputs={"x": TEXT})
     twice = interface([["x"], ["r"]], OUT, max_iterations=2)
+    tree = interface([["x"], ["r"]], OUT, inputs={"r": TEXT}, max_iterations=2)
+    ordered = interface([["x"], ["r"]], OUT, inputs={"r": TEXT}, max_iterations=2, scheduling=Scheduling.SESSION)
 
 
 def iterate(num_iterations):
@@ -311,3 +314,99 @@ async def test_header_may_count(make_runtime):
     nodes = {"source": emit({"y": "a"}, {"y": "b"}, {"y": "c"}), "header": lead_back(3, 2, 1)}
     runtime = make_runtime(graph, nodes)
     assert await read_payloads(runtime.open("c", {"x": 0}, {"y"})) == {"y": ["x:a,b", "x:0,1", "x:0,1"]}
+
+
+# ---- iterations that one frame starts each ----
+
+
+def make_tree(body, interface="tree"):
+    graph = Graph("g")
+    header = graph.role(Start, "header")
+    made = getattr(header, interface)(x=graph.placeholder("x"))
+    getattr(header, interface)(r=graph.role(body, "body").spread(x=made.back).y)
+    graph.output(y=made.y)
+    return graph
+
+
+def branch(*counts):
+    """Passes on what it reads, and leads back that followed by a number, as often as the iteration says."""
+
+    async def forward(activation):
+        for chunks in activation.inputs.values():
+            async for chunk in chunks:
+                yield Emission("y", chunk.payload)
+                for number in range(counts[activation.iteration]):
+                    yield Emission("back", f"{chunk.payload}{number}")
+
+    return FunctionNode(forward)
+
+
+def pass_all(delays):
+    async def forward(activation):
+        async for chunk in activation.inputs["x"]:
+            for _ in range(delays.get(chunk.payload, 0)):
+                await asyncio.sleep(0)
+            yield Emission("y", chunk.payload)
+
+    return FunctionNode(forward)
+
+
+@over_every_link
+@pytest.mark.parametrize("interface", ["tree", "ordered"])
+async def test_each_frame_that_leads_back_starts_an_iteration(make_runtime, interface):
+    """An iteration comes before those that it led to, and these before the next one."""
+    nodes = {"header": branch(2, 2, 0), "body": pass_all({"x0": 9, "x00": 5})}
+    runtime = make_runtime(make_tree(All, interface), nodes)
+    expected = ["x", "x0", "x00", "x01", "x1", "x10", "x11"]
+    assert await read_payloads(runtime.open("c", {"x": "x"}, {"y"})) == {"y": expected}
+    if interface == "ordered":
+        assert [one.iteration for one in nodes["header"].activations] == [len(one) - 1 for one in expected]
+
+
+async def test_iterations_of_frames_are_ordered_by_the_forks_on_their_way(make_runtime):
+    nodes = {"header": branch(2, 0), "body": repeat(2)}
+    runtime = make_runtime(make_tree(Each), nodes)
+    assert await read_payloads(runtime.open("c", {"x": "x"}, {"y"})) == {"y": ["x", "x0.0", "x0.1", "x1.0", "x1.1"]}
+    loop = ITERATION
+    assert sorted(one.path for one in nodes["header"].activations) == [
+        (), *((loop, fork, number) for fork in (0, 1) for number in (0, 1))
+    ]  # fmt: skip
+
+
+async def test_inner_loop_counts_anew_below_iterations_of_frames(make_runtime):
+    graph = Graph("g")
+    outer, inner = graph.role(Start, "outer"), graph.role(Start, "inner")
+    first = outer.tree(x=graph.placeholder("x"))
+    second = inner.run(x=first.back)
+    inner.run(r=second.back)
+    outer.tree(r=second.y)
+    graph.output(y=second.y)
+    runtime = make_runtime(graph, {"outer": branch(1, 1, 0), "inner": iterate(1)})
+    payloads = (await read_payloads(runtime.open("c", {"x": "x"}, {"y"})))["y"]
+    assert [one[0] for one in payloads] == ["0", "1"] * 3
+
+
+@over_every_link
+async def test_far_more_iterations_than_a_window_do_not_lock_the_loop(make_runtime):
+    num = 3 * WINDOW
+    graph = Graph("g")
+    header = graph.role(Start, "header")
+    made = header.tree(x=graph.placeholder("x"))
+    header.tree(r=made.back)
+    graph.output(y=made.y)
+    runtime = make_runtime(graph, {"header": branch(num, 1, 0)})
+    payloads = (await read_payloads(runtime.open("c", {"x": "x"}, {"y"})))["y"]
+    assert payloads == ["x", *(f"x{number}{rest}" for number in range(num) for rest in ("", "0"))]
+
+
+@over_every_link
+async def test_error_in_one_of_several_iterations_fails_the_call(make_runtime):
+    async def fail(activation):
+        async for chunk in activation.inputs["x"]:
+            if chunk.payload == "x1":
+                raise GraphError("broken")
+            yield Emission("y", chunk.payload)
+
+    runtime = make_runtime(make_tree(All), {"header": branch(3, 3, 0), "body": FunctionNode(fail)})
+    with pytest.raises(GraphError, match="broken"):
+        await read_payloads(runtime.open("c", {"x": "x"}, {"y"}))

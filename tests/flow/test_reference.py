@@ -161,13 +161,13 @@ def test_first_wins_at_each_yield():
     assert result.outputs == {"out": ["(x:A(x:a0)0,A(x:a0)1)", "(y:B(x:b1))", "(x:A(x:a2)0,A(x:a2)1)"]}
 
 
-def make_loop(num_iterations):
-    """r forks into h; h -> b -> h, and b -> n outside."""
+def make_loop(num_iterations, again="t"):
+    """r forks into h; h -> b -> h, and b -> n outside; ``again`` leads back: x is read frame by frame."""
     graph = Graph("loop")
     root = make_role(graph, "r", [["p"]]).run(p=graph.placeholder("p"))
-    header = make_role(graph, "h", [["x"]], whole=("x",))
+    header = make_role(graph, "h", [["x"], ["t"]] if again == "t" else [["x"]], whole=("x",))
     body = make_role(graph, "b", [["x"]], ("a", "c"), whole=("x",)).run(x=header.run(x=root.a).a)
-    header.run(x=body.c)
+    header.run(**{again: body.c})
     graph.output(out=make_role(graph, "n", [["x"]], whole=("x",)).run(x=body.a).a)
 
     def loop(path, group, inputs):
@@ -175,7 +175,8 @@ def make_loop(num_iterations):
         return [[("a", word)], [("c", word)]] if word.count("+") < num_iterations else [[("a", word)]]
 
     def iteration(path, group, inputs):
-        return [[("a", "+".join([*inputs["x"], ""]))], [("a", "+".join([*inputs["x"], ""]) + "'")]]
+        (read,) = inputs.values()
+        return [[("a", "+".join([*read, ""]))], [("a", "+".join([*read, ""]) + "'")]]
 
     return graph, {"r": emits("a0", "a1"), "h": iteration, "b": loop, "n": passes()}
 
@@ -189,6 +190,17 @@ def test_loop_runs_iteration_after_iteration():
         reads += [f"{start}++{start}+'+", f"{start}++{start}+'+'"]
     assert result.outputs == {"out": [f"(x:{one})" for one in reads]}
     assert [each.num_iterations for each in result.runs["h.run"]] == [0, 1, 0, 1]
+
+
+def test_each_frame_that_leads_back_starts_an_iteration():
+    graph, behave = make_loop(num_iterations=2, again="x")
+    result = run(graph, behave)
+    reads = []
+    for start in ("a0", "a1"):
+        reads += [f"{start}+", f"{start}+'"]
+        reads += [f"{start}{mark}{last}" for mark in ("+", "+'") for last in ("+", "+'")]
+    assert result.outputs == {"out": [f"(x:{one})" for one in reads]}
+    assert [each.num_iterations for each in result.runs["h.run"]] == [0, 1, 1, 0, 1, 1]
 
 
 def test_join_behind_a_loop_has_one_activation_for_each_iteration():

@@ -239,6 +239,24 @@ def test_roots_of_a_constant_are_those_of_the_loop_and_its_source():
     assert (group.root, group.root_per_frame) == ("start.run", False)
 
 
+def test_edge_that_leads_back_is_per_frame_if_it_is_alone_and_read_piece_by_piece():
+    class Pieces(Role):
+        run = interface(
+            inputs_or=[["x"], ["a"], ["b", "c"]],
+            inputs=dict.fromkeys(("a", "b", "c"), Field("text")),
+            outputs={"y": Field("text", streamed=True)},
+        )
+
+    graph, x, other = make_echo("other")
+    node = graph.role(Pieces, "node")
+    made = node.run(x=x)
+    node.run(a=made.y, b=other.run(x=made.y).y, c=made.y)
+    graph.output(y=made.y)
+    plan = parse(graph).nodes["node.run"]
+    assert [(group.root, group.loop) for group in plan.groups] == [(None, None), (None, 0), ("node.run", 1)]
+    assert [edge.per_frame for edge in plan.slots] == [False, True, False, False]
+
+
 def test_loop_within_a_loop_is_planned():
     graph, x, outer, inner, tool = make_echo("outer", "inner", "tool")
     first = outer.run(x=x)

@@ -89,7 +89,7 @@ class GraphDraft:
 
     def could_be_per_frame(self, edge: Edge) -> bool:
         """Whether a streamed output feeds an input that is declared without ``streamed``."""
-        if edge.source == ENTRY or edge.is_back:
+        if edge.source == ENTRY:
             return False
         wanted = self.nodes[edge.target].declared.inputs.get(edge.target_field)
         return wanted is not None and not wanted.streamed and self.is_streamed(edge)
@@ -168,7 +168,8 @@ class GraphDraft:
     ) -> tuple[str | None, bool]:
         """The root of a group, and whether it has a bucket for each of the root's yields."""
         if group.loop is not None:
-            return name, False
+            starts_each = len(group.edges) == 1 and not group.counts and self.could_be_per_frame(group.edges[0])
+            return (None if starts_each else name), False
         if group.counts is not None:
             return self._counts_below(name), False
         if node.declared.first_wins and len(node.choices) > 1:

@@ -74,6 +74,7 @@ def _make_plan(draft: GraphDraft) -> StaticPlan:
     groups = [group for node in draft.nodes.values() for group in node.groups]
     roots = {edge.root for group in groups for edge in group.edges} | {group.root for group in groups}
     roots |= {node.choice_root for node in draft.nodes.values()}
+    roots |= {edge.target for group in groups for edge in group.edges if edge.is_back}
     nodes = {name: _plan_node(draft, name, node, roots) for name, node in draft.nodes.items()}
     outputs = {name: Edge(source.node, source.field, ENTRY, name) for name, source in declared.outputs.items()}
     edges = (*(edge for node in nodes.values() for edge in node.slots), *outputs.values())

@@ -69,7 +69,7 @@ class Constants:
             trace: of the activation of the loop's header.
         """
         group = run.bucket.group
-        is_first = not trace.path or trace.path[-1] - ITERATION not in group.entered
+        is_first = all(key - ITERATION not in group.entered for key in trace.path)
         for slot in group.constants:
             if is_first or not plan.slots[slot].first_only:
                 self._find(plan.slots[slot], trace).attach(run)

@@ -29,7 +29,7 @@ from vllm_omni.flow.run.inbound import InboundCredit
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.node import Node
 from vllm_omni.flow.run.outbound import Outbound, send_count
-from vllm_omni.flow.run.placement import insert_choice, place_activation
+from vllm_omni.flow.run.placement import insert_choice, place_activation, repeat_path
 from vllm_omni.flow.run.scope import CallScope
 from vllm_omni.flow.run.session_order import SessionOrder
 
@@ -247,6 +247,11 @@ class NodeController:
     def _pass_count(self, call: _CallState, group: GroupPlan, eos: SlotEos) -> None:
         """Pass on a count of yields above this node: it holds for the nodes below, too."""
         trace = eos.trace
+        if group.loop is not None:
+            again = repeat_path(call.plan, group, trace)
+            if again is not None:
+                self._count_once(call, again, eos.count)
+            return
         if call.plan.choice_root is not None and not call.plan.first_wins:
             trace = self._insert_choice(call, group, trace)
         self._count_once(call, trace, eos.count)

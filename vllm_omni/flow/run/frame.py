@@ -8,9 +8,16 @@ import msgspec
 ITERATION = 1 << 30
 """Added to the number of a loop: in a path, an iteration sorts behind all yields of the iteration before."""
 
+REPEATED = 1 << 20
+"""Added to the number of a loop: its iterations below which the iterations of an outer loop stand (see ``Path``)."""
+
 Path: TypeAlias = tuple[int, ...]
 """The place of an activation in the order of its call: the yield index at every fork above it, the alternative at every
-node with several OR groups, ITERATION + loop for every iteration of a loop. Activations are in the order of paths."""
+node with several OR groups, ITERATION + loop for every iteration of a loop. Activations are in the order of paths.
+
+Where each frame of an edge starts an iteration, ITERATION + loop is followed by the path of the frame below the header;
+iterations of inner loops in it are REPEATED, as they are none of the inner loop's new start.
+"""
 
 
 class EndReason(enum.Enum):

@@ -12,7 +12,7 @@ from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import PER_FRAME, STARTED, Edge, NodePlan
 from vllm_omni.flow.run.credit import SendLimits
 from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Trace, leads_nowhere
-from vllm_omni.flow.run.identity import activation_id, bucket_for, targets
+from vllm_omni.flow.run.identity import activation_id, bucket_for, find_root, targets
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.scope import CallScope
 from vllm_omni.names import suggest
@@ -150,6 +150,13 @@ def send_count(edges: Iterable[Edge], link: Link, call_id: str, trace: Trace, co
     """Report the number of yields at a path: own ones, or a count received from above."""
     for edge in edges:
         bucket = bucket_for(edge, trace)
-        if edge.is_back and bucket == NO_BUCKET:
+        if edge.is_back and bucket == NO_BUCKET and not _starts_iterations(edge, trace):
             continue  # the header knows the counts above its loop
         link.send(SlotEos(call_id, edge.source, edge.target, edge.slot, edge.target_field, bucket, trace, count))
+
+
+def _starts_iterations(edge: Edge, trace: Trace) -> bool:
+    """Whether each yield below a path may start an iteration."""
+    if not edge.per_frame or find_root(trace, edge.target) is None:
+        return False
+    return not leads_nowhere(trace.termination, edge.loop_depth)

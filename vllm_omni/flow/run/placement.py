@@ -2,8 +2,8 @@
 
 from vllm_omni.flow.graph.plan import GroupPlan, NodePlan
 from vllm_omni.flow.run.activation import ActivationRun
-from vllm_omni.flow.run.bucket import Bucket
-from vllm_omni.flow.run.frame import ITERATION, RAN, Frame, SlotEos, Trace
+from vllm_omni.flow.run.bucket import Bucket, inside
+from vllm_omni.flow.run.frame import ITERATION, RAN, REPEATED, Frame, SlotEos, Trace
 from vllm_omni.flow.run.identity import above, find_root
 
 
@@ -12,7 +12,11 @@ def place_activation(plan: NodePlan, group: GroupPlan, message: Frame | SlotEos)
     trace = message.trace
     if group.root is None:
         bucket = Bucket(plan, group, len(trace.path), trace.loops)
-        if trace.termination != RAN:
+        if group.loop is not None:
+            again = repeat_path(plan, group, trace)
+            assert again is not None, "what leads back comes from below the header"
+            trace = again
+        elif trace.termination != RAN:
             trace = Trace(trace.path, trace.roots, trace.loops)
         fork_id = message.origin if isinstance(message, Frame) else 0
     else:
@@ -31,6 +35,23 @@ def place_activation(plan: NodePlan, group: GroupPlan, message: Frame | SlotEos)
     return ActivationRun(plan.name, message.activation_id, trace, bucket, fork_id)
 
 
+def repeat_path(plan: NodePlan, group: GroupPlan, trace: Trace) -> Trace | None:
+    """Repeat the path from the header of a loop to a frame or yield of an edge that leads back, below the iteration.
+
+    Returns:
+        The place of the iteration, or of several; None if the path ends above the header.
+    """
+    root = find_root(trace, plan.name)
+    if root is None:
+        return None
+    assert group.loop is not None
+    below = trace.path[root.depth :]
+    repeated = (key + REPEATED if key >= ITERATION else key for key in below)
+    loops = trace.loops if below else inside(trace.loops, root.loops)
+    path = (*trace.path[: root.depth], ITERATION + group.loop, *repeated)
+    return Trace(path, above(trace, root, inclusive=False), tuple(loop + REPEATED for loop in loops))
+
+
 def insert_choice(plan: NodePlan, group: GroupPlan, trace: Trace) -> tuple[Trace, Trace | None]:
     """Add the index of a group to a path, below the node above all groups.
 
@@ -47,5 +68,5 @@ def insert_choice(plan: NodePlan, group: GroupPlan, trace: Trace) -> tuple[Trace
     base = Trace(trace.path[:depth], above(trace, root), outer_loops)
     loops = trace.loops
     if len(trace.path) == depth:
-        loops = tuple(loop for loop in loops if loop not in outer_loops)
+        loops = inside(loops, outer_loops)
     return Trace((*base.path, group.index, *trace.path[depth:]), base.roots, loops, trace.termination), base
