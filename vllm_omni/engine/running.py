@@ -43,12 +43,7 @@ class RunningRequests:
             raise ShuttingDown(STOPPING)
 
     def enter(self) -> None:
-        """Count a request until ``leave``.
-
-        Raises:
-            ShuttingDown: see ``check``.
-        """
-        self.check()
+        """Count a request, which has been checked, until ``leave``."""
         self.loop = asyncio.get_running_loop()
         self._num_running += 1
 
@@ -63,6 +58,7 @@ class RunningRequests:
         Raises:
             ShuttingDown: see ``check``.
         """
+        self.check()
         self.enter()
         token = _has_arrived.set(True)
         try:
