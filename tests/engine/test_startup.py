@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from vllm.utils.system_utils import get_mp_context
 
 from tests.process.programs import wait_for
 from vllm_omni.engine.stage import StageEngine
@@ -36,15 +37,31 @@ class SlowEngine(Engine):
         self.directory = tether.directory
 
 
+def start(*engines: Engine) -> None:
+    named: Any = {engine.name: engine for engine in engines}
+    hub = RelayHub(RelayOptions(), prefault=False)
+    try:
+        start_engines(cast(dict[str, StageEngine], named), dict.fromkeys(named, RelayOptions()), hub)
+    finally:
+        hub.close()
+
+
+def test_processes_of_engines_are_spawned_so_that_they_read_their_tether(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core(Engine):
+        def start(self, tether: ServerTether, hub: RelayHub) -> None:
+            raise StageFailed(self.name, str(get_mp_context().get_start_method()))
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    with pytest.raises(StageFailed, match="spawn"):
+        start(Core("thinker"))
+
+
 def test_an_engine_that_is_late_for_a_failed_start_leaves_no_socket_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     slow = SlowEngine("thinker")
-    engines: Any = {"thinker": slow, "talker": FailingEngine("talker")}
-    hub = RelayHub(RelayOptions(), prefault=False)
     with pytest.raises(StageFailed, match="talker"):
-        start_engines(cast(dict[str, StageEngine], engines), dict.fromkeys(engines, RelayOptions()), hub)
-    hub.close()
+        start(slow, FailingEngine("talker"))
     assert slow.chosen == slow.directory
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/elsewhere"

@@ -71,6 +71,8 @@ def start_engines(
     """
     # Stages share the cores (model_executor/step_threads.py): a waiting thread must not keep one busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # vLLM forks by default where the platform is not a CPU; a forked process does not read its tether.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     run_directory = RunDirectory()
     running = RunningEngines(engines.values(), run_directory)
     starts: dict[str, Future[None]] = {}

@@ -4,9 +4,9 @@ vLLM's child processes outlive a parent that was killed, and nothing that vLLM o
 too late, because the engine core first waits, for up to five minutes, for a message from its parent; PR_SET_PDEATHSIG
 follows the thread that made the child, and stages are started from threads.
 
-But vLLM pickles a stage's ``VllmConfig`` to every process of the stage, and leaves one of its fields, the dictionary
-``additional_config``, to plugins. A tether takes that dictionary's place. Unpickling it is thus the first code of ours
-that runs in the process, and there it starts the thread that waits for the server's end.
+But vLLM pickles a stage's ``VllmConfig`` to every process of the stage (all are spawned), and leaves one of its
+fields, the dictionary ``additional_config``, to plugins. A tether takes that dictionary's place. Unpickling it is thus
+the first code of ours that runs in the process, and there it starts the thread that waits for the server's end.
 """
 
 from __future__ import annotations
