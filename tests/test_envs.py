@@ -1,3 +1,4 @@
+import os
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def test_value_is_read_at_each_access(monkeypatch, tmp_path):
     assert envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S == 3.0
     monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(tmp_path))
     assert tmp_path == envs.VLLM_OMNI_RUNTIME_DIR
+
+
+def test_media_may_take_a_quarter_of_the_memory_that_the_container_leaves(monkeypatch, tmp_path):
+    monkeypatch.setattr("vllm_omni.cgroups.control_groups", lambda: [tmp_path / "inner", tmp_path])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert physical // 4 == envs.VLLM_OMNI_MAX_MEDIA_BYTES
+    for limit, expected in [("400000000", 100_000_000), ("max", physical // 4), (str(2**63 - 4096), physical // 4)]:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert expected == envs.VLLM_OMNI_MAX_MEDIA_BYTES, limit
 
 
 def test_an_invalid_value_names_variable_value_and_range(monkeypatch):

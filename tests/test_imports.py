@@ -19,7 +19,7 @@ PACKAGE = ROOT / "vllm_omni"
 
 # A package imports from the rows above its own, and from itself.
 ORDER = [
-    ["errors", "names", "complaints", "descriptors"],
+    ["errors", "names", "complaints", "descriptors", "cgroups"],
     ["compat", "envs", "media", "vllm_patches"],
     ["messages"],
     ["config", "flow", "ops"],

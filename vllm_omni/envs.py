@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_omni.cgroups import usable_memory
 from vllm_omni.errors import ConfigError
 from vllm_omni.names import suggest
 
@@ -124,9 +125,9 @@ VARIABLES: Mapping[str, Variable] = {
     ),
     "VLLM_OMNI_MAX_MEDIA_BYTES": Variable(
         _positive_count,
-        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4,
-        "memory to decode and process images, sounds and videos of prompts, 16 times their decoded bytes; others wait, "
-        "and a prompt that needs more alone is rejected; a quarter of the machine's memory by default",
+        lambda: usable_memory() // 4,
+        "memory to decode and process images, sounds and videos of prompts, up to 16 times their decoded bytes; others "
+        "wait, and a prompt that needs more alone is rejected; by default a quarter of the machine's or container's",
     ),
     "VLLM_OMNI_MAX_WAITING_MEDIA": Variable(
         _positive_count,

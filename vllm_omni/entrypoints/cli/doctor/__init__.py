@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import vllm_omni
+from vllm_omni.cgroups import control_groups
 from vllm_omni.entrypoints.cli.doctor import package
-from vllm_omni.entrypoints.cli.doctor.machine import (
-    control_groups,
-    examine_environment,
-    examine_machine,
-    runtime_directories,
-)
+from vllm_omni.entrypoints.cli.doctor.machine import examine_environment, examine_machine, runtime_directories
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
 from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.entrypoints.cli.quiet import hush, only_the_answer_on_stdout

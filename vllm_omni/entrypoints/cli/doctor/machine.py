@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_omni import envs
+from vllm_omni.cgroups import cpu_quota, memory_limit
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
 from vllm_omni.names import suggest
 from vllm_omni.process.proc import SHM
@@ -32,19 +33,19 @@ def examine_machine(report: Report, cgroups: Sequence[Path], meminfo: Path) -> N
     Args:
         cgroups: directories of the process's control group and of those above it.
     """
-    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", _read(meminfo), re.MULTILINE)}
+    text = meminfo.read_text() if meminfo.is_file() else ""
+    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     total = sizes.get("MemTotal", 0)
-    quotas = [quota for group in cgroups if (quota := _cpu_quota(group)) is not None]
-    limits = [limit for group in cgroups if (limit := _memory_limit(group)) is not None and limit < total]
+    limit = memory_limit(cgroups)
     report.sections["cpu"] = {
         "cores": os.cpu_count(),
         "usable": len(os.sched_getaffinity(0)),
-        "quota": min(quotas, default=None),
+        "quota": cpu_quota(cgroups),
     }
     report.sections["memory"] = memory = {
         "total_bytes": total,
         "available_bytes": sizes.get("MemAvailable", 0),
-        "cgroup_limit_bytes": min(limits, default=None),
+        "cgroup_limit_bytes": limit if limit is not None and limit < total else None,
     }
     if not SHM.is_dir():
         report.problem(f"there is no {SHM}, and the stages' processes share memory there", f"mount a tmpfs at {SHM}")
@@ -57,37 +58,6 @@ def examine_machine(report: Report, cgroups: Sequence[Path], meminfo: Path) -> N
             f"{SHM} has {free} free of {size}: several workers of one stage may need more",
             "vllm-omni doctor --clean; in a container, start it with --shm-size=1g or --ipc=host",
         )
-
-
-def control_groups() -> list[Path]:
-    """Directories of this process's control group and of those above it."""
-    root = Path("/sys/fs/cgroup")
-    own = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    path = root / (own[1] if own else "")
-    return [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
-
-
-def _cpu_quota(group: Path) -> float | None:
-    """Number of cores whose time the group may use; None: no limit."""
-    words = _read(group / "cpu.max").split()
-    if not words:  # version 1
-        words = [_read(group / "cpu" / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    if len(words) != 2 or not all(word.isdigit() for word in words):  # "max", or -1
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def _memory_limit(group: Path) -> int | None:
-    """Bytes; None: no limit, for which version 1 writes a number near 2**63."""
-    text = (_read(group / "memory.max") or _read(group / "memory" / "memory.limit_in_bytes")).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def examine_environment(report: Report, environ: Mapping[str, str]) -> None:
