@@ -12,6 +12,8 @@ Function, and what it replaces  Why                                           Up
  a renderer's two methods       budget, for the engine and HTTP handlers
 ``limit_media_threads``         More threads than cores, decoding media,      a pool given to ``MediaConnector``; the
  the size of vLLM's media pool  delay the event loop                          environment variable is read at import
+``replace_sender_cache``        Media count as sent when they have been       a cache that is notified of what has
+ a renderer's media cache       sent, not when they have been processed       been sent
 ``keep_media_in_front_end``     Instances share a front end: it cannot        a cache type for the front end alone
  a renderer's media cache       assume that an engine has an image
 ``filter_logs``                 A stage's lines are named after it, and       filters in ``LoggingConfig``
@@ -44,8 +46,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig
+    from vllm.multimodal.cache import LruKeyReplicatedSenderCache
     from vllm.renderers.base import BaseRenderer
 
+S = TypeVar("S", bound="LruKeyReplicatedSenderCache")
 T = TypeVar("T")
 
 
@@ -100,6 +104,17 @@ def limit_media_threads() -> None:
 
     if not os.environ.get("VLLM_MEDIA_LOADING_THREAD_COUNT"):
         global_thread_pool._max_workers = min(global_thread_pool._max_workers, os.cpu_count() or 1)
+
+
+def replace_sender_cache(renderer: BaseRenderer, cache_type: type[S]) -> S | None:
+    """Give a renderer another record of the media that its engine has; None if it keeps none."""
+    from vllm.multimodal.cache import LruKeyReplicatedSenderCache
+
+    if not isinstance(renderer.mm_processor_cache, LruKeyReplicatedSenderCache):
+        return None
+    cache = cache_type(renderer.model_config)
+    renderer._mm_processor_cache = cache
+    return cache
 
 
 @contextmanager

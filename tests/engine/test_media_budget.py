@@ -37,7 +37,7 @@ async def end(*prompts: Prompt) -> None:
 
 
 async def test_bytes_are_granted_in_order_of_arrival() -> None:
-    budget = MediaBudget(100)
+    budget = MediaBudget(100, 100)
     first, large, small = Prompt(budget, 60), Prompt(budget, 90), Prompt(budget, 10)
     await settle()
     assert (first.num_granted, large.num_granted, small.num_granted) == (1, 0, 0)  # the small one does not overtake
@@ -49,7 +49,7 @@ async def test_bytes_are_granted_in_order_of_arrival() -> None:
 
 
 async def test_prompts_with_several_items_do_not_wait_for_each_other() -> None:
-    budget = MediaBudget(100)
+    budget = MediaBudget(100, 100)
     with budget.hold() as second:
         with budget.hold() as first:
             await budget.reserve(first, 50)
@@ -64,7 +64,7 @@ async def test_prompts_with_several_items_do_not_wait_for_each_other() -> None:
 
 
 async def test_a_prompt_that_exceeds_the_whole_budget_is_rejected() -> None:
-    budget = MediaBudget(1000)
+    budget = MediaBudget(1000, 100)
     prompt = Prompt(budget, 600, 600)
     with pytest.raises(InvalidRequest, match="take 1,200 bytes to decode and process: at most 1,000 are possible"):
         await prompt.task
@@ -72,7 +72,7 @@ async def test_a_prompt_that_exceeds_the_whole_budget_is_rejected() -> None:
 
 
 async def test_a_prompt_that_is_aborted_while_it_waits_leaves_the_order() -> None:
-    budget = MediaBudget(100)
+    budget = MediaBudget(100, 100)
     first, waits, last = (Prompt(budget, 100) for _ in range(3))
     await settle()
     waits.task.cancel()
@@ -84,7 +84,7 @@ async def test_a_prompt_that_is_aborted_while_it_waits_leaves_the_order() -> Non
 
 
 async def test_items_of_a_prompt_that_has_failed_get_nothing() -> None:
-    budget = MediaBudget(100)
+    budget = MediaBudget(100, 100)
     other = Prompt(budget, 100)
     await settle()
 

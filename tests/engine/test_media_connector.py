@@ -6,9 +6,12 @@ import io
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 
@@ -24,6 +27,29 @@ def png(width: int, height: int) -> bytes:
     file = io.BytesIO()
     make_image(width, height).save(file, "PNG")
     return file.getvalue()
+
+
+def record(codec: str, container_format: str, seconds: float, **options: str) -> bytes:
+    """A sound that is written as it is recorded: nothing can be added to its header at the end."""
+
+    class Pipe:
+        data = b""
+
+        def write(self, data: bytes) -> int:
+            self.data += bytes(data)
+            return len(data)
+
+    pipe = Pipe()
+    with av.open(pipe, "w", format=container_format, options=options) as container:
+        stream = container.add_stream(codec, rate=48000, layout="mono")
+        kind = stream.codec_context.format.name
+        for start in range(0, round(48000 * seconds), 960):
+            block = np.zeros((1, 960), {"s16": np.int16}.get(kind, np.float32))
+            frame = av.AudioFrame.from_ndarray(block, format=kind, layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 48000, start, Fraction(1, 48000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return pipe.data
 
 
 def data_url(kind: str, data: bytes) -> str:
@@ -54,7 +80,7 @@ async def started(picture: bytes) -> AsyncIterator[tuple[BudgetedConnector, str]
 
 async def test_what_is_being_fetched_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S", "60")
-    budget = MediaBudget(160_000)
+    budget = MediaBudget(160_000, 100)
 
     async def read(url: str) -> Any:
         with budget.hold() as holding:
@@ -97,7 +123,7 @@ async def test_an_item_waits_as_a_file_until_it_fits(tmp_path: Path) -> None:
                 self.asked.set()
             await super().reserve(holding, num_bytes)
 
-    budget, connector, picture = Budget(160_000), BudgetedConnector(), data_url("image/png", png(40, 50))
+    budget, connector, picture = Budget(160_000, 100), BudgetedConnector(), data_url("image/png", png(40, 50))
 
     async def read() -> Any:
         with budget.hold():
@@ -113,6 +139,34 @@ async def test_an_item_waits_as_a_file_until_it_fits(tmp_path: Path) -> None:
         await connector.fetch_image_async(data_url("image/png", png(60, 60)))
 
 
+@pytest.mark.parametrize("room", [1, 3])
+async def test_so_many_videos_are_decoded_at_a_time_as_the_budget_has_room_for(tmp_path: Path, room: int) -> None:
+    films = [write_mp4(tmp_path / f"{n}.mp4", make_video(6, 64, 48, seed=n), fps=4).read_bytes() for n in range(3)]
+    budget, connector = MediaBudget(16 * 6 * 64 * 48 * 3 * room, 100), BudgetedConnector()
+    together, num_decoded, most = asyncio.Barrier(room), 0, 0
+
+    async def read(film: bytes) -> None:
+        nonlocal num_decoded, most
+        with budget.hold():
+            frames, _ = (await connector.fetch_video_async(data_url("video/mp4", film))).media
+            assert frames.shape == (6, 48, 64, 3)
+            num_decoded += 1
+            most = max(most, num_decoded)
+            await together.wait()
+            num_decoded -= 1
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*map(read, films))
+    assert most == room
+
+
+async def test_a_sound_is_charged_less_than_a_picture_of_its_size(tmp_path: Path) -> None:
+    sound = write_wav(tmp_path / "sound.wav", make_audio(0.5)).read_bytes()
+    with MediaBudget(1_000_000, 1).hold() as holding:
+        await BudgetedConnector().fetch_audio_async(data_url("audio/wav", sound))
+        assert holding.num_bytes == 6 * 8000 * 4
+
+
 def test_the_size_of_decoded_media_is_that_of_their_headers(tmp_path: Path) -> None:
     images = ImageMediaIO()
     video = write_mp4(tmp_path / "film.mp4", make_video(12, width=64, height=48), fps=4).read_bytes()
@@ -124,9 +178,44 @@ def test_the_size_of_decoded_media_is_that_of_their_headers(tmp_path: Path) -> N
         # As for Qwen's models: two frames a second.
         (VideoMediaIO(images, video_backend="qwen2_vl"), video, 6 * 64 * 48 * 3),
         (AudioMediaIO(), sound, 8000 * 4),
+        (AudioMediaIO(), b"no sound", 0),
         (images, b"no image", 0),
         (VideoMediaIO(images), b"no film", 0),
     ]:
         assert num_decoded_bytes(media_io, File(data, bytes)) == expected, (media_io, expected)
+    recording = record("libopus", "webm", 2.0, live="1")
+    with av.open(io.BytesIO(recording)) as container:
+        assert container.duration is None
+    for data in (recording, record("aac", "adts", 2.0), record("libopus", "ogg", 2.0)):
+        assert num_decoded_bytes(AudioMediaIO(), File(data, bytes)) == pytest.approx(2 * 48000 * 4, rel=0.03)
+    # Its header has no length, which libsndfile takes for the longest possible: vLLM decodes at most so much.
+    assert num_decoded_bytes(AudioMediaIO(), File(record("flac", "flac", 2.0), bytes)) == 2**28
     frames = b",".join(base64.b64encode(png(8, 4)) for _ in range(3))
     assert num_decoded_bytes(VideoMediaIO(images), File(frames, bytes, is_frames=True)) == 3 * 8 * 4 * 4
+
+
+def test_the_largest_stream_of_a_video_counts(tmp_path: Path) -> None:
+    path = tmp_path / "film.mp4"
+    with av.open(str(path), "w") as container:
+        streams = [container.add_stream("mpeg4", rate=4) for _ in range(3)]
+        for stream, (width, height) in zip(streams, [(16, 16), (64, 48), (32, 32)], strict=True):
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for stream in streams:
+            for image in make_video(4, stream.width, stream.height):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+            container.mux(stream.encode())
+    video = VideoMediaIO(ImageMediaIO(), num_frames=-1)
+    assert num_decoded_bytes(video, File(path.read_bytes(), bytes)) == 4 * 64 * 48 * 3
+    assert video.load_bytes(path.read_bytes()).media[0].nbytes <= 4 * 64 * 48 * 3
+
+
+def test_all_frames_count_where_the_loader_does_not_say_which_it_decodes(tmp_path: Path) -> None:
+    class Loader:
+        @classmethod
+        def load_bytes(cls, data: bytes, **kwargs: Any) -> Any:
+            return None
+
+    video = VideoMediaIO(ImageMediaIO())
+    video.video_loader = Loader()
+    film = write_mp4(tmp_path / "film.mp4", make_video(7, 64, 48), fps=4).read_bytes()
+    assert num_decoded_bytes(video, File(film, bytes)) == 7 * 64 * 48 * 3

@@ -49,7 +49,7 @@ async def settle() -> None:
 def bind(max_prompts: int, observed: list[float] | None = None) -> tuple[Renderer, RequestProcessor]:
     renderer = Renderer()
     observe = None if observed is None else observed.append
-    processor = RequestProcessor(MediaBudget(100), max_prompts, observe)
+    processor = RequestProcessor(MediaBudget(100, max_prompts), observe)
     processor.bind(renderer)  # type: ignore[arg-type]
     return renderer, processor
 
@@ -66,7 +66,7 @@ async def test_a_text_is_read_however_many_media_are() -> None:
     assert renderer.started == [CHAT, CHAT, TEXT, CHAT_OF_TEXT]
     renderer.released.set()
     await asyncio.gather(*images, *texts)
-    assert processor.num_prompts == 0
+    assert processor.budget.num_prompts == 0
 
 
 async def test_a_prompt_beyond_the_limit_is_rejected_and_can_be_tried_again() -> None:
@@ -80,7 +80,7 @@ async def test_a_prompt_beyond_the_limit_is_rejected_and_can_be_tried_again() ->
     renderer.released.set()
     await asyncio.gather(*held)
     await renderer.render_cmpl_async([IMAGE])
-    assert processor.num_prompts == 0
+    assert processor.budget.num_prompts == 0
 
 
 async def test_what_a_prompt_holds_is_released_at_its_end_and_when_it_is_aborted() -> None:
@@ -91,10 +91,10 @@ async def test_what_a_prompt_holds_is_released_at_its_end_and_when_it_is_aborted
     assert processor.budget.num_held_bytes == 60
     tasks[0].cancel()
     await settle()
-    assert (processor.num_prompts, processor.budget.num_held_bytes) == (2, 60)
+    assert (processor.budget.num_prompts, processor.budget.num_held_bytes) == (2, 60)
     renderer.released.set()
     await asyncio.gather(*tasks[1:])
-    assert (processor.num_prompts, processor.budget.num_held_bytes) == (0, 0)
+    assert (processor.budget.num_prompts, processor.budget.num_held_bytes) == (0, 0)
 
 
 async def test_conversations_of_one_call_hold_their_own_parts_and_fail_together() -> None:
@@ -107,7 +107,7 @@ async def test_conversations_of_one_call_hold_their_own_parts_and_fail_together(
     renderer.num_bytes = 101
     with pytest.raises(InvalidRequest, match="at most 100 are possible"):
         await renderer.render_chat_async([CHAT, CHAT])
-    assert (processor.num_prompts, processor.budget.num_held_bytes) == (0, 0)
+    assert (processor.budget.num_prompts, processor.budget.num_held_bytes) == (0, 0)
 
 
 async def test_the_time_that_a_prompt_took_includes_its_wait() -> None:

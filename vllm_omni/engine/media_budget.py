@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.errors import InvalidRequest, Overloaded
 
 
 class Holding:
@@ -17,7 +17,15 @@ class Holding:
     def __init__(self, budget: MediaBudget) -> None:
         self.budget = budget
         self.num_bytes = 0
+        self.media: list[Any] = []  # what is to be dropped with the release
         self.has_ended = False
+
+    def release(self) -> None:
+        """Give everything back: the prompt has been read. A second call does nothing."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.media.clear()
+            self.budget.end(self)
 
 
 HOLDING: ContextVar[Holding | None] = ContextVar("HOLDING", default=None)
@@ -31,29 +39,45 @@ class _Waiting(NamedTuple):
 
 
 class MediaBudget:
-    """Grants bytes in the order in which they are asked for.
+    """Counts prompts with media, and grants them bytes in the order in which they ask.
 
     A prompt asks for each of its items in turn, so two prompts could wait for each other. Therefore the prompt that has
     held bytes for longest never waits: together, prompts hold less than twice the budget. Decisions are synchronous; a
     task waits for its future alone.
+
+    Args:
+        max_prompts: with media, that are fetched, wait or are read at a time.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, max_prompts: int) -> None:
         self.num_bytes = num_bytes
+        self.max_prompts = max_prompts
         self.num_held_bytes = 0
+        self.num_prompts = 0
         self._holders: dict[Holding, None] = {}  # those with bytes, from the oldest
         self._waiting: list[_Waiting] = []
 
     @contextmanager
     def hold(self) -> Iterator[Holding]:
-        """Read one prompt: what is reserved inside the block is released at its end."""
+        """Read one prompt with media: what is reserved inside the block is released at its end, or before.
+
+        Raises:
+            Overloaded: too many prompts are being read.
+        """
+        if self.num_prompts >= self.max_prompts:
+            raise Overloaded(
+                f"{self.num_prompts} prompts with media are being read, which is the limit; try again later, or "
+                "raise VLLM_OMNI_MAX_WAITING_MEDIA"
+            )
+        self.num_prompts += 1
         holding = Holding(self)
         token = HOLDING.set(holding)
         try:
             yield holding
         finally:
-            HOLDING.reset(token)
-            self._release(holding)
+            with suppress(ValueError):  # another task closes the stream of an answer than starts it
+                HOLDING.reset(token)
+            holding.release()
 
     async def reserve(self, holding: Holding, num_bytes: int) -> None:
         """Wait until the prompt may hold so many more bytes.
@@ -93,8 +117,9 @@ class MediaBudget:
             else:
                 is_blocked = True  # later requests do not overtake, whatever their size
 
-    def _release(self, holding: Holding) -> None:
-        holding.has_ended = True
+    def end(self, holding: Holding) -> None:
+        """Take back what a prompt holds, once; see ``Holding.release``."""
+        self.num_prompts -= 1
         for one in self._waiting:
             if one.holding is holding:
                 one.granted.cancel()

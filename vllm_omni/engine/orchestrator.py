@@ -90,6 +90,7 @@ class Orchestrator:
         self.gate = AdmissionGate()
         self.sessions: Sessions | None = None  # if the pipeline has any
         self.latency_metrics = LatencyMetrics()
+        self.media_budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES, envs.VLLM_OMNI_MAX_WAITING_MEDIA)
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
         self.requests = RunningRequests()
@@ -135,8 +136,7 @@ class Orchestrator:
         make_engine = partial(StageEngine, stage, self._specs[stage.name], log_stats=self._log_stats)
         reader = None
         if stage.stage_id == 0:
-            budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES)
-            reader = RequestProcessor(budget, envs.VLLM_OMNI_MAX_WAITING_MEDIA, self.latency_metrics.read.observe)
+            reader = RequestProcessor(self.media_budget, self.latency_metrics.read.observe)
         if not stage.deployment.is_split:
             engine = make_engine(reader=reader)
             return [engine], engine

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
@@ -18,7 +18,6 @@ from vllm.renderers.base import BaseRenderer
 
 from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.media_connector import BudgetedConnector
-from vllm_omni.errors import Overloaded
 from vllm_omni.vllm_patches import limit_media_threads, replace_media_connector, wrap_renderer
 
 WARM_TIMEOUT_S = 10.0
@@ -34,15 +33,12 @@ class RequestProcessor:
     without media is never delayed by one with media. A request that is aborted leaves at once.
 
     Args:
-        budget: of decoded media.
-        max_prompts: with media, that are fetched, wait or are read at a time.
+        budget: of decoded media, and of prompts.
         observe: called with the seconds that each prompt took, including its wait.
     """
 
-    def __init__(self, budget: MediaBudget, max_prompts: int, observe: Callable[[float], None] | None = None) -> None:
+    def __init__(self, budget: MediaBudget, observe: Callable[[float], None] | None = None) -> None:
         self.budget = budget
-        self.max_prompts = max_prompts
-        self.num_prompts = 0
         self._observe = observe
 
     def bind(self, renderer: BaseRenderer) -> None:
@@ -57,42 +53,34 @@ class RequestProcessor:
 
     def _bound(self, render_prompts: Any, render_chats: Any) -> tuple[Any, Any]:
         async def render_cmpl_async(prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            with self._reading(any(has_media(prompt) for prompt in prompts)) as arrived_at:
-                return [_set_arrival(one, arrived_at) for one in await render_prompts(prompts, *args, **kwargs)]
+            arrived_at = time.time()
+            with self._reading(any(has_media(prompt) for prompt in prompts)):
+                rendered = await render_prompts(prompts, *args, **kwargs)
+            return self._note_read(rendered, arrived_at)
 
         async def render_chat_async(conversations: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            async def render(chats: Sequence[Any]) -> Any:
-                with self.budget.hold():
-                    return await render_chats(chats, *args, **kwargs)
+            arrived_at = time.time()
 
-            have_media = any(is_chat_with_media(chat) for chat in conversations)
-            with self._reading(have_media) as arrived_at:
-                # One by one: together, they may need more than the whole budget.
-                calls = [[chat] for chat in conversations] if have_media else [conversations]
-                rendered = await _gather(render(chats) for chats in calls)
-                prompts = [_set_arrival(one, arrived_at) for _, prompts in rendered for one in prompts]
-                return [chat for chats, _ in rendered for chat in chats], prompts
+            async def render(chat: Any) -> Any:
+                with self._reading(is_chat_with_media(chat)):
+                    return await render_chats([chat], *args, **kwargs)
+
+            # One by one: together, they may need more than the whole budget.
+            rendered = await _gather(render(chat) for chat in conversations)
+            prompts = [prompt for _, prompts in rendered for prompt in prompts]
+            return [chat for chats, _ in rendered for chat in chats], self._note_read(prompts, arrived_at)
 
         return render_cmpl_async, render_chat_async
 
-    @contextmanager
-    def _reading(self, has_media: bool) -> Iterator[float]:
-        arrived_at = time.time()
-        if not has_media:
-            yield arrived_at
-        else:
-            if self.num_prompts >= self.max_prompts:
-                raise Overloaded(
-                    f"{self.num_prompts} prompts with media are being read, which is the limit; try again later, or "
-                    "raise VLLM_OMNI_MAX_WAITING_MEDIA"
-                )
-            self.num_prompts += 1
-            try:
-                yield arrived_at
-            finally:
-                self.num_prompts -= 1
+    def _reading(self, has_media: bool) -> AbstractContextManager[Any]:
+        return self.budget.hold() if has_media else nullcontext()
+
+    def _note_read(self, prompts: list[Any], arrived_at: float) -> list[Any]:
+        for prompt in prompts:
+            prompt["arrival_time"] = arrived_at  # upstream's is the time at which it got its slot
         if self._observe is not None:
             self._observe(time.time() - arrived_at)
+        return prompts
 
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -119,11 +107,6 @@ def is_chat_with_media(messages: Sequence[Any]) -> bool:
         if isinstance(content, Sequence) and not isinstance(content, str)
         for part in content
     )
-
-
-def _set_arrival(prompt: Any, at: float) -> Any:
-    prompt["arrival_time"] = at  # upstream's is the time at which it got its slot
-    return prompt
 
 
 def start_threads(pool: Executor, num_threads: int) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
-from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
@@ -348,19 +347,12 @@ class StageEngine(StageNode):
                 (prompt,) = await self.llm.renderer.render_cmpl_async([parsed])
             except Exception as exc:
                 raise rejection(exc, self.name) from exc
-        try:
-            # A value of another type would end the engine core's thread that receives requests.
-            wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
-            if wrong:
-                raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
-            if self.spec.check_prompt is not None:
-                self.spec.check_prompt(prompt)
-        except InvalidRequest:
-            # vLLM's processor cache takes the media for sent: without them, a later prompt could not be served.
-            if (cache := self.llm.renderer.mm_processor_cache) is not None:
-                for name in chain.from_iterable(prompt.get("mm_hashes", {}).values()):
-                    cache.invalidate(name)
-            raise
+        # A value of another type would end the engine core's thread that receives requests.
+        wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
+        if wrong:
+            raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
+        if self.spec.check_prompt is not None:
+            self.spec.check_prompt(prompt)
         return prompt
 
     async def run(

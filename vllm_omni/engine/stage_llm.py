@@ -15,15 +15,18 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.engine.latency_metrics import default_slo
+from vllm_omni.engine.media_budget import HOLDING
+from vllm_omni.engine.media_cache import SenderCache
 from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger, StepStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TaskNotes
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.vllm_patches import replace_sender_cache
 
 T = TypeVar("T")
 
@@ -67,6 +70,7 @@ class StageLLM(AsyncLLM):
             self.input_processor.generation_config_fields = {}
         if not profiles_front_end:
             self.profiler = None
+        self._sender_cache = replace_sender_cache(self.renderer, SenderCache)
         self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
         self.notes: dict[str, TaskNotes] = {}  # likewise
         self._extend = partial(
@@ -79,6 +83,15 @@ class StageLLM(AsyncLLM):
             has_slo=bool(default_slo(vllm_config)),
         )
         self.output_processor: OutputProcessor = self._extend(self.output_processor)
+
+    async def add_request(self, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        """As upstream, after which the engine has the prompt's media."""
+        queue = await super().add_request(request_id, prompt, *args, **kwargs)
+        if self._sender_cache is not None:
+            self._sender_cache.note_sent(prompt)
+        if (holding := HOLDING.get()) is not None:
+            holding.release()
+        return queue
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """As upstream, which adds end ids of the tokenizer and the checkpoint even where the model's vocabulary ends

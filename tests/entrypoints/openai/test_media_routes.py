@@ -19,6 +19,7 @@ from tests.media.test_video import decode as decode_video
 from tests.shared_engines import STABLE_AUDIO, SharedEngines, on_the_loop_of
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
+from vllm_omni.engine.media_budget import Holding
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.media.image import IMAGE_FORMATS, encode_image, to_image
@@ -159,6 +160,45 @@ async def test_a_bad_field_of_an_edit_is_rejected_by_name(editor: httpx.AsyncCli
         error = response.json()["error"]
         assert error["param"] == param, (more, reason)
         assert reason in error["message"], more
+
+
+async def test_an_edit_holds_a_part_of_the_budget_until_the_engine_has_its_image(
+    editing: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = editing.omni.orchestrator.media_budget
+    held: list[tuple[int, int]] = []
+    is_released, end = asyncio.Event(), budget.end
+
+    def note(holding: Holding) -> None:
+        held.append((holding.num_bytes, len(holding.media)))
+        end(holding)
+        is_released.set()
+
+    monkeypatch.setattr(budget, "end", note)
+    height, width, _ = make_pixels().shape
+    long = {**EDIT, "num_inference_steps": "900"}
+    answer = asyncio.ensure_future(editing.client.post("/v1/images/edits", data=long, files={"image": PICTURE}))
+    await asyncio.wait({answer, asyncio.ensure_future(is_released.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not answer.done()
+    assert (budget.num_held_bytes, budget.num_prompts) == (0, 0)
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)
+    assert held == [(4 * width * height * 4, 0)]
+
+
+async def test_images_beyond_the_budget_are_rejected(editing: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = editing.omni.orchestrator.media_budget
+    files = {"image": PICTURE}
+    monkeypatch.setattr(budget, "num_bytes", 100)
+    response = await editing.client.post("/v1/images/edits", data=EDIT, files=files)
+    assert response.status_code == 400
+    assert "bytes to decode and process: at most 100 are possible" in response.json()["error"]["message"]
+    monkeypatch.undo()
+    monkeypatch.setattr(budget, "max_prompts", 0)
+    response = await editing.client.post("/v1/images/edits", data=EDIT, files=files)
+    assert response.status_code == 503
+    assert "raise VLLM_OMNI_MAX_WAITING_MEDIA" in response.json()["error"]["message"]
+    assert (budget.num_held_bytes, budget.num_prompts) == (0, 0)
 
 
 # -- /v1/videos/sync ---------------------------------------------------------------------------------------------------

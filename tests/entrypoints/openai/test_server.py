@@ -303,6 +303,20 @@ def test_pictures_that_trickle_do_not_delay_others(client: openai.OpenAI, server
     wait_for("the end of the chats", server.holds_nothing)
 
 
+def test_media_of_a_rejected_chat_can_be_sent_afterwards(client: openai.OpenAI) -> None:
+    """What vLLM rejects after it has processed them."""
+    long = {"role": "user", "content": "x" * (MAX_MODEL_LEN - 300)}
+    cases: list[tuple[list[Any], dict[str, Any], str]] = [
+        ([], {"extra_body": {"allowed_token_ids": [10**6]}}, "allowed_token_ids"),
+        ([long], {}, "Input length"),  # with the 200 tokens of the picture
+    ]
+    for number, (before, more, why) in enumerate(cases):
+        messages = with_part(image_part(png(280, 560 + number)))
+        with pytest.raises(openai.BadRequestError, match=why):
+            ask(client, messages=[*before, *messages], **more)
+        assert ask(client, messages=messages).choices[0].message.content
+
+
 def test_a_film_is_heard_with_its_own_sound_whatever_sound_the_same_pictures_had_before(
     client: openai.OpenAI, tmp_path: Path
 ) -> None:

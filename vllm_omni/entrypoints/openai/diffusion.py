@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -16,7 +17,6 @@ from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.multimodal.media.base import MediaWithBytes
 from vllm.utils import random_uuid
 
-from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.media_connector import BudgetedConnector
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -32,6 +32,17 @@ ROUTES = {
     "audio": "/v1/audio/generate",
 }
 """Output modality of a pipeline -> its route."""
+
+# Bytes that an image takes at its peak, by decoded bytes, while it is decoded (a WebP) and sent to the engine.
+SENDING_FACTOR = 4
+
+
+@dataclass
+class InputImages:
+    """Images of a request, which are read only when nothing else keeps the request from starting."""
+
+    given: Sequence[tuple[str, Any]] = ()  # field of the body, and what ``DiffusionServing.read_image`` reads
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # of those that have been read, [width, height]
 
 
 class DiffusionModels(OpenAIModelRegistry):
@@ -61,6 +72,7 @@ class DiffusionServing:
         self._media = BudgetedConnector(
             allowed_local_media_path=config.allowed_local_media_path,
             allowed_media_domains=config.allowed_media_domains,
+            factor=SENDING_FACTOR,
         )
 
     @property
@@ -80,17 +92,16 @@ class DiffusionServing:
             )
 
     async def outputs(
-        self,
-        prompt: str,
-        fields: DiffusionFields,
-        images: Sequence[Image.Image],
-        raw_request: Request,
+        self, prompt: str, fields: DiffusionFields, images: InputImages, raw_request: Request
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream the engine's outputs; closing the generator aborts the request.
+
+        Until the engine has the images, they hold a part of the server's budget.
 
         Raises:
             InvalidRequest: names the invalid field as in the body.
             UnknownModel: the request names another one.
+            Overloaded: too many requests with images are being read.
             StageFailed: the stage failed on the request.
         """
         if await self._models.check_model(fields.model) is not None:
@@ -101,8 +112,11 @@ class DiffusionServing:
         self._omni.check_admission()
         timer = MediaTimer(self._image_metrics)
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
-        media = {"multi_modal_data": {"image": list(images)}} if images else {}
-        try:
+        with self._omni.orchestrator.media_budget.hold() if images.given else nullcontext() as holding:
+            media = {}
+            if holding is not None:
+                holding.media = await self._read(images)
+                media = {"multi_modal_data": {"image": holding.media}}
             outputs = self._omni.generate(
                 {"prompt": prompt, **media},
                 fields.params(),
@@ -110,23 +124,29 @@ class DiffusionServing:
                 priority=fields.priority,
                 deadline_s=fields.deadline_s,
             )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    if "images" in output.multimodal_output or output.preview is not None:
-                        timer.piece()
-                        if output.finished:
-                            timer.end()
-                    yield output
-        except InvalidRequest as exc:
-            raise name_field(exc, type(fields)) from exc
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if "images" in output.multimodal_output or output.preview is not None:
+                            timer.piece()
+                            if output.finished:
+                                timer.end()
+                        yield output
+            except InvalidRequest as exc:
+                raise name_field(exc, type(fields)) from exc
 
     async def answer(
-        self, prompt: str, fields: DiffusionFields, images: Sequence[Image.Image], raw_request: Request
+        self, prompt: str, fields: DiffusionFields, images: InputImages, raw_request: Request
     ) -> OmniRequestOutput:
         """Collect the whole answer; see ``outputs``."""
         return await collect(self.outputs(prompt, fields, images, raw_request))
 
     # -- input images -------------------------------------------------------------------------------------------------
+
+    async def _read(self, images: InputImages) -> list[Image.Image]:
+        read = [await self.read_image(source, name) for name, source in images.given]
+        images.sizes = [image.size for image in read]
+        return read
 
     async def read_image(self, given: Any, field: str) -> Image.Image:
         """Read an input image: an uploaded file, a URL (http, https, data) or base64.
@@ -150,15 +170,13 @@ class DiffusionServing:
 async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Read the fields of the body, JSON or a form; a form field given several times becomes a list.
 
-    A dependency of the routes, so that the body has been read before they start to wait for a disconnect. Until the
-    answer is complete, uploaded files stay open, and images of the body hold a part of the server's budget.
+    A dependency of the routes, so that the body has been read before they start to wait for a disconnect. Files that
+    were uploaded stay open until the answer is complete.
 
     Raises:
         InvalidRequest: the body is neither, or is not an object.
     """
-    budget: MediaBudget = raw_request.app.state.media_budget
     async with AsyncExitStack() as stack:
-        stack.enter_context(budget.hold())
         yield await _read_body(raw_request, stack)
 
 

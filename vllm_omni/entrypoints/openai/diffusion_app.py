@@ -10,8 +10,6 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
-from vllm_omni import envs
-from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.diffusion import DiffusionModels, DiffusionServing, describe
 from vllm_omni.entrypoints.openai.diffusion_protocol import (
@@ -54,7 +52,6 @@ def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     state.log_stats = not args.disable_log_stats
     state.enable_server_load_tracking, state.server_load_metrics = args.enable_server_load_tracking, 0
     state.openai_serving_models = models
-    state.media_budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES)  # of input images
     images, files = OmniServingImages(serving, args.sse_keep_alive_interval), OmniServingFiles(serving)
     for path, answer, body, kinds, description in (
         ("/v1/images/generations", images.generate, ImageRequest, JSON, "Generate images from a text."),

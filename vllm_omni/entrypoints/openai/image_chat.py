@@ -14,11 +14,10 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from PIL import Image
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.utils import random_uuid
 
-from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, Values
+from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, InputImages, Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
 from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.images import data_url, usage_of
@@ -53,7 +52,7 @@ class OmniServingImageChat:
                 )
         if fields.modalities == ["text"]:
             raise InvalidRequest(f"modalities: the output of this model is {modality}, not text", param="modalities")
-        prompt, images = await self._read_messages(fields.messages)
+        prompt, images = self._read_messages(fields.messages)
         output = await self._serving.answer(prompt, fields, images, raw_request)
         message = await asyncio.to_thread(_message, output, modality)
         head = {
@@ -72,8 +71,9 @@ class OmniServingImageChat:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
-    async def _read_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Image.Image]]:
-        """Read text and images of the user's last message; earlier messages are ignored."""
+    @staticmethod
+    def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, InputImages]:
+        """Find text and images of the user's last message; earlier messages are ignored."""
         said = [message for message in messages if message.get("role") == "user"]
         if not said:
             raise InvalidRequest("messages: there is no message of the user", param="messages")
@@ -89,10 +89,10 @@ class OmniServingImageChat:
             elif kind == "image_url":
                 url = part.get("image_url")
                 url = url.get("url") if isinstance(url, Mapping) else url
-                images.append(await self._serving.read_image(url, "messages"))
+                images.append(("messages", url))
             else:
                 raise InvalidRequest(f"messages: a part of type {kind!r}: must be text or image_url", param="messages")
-        return "\n".join(texts), images
+        return "\n".join(texts), InputImages(images)
 
 
 def _message(output: OmniRequestOutput, modality: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, Values, as_list, read_mapping
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
 from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.sse import chain, event
@@ -49,7 +49,7 @@ class OmniServingImages:
         for name in IMAGE_FIELDS:
             if name in values:
                 raise InvalidRequest(f"{name}: images are read by POST /v1/images/edits", param=name)
-        return await self._respond(read_body(ImageRequest, values), [], raw_request, "image_generation")
+        return await self._respond(read_body(ImageRequest, values), InputImages(), raw_request, "image_generation")
 
     async def edit(self, values: Values, raw_request: Request) -> Response:
         """Generate images from a text and images; otherwise as ``generate``."""
@@ -61,12 +61,10 @@ class OmniServingImages:
             raise InvalidRequest("image: missing: at least one image is needed", param="image")
         read_mapping(values, "extra_params")
         fields = read_body(ImageRequest, values)
-        images = [await self._serving.read_image(_source(one, name), name) for name, one in given]
+        images = InputImages([(name, _source(one, name)) for name, one in given])
         return await self._respond(fields, images, raw_request, "image_edit")
 
-    async def _respond(
-        self, fields: ImageRequest, images: Sequence[Image.Image], raw_request: Request, kind: str
-    ) -> Response:
+    async def _respond(self, fields: ImageRequest, images: InputImages, raw_request: Request, kind: str) -> Response:
         self._serving.check("image")
         image_format = find_format("image", IMAGE_FORMATS, fields.output_format, "output_format")
         if not fields.stream and (fields.partial_images or fields.progress):
@@ -97,7 +95,7 @@ class OmniServingImages:
     async def _events(
         outputs: AsyncGenerator[OmniRequestOutput, None],
         fields: ImageRequest,
-        given: Sequence[Image.Image],
+        given: InputImages,
         image_format: ImageFormat,
         kind: str,
     ) -> AsyncGenerator[str, None]:
@@ -127,9 +125,9 @@ TOKEN_SIDE = 16
 """Pixels along the side of the square that counts as a token: as most denoisers see an image."""
 
 
-def usage_of(given: Sequence[Image.Image], made: Sequence[Image.Image]) -> dict[str, Any]:
+def usage_of(given: InputImages, made: Sequence[Image.Image]) -> dict[str, Any]:
     """Usage in OpenAI's form, in squares of pixels; a diffusion pipeline counts no tokens of text."""
-    num_given, num_made = (sum(map(_num_squares, images)) for images in (given, made))
+    num_given, num_made = (sum(map(_num_squares, sizes)) for sizes in (given.sizes, [one.size for one in made]))
     return {
         "input_tokens": num_given,
         "input_tokens_details": {"image_tokens": num_given, "text_tokens": 0},
@@ -138,8 +136,9 @@ def usage_of(given: Sequence[Image.Image], made: Sequence[Image.Image]) -> dict[
     }
 
 
-def _num_squares(image: Image.Image) -> int:
-    return math.ceil(image.width / TOKEN_SIDE) * math.ceil(image.height / TOKEN_SIDE)
+def _num_squares(size: tuple[int, int]) -> int:
+    width, height = size
+    return math.ceil(width / TOKEN_SIDE) * math.ceil(height / TOKEN_SIDE)
 
 
 def data_url(image: Image.Image, image_format: ImageFormat) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fastapi import Request
 from fastapi.responses import Response
 
-from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, Values, as_list, read_mapping
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import SoundRequest, VideoRequest, read_body
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
@@ -46,8 +46,7 @@ class OmniServingFiles:
                 update={"num_frames": max(round(fields.seconds * (fields.fps or DEFAULT_FPS)), 1)}
             )
         video_format = find_format("video", VIDEO_FORMATS, fields.output_format, "output_format")
-        images = [await self._serving.read_image(one, name) for name, one in given]
-        output = await self._serving.answer(fields.prompt, fields, images, raw_request)
+        output = await self._serving.answer(fields.prompt, fields, InputImages(given), raw_request)
         media = output.multimodal_output
         sound = media["audio"][0] if "audio" in media else None
         data = await asyncio.to_thread(
@@ -60,7 +59,7 @@ class OmniServingFiles:
         self._serving.check("audio")
         fields = read_body(SoundRequest, values)
         audio_format = find_format("audio", AUDIO_FORMATS, fields.response_format, "response_format")
-        output = await self._serving.answer(fields.input, fields, [], raw_request)
+        output = await self._serving.answer(fields.input, fields, InputImages(), raw_request)
         media = output.multimodal_output
         data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)
         return Response(data, media_type=audio_format.media_type)
