@@ -191,7 +191,7 @@ def test_a_model_without_text_to_speech_rejects_it(omni: OmniLLM, monkeypatch: p
 def test_media_that_the_engine_does_not_have_are_sent_with_the_next_try(omni: OmniLLM) -> None:
     prompt = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": make_image(56, 84)}}
     (before,) = generate(omni, prompt, modalities=["text"])
-    # As after a request that was cancelled while its media were processed: the front end takes them for sent.
+    # As when both processes evict in different orders: the front end takes them for sent.
     thinker = omni.engine.orchestrator.engines["thinker"]
     omni.run(thinker.ask(thinker.llm.engine_core.reset_mm_cache_async()))
     with pytest.raises(Unavailable, match=r"stage 'thinker': .*send the request again"):
