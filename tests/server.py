@@ -115,6 +115,13 @@ def is_up(server: Server) -> bool:
         return False
 
 
+@contextmanager
+def silent_host() -> Iterator[str]:
+    """The address of a host that accepts connections, and never sends anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as host:
+        yield f"http://127.0.0.1:{host.getsockname()[1]}"
+
+
 def engine_core(server: Server, stage: str) -> psutil.Process:
     """Each process of a stage has left a file with its name in the server's directory."""
     for child in psutil.Process(server.process.pid).children():

@@ -31,7 +31,7 @@ Function, and what it replaces  Why                                           Up
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
  that make groups               that has no other rank
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
- a constructor                  has made                                      and ``OpenAIServingChat``
+ a constructor                  has made                                      and the handlers of OpenAI's routes
 ==============================  ============================================  =======================================
 """
 

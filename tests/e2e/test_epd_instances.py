@@ -33,7 +33,7 @@ from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.cost import CostModel
 from vllm_omni.epd.router import Assignment, RequestState, Router
-from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
+from vllm_omni.errors import CallAborted, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.process.status import StageState, StageStatus
 
 pytestmark = MARKS
@@ -342,6 +342,13 @@ def test_prompt_logprobs_come_from_one_instance(omni: OmniLLM, group: InstanceGr
         assert score() == want
         assert group.statistics().num_migrations == before
     assert len([one for one in want if one]) > 1
+
+
+@pytest.mark.parametrize("mix", ["E|P|D", "E|PD"])
+def test_a_schema_that_allows_no_token_is_the_requests_fault(omni: OmniLLM, group: InstanceGroup, mix: str) -> None:
+    endless = greedy(structured_outputs=StructuredOutputsParams(json={"$ref": "#"}))
+    with only(group, mix), pytest.raises(InvalidRequest, match="no token is allowed by the schema or grammar"):
+        omni.generate(prompt_of(0), endless, use_tqdm=False)
 
 
 def test_several_answers_to_one_prompt(omni: OmniLLM, group: InstanceGroup) -> None:

@@ -307,6 +307,7 @@ BAD_FIELDS_OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "nowhere"}]}]}, "messages"),
     ({"modalities": ["audio"]}, "modalities"),
+    ({"audio": {"format": "mp3"}}, "audio"),
     ({"modalities": ["text"]}, "modalities"),
     ({"num_inference_stesp": 3}, "num_inference_stesp"),
     ({"height": 0, "size": "auto"}, "height"),

@@ -34,10 +34,14 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> StageEngine:
 
 
 def make_talker(path: Path, **params: Any) -> StageEngine:
-    overrides = {"stages": {"talker": {"default_sampling_params": params}}}
-    config = load_config(path, overrides=overrides)
+    return make_stage(path, "talker", params)
+
+
+def make_stage(path: Path, name: str, params: dict[str, Any]) -> StageEngine:
+    config = load_config(path, overrides={"stages": {name: {"default_sampling_params": params}}})
     pipeline = find_pipeline_cls(config.model_type)(str(path), AutoConfig.from_pretrained(path))
-    return StageEngine(config.stages[1], pipeline.stages[1])
+    stage = config.stage(name)
+    return StageEngine(stage, pipeline.stages[stage.stage_id])
 
 
 @pytest.mark.parametrize(
@@ -59,17 +63,27 @@ def test_parameters_are_checked_against_the_vocabulary_of_their_stage(
 ) -> None:
     (name,) = params
     with pytest.raises(InvalidRequest, match=f"'talker': .*{name}") as raised:
-        talker.check_params(SamplingParams(**params))
+        talker.check_params(SamplingParams(**params), params)
     assert raised.value.param == name
 
 
 def test_codes_are_valid_parameters_of_a_talker(talker: StageEngine) -> None:
-    talker.check_params(SamplingParams(stop_token_ids=[5], logit_bias={5: 1.0}, min_tokens=4, logprobs=2))
+    params = {"stop_token_ids": [5], "logit_bias": {5: 1.0}, "min_tokens": 4, "logprobs": 2, "detokenize": False}
+    talker.check_params(SamplingParams(**params), params)
 
 
 def test_a_deployments_default_beyond_the_vocabulary_is_rejected_before_the_start(talker: StageEngine) -> None:
     with pytest.raises(ConfigError, match=r"default_sampling_params: stage 'talker': .*\[100000\]"):
         make_talker(Path(talker.config.model), stop_token_ids=[100_000])
+
+
+def test_a_parameter_that_the_model_needs_otherwise_is_rejected(talker: StageEngine) -> None:
+    with pytest.raises(InvalidRequest, match=r"'talker': detokenize = True: the model of this stage needs .* False"):
+        talker.check_params(SamplingParams(), {"detokenize": True})
+    path = Path(talker.config.model)
+    make_stage(path, "token2wav", {"max_tokens": 1, "seed": 3})
+    with pytest.raises(ConfigError, match=r"default_sampling_params: .*'token2wav': max_tokens = 5: .* max_tokens = 1"):
+        make_stage(path, "token2wav", {"max_tokens": 5})
 
 
 def test_without_a_compiler_a_model_is_not_compiled(

@@ -1,5 +1,6 @@
 """How the parameters of a request are resolved, without engines."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,11 @@ from vllm_omni.entrypoints.stage_params import StageParamsResolver
 from vllm_omni.errors import InvalidRequest
 
 
-def make_resolver(*stages: dict[str, Any]) -> StageParamsResolver:
+def make_resolver(*stages: dict[str, Any], check: Callable[..., None] = lambda *_: None) -> StageParamsResolver:
     configs = [StageConfig(stage_id=index, model="/m", **stage) for index, stage in enumerate(stages)]
     # The checkpoint of the first stage has a default of its own.
     model_config: Any = SimpleNamespace(get_diff_sampling_param=lambda: {"top_k": 7, "temperature": 0.5})
-    return StageParamsResolver(OmniConfig(model="/m", model_type="any", stages=configs), model_config, lambda *_: None)
+    return StageParamsResolver(OmniConfig(model="/m", model_type="any", stages=configs), model_config, check)
 
 
 @pytest.fixture
@@ -68,6 +69,20 @@ def test_overrides_win_over_given_parameters(speech: StageParamsResolver) -> Non
     assert (params["thinker"].top_p, params["thinker"].seed) == (0.5, 1)
     assert (params["talker"].top_p, params["talker"].seed) == (0.25, 3)
     assert given.top_p == 0.75
+
+
+def test_what_a_request_gives_is_told_from_defaults() -> None:
+    checked = {}
+
+    def check(stage: str, params: SamplingParams, given: dict[str, Any]) -> None:
+        checked[stage] = dict(given)
+
+    stages = {"name": "thinker"}, {"name": "talker", "default_sampling_params": {"max_tokens": 5}}, {"name": "vocoder"}
+    resolver = make_resolver(*stages, check=check)
+    over = resolver.check_overrides({"talker": {"seed": 3}})
+    assert checked == {"talker": {"seed": 3}}
+    resolver.resolve([SamplingParams(max_tokens=8), {"max_tokens": 16}], over)
+    assert checked == {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 16, "seed": 3}, "vocoder": {}}
 
 
 def test_stop_ids_of_an_override_replace_the_given_ones(speech: StageParamsResolver) -> None:

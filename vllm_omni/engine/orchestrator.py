@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -279,8 +277,6 @@ class Orchestrator:
         )
         if isinstance(prompt, dict) and "arrival_time" in prompt:
             context.arrived_at = prompt["arrival_time"]  # vLLM's chat handler has rendered it before
-            if deadline_s is not None and deadline_s > 0:
-                deadline_s = max(deadline_s - (time.time() - context.arrived_at), sys.float_info.min)
         call = self._open(context, prompt, plan, frozenset(outputs.values()), deadline_s)
         latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
         answer = Answer(self.pipeline, plan, context, outputs, latency)

@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -299,12 +299,16 @@ class StageEngine(StageNode):
             async for output in outputs:
                 yield output
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Check a user's parameters against the engine: its vocabulary, its limits, and whether its tokens are text.
+    def check_params(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
+        """Check a user's parameters: what the model needs, the vocabulary, limits, and whether tokens are text.
+
+        Args:
+            given: those fields of them that are not defaults.
 
         Raises:
             InvalidRequest: the engine cannot honour one.
         """
+        self.spec.check_fixed_params(given)
         config = self.vllm_config
         if not self.kind.generates_tokens:
             return
@@ -332,10 +336,17 @@ class StageEngine(StageNode):
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
 
+    @property
+    def _transfers_fail_requests(self) -> bool:
+        """Whether a transfer that fails may end a request. Connectors of instances compute what they cannot pull."""
+        transfers = self.vllm_config.kv_transfer_config, self.vllm_config.ec_transfer_config
+        return self.instance is None and transfers != (None, None)
+
     def _check_default_params(self) -> None:
-        if self.kind.generates_tokens:
+        given = self.config.default_sampling_params
+        if not self.config.is_diffusion:
             try:
-                self.check_params(make_sampling_params(self.config.default_sampling_params))
+                self.check_params(make_sampling_params(given), given)
             except InvalidRequest as exc:
                 raise ConfigError(f"default_sampling_params: {exc}") from exc
 
@@ -380,9 +391,7 @@ class StageEngine(StageNode):
             **(context.engine_kwargs if self._is_first else {}),
         )
         sent_at, is_noted = time.time(), False
-        # Otherwise a transfer may have failed, too.
-        transfers = self.vllm_config.kv_transfer_config, self.vllm_config.ec_transfer_config
-        is_constrained = params.structured_outputs is not None and transfers == (None, None)
+        is_constrained = params.structured_outputs is not None and not self._transfers_fail_requests
         self._num_requests += 1
         self._watchdog.start()
 

@@ -21,6 +21,7 @@ from vllm_omni.config.layers import find_config
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.admin import StageAdmin
+from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
 from vllm_omni.errors import InvalidRequest, StageFailed
@@ -84,7 +85,7 @@ class AsyncOmni(StageAdmin):
         self.renderer = entry.renderer
         self.input_processor = entry.input_processor
         self.params = StageParamsResolver(
-            self.config, self.model_config, lambda stage, params: self.orchestrator.front(stage).check_params(params)
+            self.config, self.model_config, lambda stage, *params: self.orchestrator.front(stage).check_params(*params)
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -178,8 +179,10 @@ class AsyncOmni(StageAdmin):
             InvalidRequest: the request is malformed, or the model does not support text to speech.
             StageFailed: a stage failed it.
         """
+        deadline = Deadline(deadline_s)
         params = self._speech_params(sampling_params, modalities)
-        prompt_token_ids, num_reply_tokens = await self._speech_prompt(text, instructions)
+        async with deadline.limit("the reading of the text"):
+            prompt_token_ids, num_reply_tokens = await self._speech_prompt(text, instructions)
         outputs = self.orchestrator.generate(
             {"prompt_token_ids": prompt_token_ids},
             params,
@@ -189,7 +192,7 @@ class AsyncOmni(StageAdmin):
             lora_request=lora_request,
             priority=priority,
             trace_headers=trace_headers,
-            deadline_s=deadline_s,
+            deadline_s=deadline.left_s(),
         )
         async with aclosing(outputs):
             async for output in outputs:

@@ -31,11 +31,15 @@ class StageParamsResolver:
 
     Args:
         model_config: of the first stage, whose checkpoint has defaults of its own.
-        check: raises ``InvalidRequest`` for parameters that the engine of the named stage cannot honour.
+        check: raises ``InvalidRequest`` for parameters that the engine of the named stage cannot honour; called with
+            its name, the parameters, and those of their fields that the request gives.
     """
 
     def __init__(
-        self, config: OmniConfig, model_config: ModelConfig, check: Callable[[str, SamplingParams], None]
+        self,
+        config: OmniConfig,
+        model_config: ModelConfig,
+        check: Callable[[str, SamplingParams, Mapping[str, Any]], None],
     ) -> None:
         self._config = config
         self._first = config.stages[0]
@@ -59,7 +63,7 @@ class StageParamsResolver:
             resolve = self._resolve_diffusion if stage.is_diffusion else self._resolve_sampling
             params[stage.name] = resolve(stage, by_name.get(stage.name), over.get(stage.name, {}))
         for name, of_stage in params.items():
-            self._check(name, of_stage)
+            self._check(name, of_stage, _given_fields(by_name.get(name), over.get(name, {})))
         return params
 
     def by_stage(self, given: ParamsList) -> dict[str, StageParams]:
@@ -97,16 +101,16 @@ class StageParamsResolver:
                 over[name] = _diffusion_fields(name, params)
                 continue
             validated = _make_sampling_params(name, params)
-            self._check(name, validated)
+            self._check(name, validated, params)
             over[name] = {key: getattr(validated, key) for key in params}
         return over
 
-    def _check(self, stage: str, params: SamplingParams | DiffusionParams) -> None:
+    def _check(self, stage: str, params: SamplingParams | DiffusionParams, given: Mapping[str, Any]) -> None:
         if isinstance(params, SamplingParams):
             if params.n > 1 and stage != self._first.name:
                 said = f"n = {params.n}: it answers once; give n = 1"
                 raise InvalidRequest(f"sampling parameters of stage {stage!r}: {said}")
-            self._check_engine(stage, params)
+            self._check_engine(stage, params, given)
 
     def _is_by_name(self, given: Mapping[Any, Any]) -> bool:
         """Whether the keys are names of stages, even misspelt, rather than fields of the first stage's parameters."""
@@ -133,6 +137,14 @@ class StageParamsResolver:
         if stage is self._first:
             values = {**self._model_config.get_diff_sampling_param(), **values}
         return _make_sampling_params(stage.name, values)
+
+
+def _given_fields(given: StageParams, over: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a request gives for a stage; of an object, those that differ from the defaults."""
+    if isinstance(given, SamplingParams | DiffusionParams):
+        given, default = msgspec.structs.asdict(given), type(given)()
+        given = {name: value for name, value in given.items() if value != getattr(default, name)}
+    return {**(given or {}), **over}
 
 
 def _make_sampling_params(stage: str, values: Mapping[str, Any]) -> SamplingParams:

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import EdgeConfig, added_pipelines
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.errors import ConfigError
+from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.flow import Activation, Chunk, Graph, Yield
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
@@ -53,6 +53,17 @@ class StageSpec:
     route: Mapping[str, Route] = field(default_factory=dict)
     """Interface -> an async generator that sends each output to the fields that it belongs to (``routes.py``). A field
     that gets none is not reached. Without one each field that the call needs gets every output."""
+
+    def check_fixed_params(self, given: Mapping[str, Any]) -> None:
+        """Check sampling parameters that were given for the stage, by name.
+
+        Raises:
+            InvalidRequest: the model needs another value of one of them.
+        """
+        for name, value in self.sampling_params.items():
+            if name != "stop_token_ids" and given.get(name, value) != value:  # those are added to the given ones
+                said = f"{name} = {given[name]!r}: the model of this stage needs {name} = {value!r}; leave it out"
+                raise InvalidRequest(f"sampling parameters of stage {self.name!r}: {said}", param=name)
 
     @property
     def has_own_vocabulary(self) -> bool:

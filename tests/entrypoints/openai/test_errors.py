@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
-from vllm.exceptions import RetryableRequestError
+from vllm.exceptions import GenerationError
 
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, end_of_stream
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest, SpeechRequest
-from vllm_omni.errors import InvalidRequest, Overloaded, ShuttingDown, StageFailed
+from vllm_omni.errors import DeadlineExceeded, InvalidRequest, Overloaded, ShuttingDown, StageFailed
 
 APP = FastAPI()
 add_error_handlers(APP)
@@ -51,6 +51,8 @@ async def ask(method: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]
         ("chat/completions", {**CHAT, "audio": {"vocie": "x"}}, "audio.vocie", "did you mean 'voice'?"),
         ("chat/completions", {**CHAT, "max_tokens": "many"}, "max_tokens", "max_tokens = 'many': input should be"),
         ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role", "role: is missing"),
+        ("chat/completions", {**CHAT, "slo": {"ttft_ms": 9}, "use_beam_search": True}, "slo", "cannot be combined"),
         ("chat/completions", {}, "messages", "messages: is missing"),
         ("audio/speech", {"inptu": "x"}, "input", "input: is missing"),
         ("audio/speech", {"input": "x", "speed": 5}, "speed", "speed = 5: input should be less than or equal to 4"),
@@ -64,6 +66,39 @@ async def test_a_wrong_field_is_named_with_what_is_valid(
     status, error = await ask("POST", f"/v1/{path}", json=body)
     assert (status, error["code"], error["type"], error["param"]) == (400, 400, "BadRequestError", param)
     assert message in error["message"]
+
+
+SCHEMA = "response_format.json_schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tools": [{"type": "functon", "function": {"name": "x"}}], "max_tokens": "many"},
+            "max_tokens = 'many': input should be a valid integer, unable to parse string as an integer; "
+            "tools.0.type = 'functon': input should be 'function'",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            f"{SCHEMA}.name: is missing; {SCHEMA}.schema = 5: input should be a valid dictionary",
+        ),
+        (
+            {"response_format": {"type": "json", "json_schema": {"schema": 5}}},
+            "response_format.type = 'json': input should be 'text', 'json_object' or 'json_schema'; "
+            "response_format.type = 'json': input should be 'structural_tag'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": "x", "name": 5}]},
+            "messages.0.content = 5: input should be a valid string; messages.0.content = 5: input should be iterable; "
+            "messages.0.content = 5: input should be a valid list; and 1 more",
+        ),
+    ],
+    ids=["beside another", "of the class that is meant", "of no class", "in two objects"],
+)
+async def test_every_mistake_is_reported_and_none_that_is_no_mistake(fields: dict[str, Any], message: str) -> None:
+    status, error = await ask("POST", "/v1/chat/completions", json=CHAT | fields)
+    assert (status, error["message"]) == (400, message)
 
 
 async def test_fields_of_openai_that_have_no_effect_are_accepted() -> None:
@@ -110,10 +145,23 @@ def test_a_stream_ends_with_the_error_and_its_traceback_is_logged(caplog: pytest
     assert [(one.levelno, bool(one.exc_info)) for one in caplog.records] == [(logging.ERROR, True)]
 
 
-@pytest.mark.parametrize("error", [ShuttingDown("later"), RetryableRequestError("later")], ids=repr)
-def test_what_may_be_tried_again_ends_a_stream_without_a_traceback(
-    error: Exception, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (ShuttingDown("later"), 503, "ServiceUnavailableError"),
+        (DeadlineExceeded("late"), 504, "GatewayTimeoutError"),
+        (InvalidRequest("wrong"), 400, "BadRequestError"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["ours", "as vLLM's"])
+def test_an_error_that_is_no_defect_ends_a_stream_without_a_traceback(
+    error: Exception, code: int, kind: str, is_hidden: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = end_of_stream(error, "speech")
-    assert (body["error"]["code"], body["error"]["type"]) == (503, "ServiceUnavailableError")
+    raised = error
+    if is_hidden:
+        raised = GenerationError(str(error))
+        raised.__cause__ = error
+    body = end_of_stream(raised, "speech")
+    assert (body["error"]["code"], body["error"]["type"], body["error"]["message"]) == (code, kind, str(error))
     assert [(one.levelno, one.exc_info) for one in caplog.records] == [(logging.WARNING, None)]

@@ -16,6 +16,7 @@ import torch
 from tests.media.test_image import decode as decode_image
 from tests.media.test_image import make_pixels
 from tests.media.test_video import decode as decode_video
+from tests.server import silent_host
 from tests.shared_engines import STABLE_AUDIO, SharedEngines, on_the_loop_of
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
@@ -128,6 +129,20 @@ async def test_an_edit_is_streamed_under_its_own_name(editor: httpx.AsyncClient)
     files = {"image": PICTURE}
     response = await editor.post("/v1/images/edits", data={**EDIT, "stream": "true"}, files=files)
     assert response.text.startswith("event: image_edit.completed\n")
+
+
+def check_late(response: httpx.Response) -> None:
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (504, "GatewayTimeoutError")
+    assert error["message"] == "deadline_s = 0.3 has passed during the reading of the input images"
+
+
+async def test_the_reading_of_images_ends_at_the_deadline(editor: httpx.AsyncClient) -> None:
+    with silent_host() as host:
+        part = {"type": "image_url", "image_url": {"url": host}}
+        chat = {"messages": [{"role": "user", "content": [part]}]}
+        for path, body in (("/v1/images/edits", {**EDIT, "image": host}), ("/v1/chat/completions", chat)):
+            check_late(await editor.post(path, json={**body, "deadline_s": 0.3}))
 
 
 async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClient) -> None:
@@ -264,6 +279,12 @@ async def test_a_bad_field_of_a_video_is_rejected_by_name(animator: httpx.AsyncC
         assert reason in error["message"], change
 
 
+async def test_the_reading_of_an_image_for_a_video_ends_at_the_deadline(animator: httpx.AsyncClient) -> None:
+    with silent_host() as host:
+        body = {**FILM, "image_reference": {"image_url": host}, "deadline_s": 0.3}
+        check_late(await animator.post("/v1/videos/sync", json=body))
+
+
 async def test_no_chat_answers_with_a_video(animator: httpx.AsyncClient) -> None:
     response = await animator.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert response.status_code == 400
@@ -272,6 +293,7 @@ async def test_no_chat_answers_with_a_video(animator: httpx.AsyncClient) -> None
 
 # -- /v1/audio/generate ------------------------------------------------------------------------------------------------
 
+FLAC = {"format": "flac"}
 RAIN = {"input": "rain", "seed": 2, "num_inference_steps": 3, "audio_length": 0.01}
 
 
@@ -308,6 +330,13 @@ async def test_chat_answers_with_the_sound(composer: Composer) -> None:
     message = answer["choices"][0]["message"]
     file = await composer.client.post("/v1/audio/generate", json=RAIN)
     assert base64.b64decode(message["audio"]["data"]) == file.content
+    answer = (await composer.client.post("/v1/chat/completions", json={**body, **more, "audio": FLAC})).json()
+    message = answer["choices"][0]["message"]
+    file = await composer.client.post("/v1/audio/generate", json={**RAIN, "response_format": "flac"})
+    assert base64.b64decode(message["audio"]["data"]) == file.content
+    for audio, param in (({"format": "wave"}, "audio.format"), ({"voice": "alloy"}, "audio.voice")):
+        response = await composer.client.post("/v1/chat/completions", json={**body, "audio": audio})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 BAD_SOUNDS: list[tuple[dict[str, Any], str]] = [

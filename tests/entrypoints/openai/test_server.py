@@ -6,6 +6,7 @@ import json
 import math
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.server import (
     engine_core,
     read_audio,
     run_example,
+    silent_host,
     wait_for,
 )
 from vllm_omni.media.audio import AUDIO_FORMATS
@@ -124,7 +126,7 @@ def test_vllms_own_parameters_still_work(client: openai.OpenAI, text: str) -> No
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) > 1
     assert answer.usage.completion_tokens == 3 * SHORT["max_tokens"]
-    answer = ask(client, n=2, extra_body={"use_beam_search": True})
+    answer = ask(client, n=2, extra_body={"use_beam_search": True, "deadline_s": 60})
     assert len({choice.message.content for choice in answer.choices}) == 2
     (choice,) = ask(client, stop=[text[3]]).choices
     assert choice.message.content == text[: text.index(text[3])]
@@ -138,6 +140,22 @@ def test_a_chat_of_invocations_is_that_of_the_chat_route(server: Server, text: s
     read_audio(message["audio"]["data"])
     response = server.post("/invocations", {**body, "modalities": ["text", "adio"]})
     assert response.status_code == 400 and "did you mean 'audio'?" in response.json()["error"]["message"]
+
+
+def test_a_completion_of_invocations_is_that_of_the_completion_route(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 5, "temperature": 0.0}
+    texts = [server.post(route, body).json()["choices"][0]["text"] for route in ("/v1/completions", "/invocations")]
+    assert texts[0] == texts[1]
+    for more, message in [
+        ({"max_tokes": 5}, "did you mean 'max_tokens'?"),
+        ({"slo": {"ttft": 5}}, "slo: unknown 'ttft'"),
+        ({"deadline_s": "soon"}, "deadline_s = 'soon': input should be a valid number"),
+    ]:
+        response = server.post("/invocations", {**body, **more})
+        assert response.status_code == 400, more
+        assert message in response.json()["error"]["message"]
+    with paused(engine_core(server, "thinker").pid):
+        assert server.post("/invocations", {**body, "deadline_s": 0.5}).status_code == 504
 
 
 def test_a_batch_of_chats_is_answered_in_text_and_rejected_with_audio(server: Server, text: str) -> None:
@@ -357,6 +375,14 @@ BAD_REQUESTS: dict[str, tuple[Bad, str]] = {
         lambda _: {"extra_body": {"vllm_xargs": {"kv_transfer_params": "x"}}},
         "kv_transfer_params = 'x': must be an object",
     ),
+    "a deadline among extra arguments": (
+        lambda _: {"extra_body": {"vllm_xargs": {"deadline_s": "x"}}},
+        "deadline_s: a field of the request itself",
+    ),
+    "another number of tokens of the vocoder": (
+        lambda _: parameters({"token2wav": {"max_tokens": 5}}),
+        "'token2wav': max_tokens = 5: the model of this stage needs max_tokens = 1",
+    ),
     "parameters that are no list": (lambda _: parameters(5), "sampling_params_list"),
     "parameters of no stage": (lambda _: parameters({"talkr": {}}), "'talkr': did you mean 'talker'?"),
     "parameters of too many stages": (lambda _: parameters([{}] * 4), "4 sets"),
@@ -504,12 +530,64 @@ def test_a_request_past_its_deadline_ends_in_every_stage(server: Server) -> None
         with paused(cores[route != "/v1/completions"].pid):
             response = httpx.post(server.url + route, json={**body, "deadline_s": 0.5}, timeout=30)
         assert response.status_code == 504, route
-        assert re.search("not done after 0[.].* s; nodes still running: t", response.json()["error"]["message"]), route
-    route, body = TIMED["chat"]
-    with paused(cores[1].pid):
-        lines = httpx.post(server.url + route, json={**body, "deadline_s": 0.5, "stream": True}, timeout=30).text
-    assert "not done after" in lines
+        error = response.json()["error"]
+        assert error["type"] == "GatewayTimeoutError", route
+        assert re.search("not done at its deadline, 0[.].* s after .*; nodes still running: t", error["message"]), route
     wait_for("every stage has released the requests", server.holds_nothing)
+
+
+STREAMED = {
+    "text": ("/v1/chat/completions", SHORT),
+    "text and speech": TIMED["chat"],
+    "completion": TIMED["completion"],
+    "beams": ("/v1/completions", {**TIMED["completion"][1], "use_beam_search": True, "n": 2, "stream": False}),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_past_its_deadline_ends_with_it(server: Server, name: str) -> None:
+    route, body = STREAMED[name]
+    logged = server.log.stat().st_size
+    with paused(engine_core(server, "talker" if "speech" in name else "thinker").pid):
+        answer = httpx.post(server.url + route, json={"stream": True, **body, "deadline_s": 0.5}, timeout=30).text
+    *_, last = [line for line in answer.splitlines() if line and "[DONE]" not in line]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == (504, "GatewayTimeoutError")
+    assert "not done at its deadline" in error["message"]
+    wait_for("every stage has released the request", server.holds_nothing)
+    assert "Traceback" not in server.log.read_text()[logged:]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]], ids="+".join)
+def test_the_reading_of_media_ends_at_the_deadline(server: Server, modalities: list[str], stream: bool) -> None:
+    with silent_host() as host:
+        body = {
+            **SHORT,
+            "messages": with_part({"type": "image_url", "image_url": {"url": f"{host}/x.png"}}),
+            "modalities": modalities,
+            "stream": stream,
+            "deadline_s": 0.5,
+        }
+        started = time.monotonic()
+        response = server.post("/v1/chat/completions", body)
+    assert time.monotonic() - started < 4  # a fetch may take 5 s and more
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (504, "GatewayTimeoutError")
+    assert error["message"] == "deadline_s = 0.5 has passed during the reading of the prompt and its media"
+
+
+def test_a_deadline_counts_from_the_head_of_the_request(server: Server) -> None:
+    route, body = TIMED["speech"]
+    data = json.dumps({**body, "deadline_s": 0.5}).encode()
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
+        head = f"POST {route} HTTP/1.1\r\nhost: server\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode())
+        time.sleep(0.6)
+        connection.sendall(data)
+        answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 504 "), answer
+    assert "has passed during the reading of the text" in answer
 
 
 @pytest.mark.parametrize("name", TIMED)

@@ -26,6 +26,7 @@ from tests.server import (
     run_example,
     wait_for,
 )
+from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder, encode_audio
@@ -75,7 +76,7 @@ async def test_each_piece_of_sound_is_sent_as_soon_as_it_is_encoded(name: str) -
     sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
     encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
-    speech = Speech(encoder, 24000, MediaTimer(metrics))
+    speech = Speech(encoder, 24000, MediaTimer(metrics), Deadline(None))
     sent = [await speech.encode(output) async for output in outputs_with(pieces)]
     joined = b"".join(sent) + await speech.finish()
     assert sum(map(bool, sent)) >= len(pieces) - 3

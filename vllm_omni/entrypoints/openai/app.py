@@ -26,12 +26,16 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.api_keys import require_api_keys
 from vllm_omni.entrypoints.openai.arrivals import count_arrivals
-from vllm_omni.entrypoints.openai.chat import EngineWithArguments, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
-from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of, check_fields
+from vllm_omni.entrypoints.openai.engine import EngineWithArguments
+from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
+from vllm_omni.entrypoints.openai.mistakes import check_fields
 from vllm_omni.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     OmniBatchChatCompletionRequest,
@@ -85,7 +89,6 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
 )
 async def create_completion(request: OmniCompletionRequest, raw_request: Request) -> Response | None:
     """Complete a text: whole, or as a stream of events."""
-    request.check()
     response: Response | None = await upstream_completion.create_completion(request, raw_request)
     return response
 
@@ -210,10 +213,11 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     _replace_routes(app, router)
     _finish(app, omni, args)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
-    text_engine: Any = EngineWithArguments(omni, modalities=("text",))
+    text_engine: Any = EngineWithArguments(omni, Deadline(None), modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
+    app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
     app.state.openai_serving_speech = OmniServingSpeech(
         app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
     )

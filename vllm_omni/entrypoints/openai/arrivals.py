@@ -1,15 +1,17 @@
-"""``Arrivals``: a request runs from its arrival, so that a server which is told to end finishes it."""
+"""``Arrivals``: a server that is told to end finishes requests that have arrived, and deadlines count from there."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni.engine.running import STOPPING, RunningRequests
+from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.errors import body_of
 from vllm_omni.errors import ShuttingDown
 
@@ -18,8 +20,14 @@ MODEL_ROUTES = ("/v1/", "/v2/", "/cohere/", "/inference/", "/invocations", "/tok
 that wait for ``/resume`` can still end."""
 
 
+ARRIVED_AT = "arrived_at"
+
+
 class Arrivals:
-    """Counts requests to the model until their replies have been sent; answers 503 to those that are rejected."""
+    """Counts requests to the model until their replies have been sent; answers 503 to those that are rejected.
+
+    Their state has the time of their arrival, before the body, for ``deadline_of``.
+    """
 
     def __init__(self, app: ASGIApp, requests: RunningRequests) -> None:
         self.app = app
@@ -30,6 +38,7 @@ class Arrivals:
         if scope.get("method") != "POST" or not path.startswith(MODEL_ROUTES):
             await self.app(scope, receive, send)
             return
+        scope.setdefault("state", {})[ARRIVED_AT] = time.monotonic()
         is_answered = False
 
         async def note(message: Message) -> None:
@@ -52,3 +61,8 @@ class Arrivals:
 def count_arrivals(app: FastAPI, requests: RunningRequests) -> None:
     """Count requests inside all other middleware, so that a rejection has the headers that these add."""
     app.user_middleware.append(Middleware(Arrivals, requests=requests))
+
+
+def deadline_of(deadline_s: float | None, raw_request: Request | None) -> Deadline:
+    """The deadline of a request whose body has this field; without ``raw_request``, it has arrived now."""
+    return Deadline(deadline_s, None if raw_request is None else raw_request.scope.get("state", {}).get(ARRIVED_AT))

@@ -18,22 +18,24 @@ from openai.types.chat.chat_completion_audio import ChatCompletionAudio
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError
+from vllm.exceptions import GenerationError, VLLMError
 from vllm.inputs import EngineInput
 from vllm.outputs import CompletionOutput
 from vllm.renderers.chat_utils import ConversationMessage
-from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.deadline import Deadline
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
 from vllm_omni.entrypoints.openai.chat_stream import ChatStreamWriter, MediaStream
-from vllm_omni.entrypoints.openai.errors import end_of_stream
+from vllm_omni.entrypoints.openai.engine import EngineWithArguments, without_tracebacks
+from vllm_omni.entrypoints.openai.errors import end_of_stream, write_end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
-from vllm_omni.entrypoints.openai.protocol import DEADLINE_ARGS, MODEL_ARGS, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.speech import Speech
 from vllm_omni.entrypoints.openai.sse import DONE, event
-from vllm_omni.errors import InvalidRequest, Unavailable
+from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
@@ -42,28 +44,6 @@ from vllm_omni.vllm_patches import adopt
 
 NOT_SERVED = ("video",)
 """Modalities that a chat answer cannot have."""
-
-
-class EngineWithArguments:
-    """``AsyncOmni`` for vLLM's handlers, which know ``EngineClient`` alone: adds arguments to every request.
-
-    A request's deadline and model come with its parameters (``DEADLINE_ARGS``, ``MODEL_ARGS``).
-    """
-
-    def __init__(self, engine: AsyncOmni, **arguments: Any) -> None:
-        self.engine = engine
-        self.arguments = arguments
-
-    def generate(
-        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[OmniRequestOutput, None]:
-        extra_args = sampling_params.extra_args or {}
-        kwargs |= self.arguments | {"deadline_s": extra_args.get(DEADLINE_ARGS)}
-        kwargs["graph"] = self.engine.graph_of(extra_args.get(MODEL_ARGS))
-        return _retryable(self.engine.generate(prompt, sampling_params, *args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
 
 
 async def _after_empty_text(
@@ -79,18 +59,6 @@ async def _after_empty_text(
             yield output
 
 
-async def _retryable(
-    outputs: AsyncGenerator[OmniRequestOutput, None],
-) -> AsyncGenerator[OmniRequestOutput, None]:
-    """Raise what may be tried again as vLLM's own error, of which its handlers log no traceback."""
-    async with aclosing(outputs):
-        try:
-            async for output in outputs:
-                yield output
-        except Unavailable as exc:
-            raise RetryableRequestError(str(exc)) from exc
-
-
 class OmniServingChat(OpenAIServingChat):
     """vLLM's chat handler, with speech."""
 
@@ -98,6 +66,7 @@ class OmniServingChat(OpenAIServingChat):
     omni: AsyncOmni
     audio_metrics: AudioMetrics | None
     timer: MediaTimer  # of the request, in the copy that serves it
+    deadline = Deadline(None)  # likewise
 
     @classmethod
     def of(cls, upstream: OpenAIServingChat, omni: AsyncOmni, audio_metrics: AudioMetrics | None) -> OmniServingChat:
@@ -118,6 +87,7 @@ class OmniServingChat(OpenAIServingChat):
         Raises:
             InvalidRequest: an unknown modality, voice, format, stage or parameter.
             StageUnavailable: a stage that the reply needs is dead.
+            DeadlineExceeded: the deadline passed before the reply started.
         """
         request = OmniChatCompletionRequest.of(request)
         graph = self.omni.graph_of(request.model)
@@ -132,8 +102,14 @@ class OmniServingChat(OpenAIServingChat):
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.
         serving = copy.copy(self)
         serving.timer = MediaTimer(self.audio_metrics)
+        serving.deadline = deadline_of(request.deadline_s, raw_request)
         serving.engine_client = EngineWithArguments(
-            self.omni, modalities=modalities, speaker=speaker, stage_params=stage_params
+            self.omni,
+            serving.deadline,
+            modalities=modalities,
+            graph=graph,
+            speaker=speaker,
+            stage_params=stage_params,
         )
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
 
@@ -160,13 +136,14 @@ class OmniServingChat(OpenAIServingChat):
     async def render_chat_request(
         self, request: ChatCompletionRequest
     ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
-        """As upstream; errors of media become rejections (400): vLLM's server takes some of them for its own (500)."""
-        try:
-            return await super().render_chat_request(request)
-        except VLLMError:
-            raise
-        except Exception as exc:
-            raise rejection(exc) from exc
+        """As upstream, up to the deadline; errors of media become rejections (400): vLLM takes some for its own."""
+        async with self.deadline.limit("the reading of the prompt and its media"):
+            try:
+                return await super().render_chat_request(request)
+            except VLLMError:
+                raise
+            except Exception as exc:
+                raise rejection(exc) from exc
 
     # -- a whole reply ------------------------------------------------------------------------------------------------
 
@@ -222,9 +199,10 @@ class OmniServingChat(OpenAIServingChat):
         speech in ``delta.audio``, piece by piece, images in ``delta.images``, further texts in ``delta.texts``.
         """
         assert isinstance(request, OmniChatCompletionRequest)
-        if not request.wants_media:
-            return super().chat_completion_stream_generator(request, result_generator, request_id, *args, **kwargs)
         assert isinstance(result_generator, AsyncGenerator)
+        if not request.wants_media:
+            outputs = without_tracebacks(result_generator)
+            return super().chat_completion_stream_generator(request, outputs, request_id, *args, **kwargs)
         return self._stream(request, result_generator, request_id, *args, **kwargs)
 
     async def _stream(
@@ -238,7 +216,8 @@ class OmniServingChat(OpenAIServingChat):
         writer = ChatStreamWriter(f"audio-{request_id}", request.wants_text, is_spoken=request.wants_audio)
         speech = self._speech(request, is_stream=True) if request.wants_audio else None
         stream = MediaStream(self._with_text(request, outputs), speech, AnswerMedia(request.modalities or ()), writer)
-        lines = super().chat_completion_stream_generator(request, stream.read_text(), request_id, *args, **kwargs)
+        texts = without_tracebacks(stream.read_text())
+        lines = super().chat_completion_stream_generator(request, texts, request_id, *args, **kwargs)
         async with aclosing(stream.merge(lines)) as merged:
             try:
                 async for line in merged:
@@ -258,12 +237,11 @@ class OmniServingChat(OpenAIServingChat):
         return _after_empty_text(outputs)
 
     def _convert_generation_error_to_streaming_response(self, e: GenerationError) -> str:
-        """As upstream, with the type that belongs to the status."""
-        body: str = self.create_streaming_error_response(e)
-        return body
+        return write_end_of_stream(e, "a chat")
 
     def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.omni.orchestrator.pipeline.sample_rate
         assert sample_rate is not None, "a model with audio output has one"
         audio_format = AUDIO_FORMATS[request.audio_format]
-        return Speech(AudioEncoder(audio_format, sample_rate, is_stream=is_stream), sample_rate, self.timer)
+        encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream)
+        return Speech(encoder, sample_rate, self.timer, self.deadline)

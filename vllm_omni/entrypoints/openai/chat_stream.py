@@ -40,7 +40,7 @@ class MediaStream:
         self._events: asyncio.Queue[str | OmniRequestOutput | Exception | None] = asyncio.Queue(1)
         self._text_has_ended = False
 
-    async def read_text(self) -> AsyncIterator[OmniRequestOutput]:
+    async def read_text(self) -> AsyncGenerator[OmniRequestOutput, None]:
         """The outputs with text, up to its end; media among them go to the queue."""
         async for output in self._outputs:
             if output.multimodal_output:

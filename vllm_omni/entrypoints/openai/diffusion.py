@@ -20,6 +20,7 @@ from vllm.utils import random_uuid
 from vllm_omni.engine.media_connector import BudgetedConnector
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics, MediaTimer
 from vllm_omni.errors import InvalidRequest, UnknownModel
@@ -103,6 +104,7 @@ class DiffusionServing:
             UnknownModel: the request names another one.
             Overloaded: too many requests with images are being read.
             StageFailed: the stage failed on the request.
+            DeadlineExceeded: the deadline passed.
         """
         if await self._models.check_model(fields.model) is not None:
             served = [model.name for model in self._models.base_model_paths]
@@ -110,19 +112,20 @@ class DiffusionServing:
                 f"model = {fields.model!r} is not served: {suggest(str(fields.model), served)}", param="model"
             )
         self._omni.check_admission()
-        timer = MediaTimer(self._image_metrics)
+        timer, deadline = MediaTimer(self._image_metrics), deadline_of(fields.deadline_s, raw_request)
         request_id = f"{self.modality}-{raw_request.headers.get('X-Request-Id') or random_uuid()}"
         with self._omni.orchestrator.media_budget.hold() if images.given else nullcontext() as holding:
             media = {}
             if holding is not None:
-                holding.media = await self._read(images)
+                async with deadline.limit("the reading of the input images"):
+                    holding.media = await self._read(images)
                 media = {"multi_modal_data": {"image": holding.media}}
             outputs = self._omni.generate(
                 {"prompt": prompt, **media},
                 fields.params(),
                 request_id,
                 priority=fields.priority,
-                deadline_s=fields.deadline_s,
+                deadline_s=deadline.left_s(),
             )
             try:
                 async with aclosing(outputs):

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.entrypoints.openai.errors import invalid_body, shorten
-from vllm_omni.entrypoints.openai.protocol import Deadline
+from vllm_omni.entrypoints.openai.mistakes import invalid_body, shorten
+from vllm_omni.entrypoints.openai.protocol import AudioOutput, DeadlineField
 from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS
@@ -43,7 +43,7 @@ class DiffusionFields(BaseModel):
     priority: int = documented(
         "Requests with a lower value start and run before others.", default=0, at_least=-(2**63), at_most=2**63 - 1
     )
-    deadline_s: Deadline = None
+    deadline_s: DeadlineField = None
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."
     )
@@ -126,6 +126,7 @@ class ImageChatRequest(DiffusionFields):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     modalities: list[str] | None = documented("Modalities of the reply; by default, those of the pipeline.")
+    audio: AudioOutput | None = documented("The file format of a sound model's reply, which has no voice.")
     n: int | None = documented("Number of outputs.", at_least=1)
     num_outputs_per_prompt: int | None = documented("The same.", at_least=1)
     size: str = documented(SIZE, default="auto")

@@ -17,14 +17,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.utils import random_uuid
 
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.diffusion import ROUTES, DiffusionServing, InputImages, Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageChatRequest, read_body
-from vllm_omni.entrypoints.openai.errors import check_fields
 from vllm_omni.entrypoints.openai.images import data_url, usage_of
-from vllm_omni.entrypoints.openai.protocol import IGNORED_FIELDS
+from vllm_omni.entrypoints.openai.mistakes import check_fields
+from vllm_omni.entrypoints.openai.protocol import IGNORED_FIELDS, AudioOutput
 from vllm_omni.entrypoints.openai.sse import DONE, event
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.media.audio import AUDIO_FORMATS, encode_audio
+from vllm_omni.media import find_format
+from vllm_omni.media.audio import AUDIO_FORMATS, AudioFormat, encode_audio
 from vllm_omni.media.image import IMAGE_FORMATS
 from vllm_omni.messages.outputs import OmniRequestOutput
 
@@ -52,9 +54,11 @@ class OmniServingImageChat:
                 )
         if fields.modalities == ["text"]:
             raise InvalidRequest(f"modalities: the output of this model is {modality}, not text", param="modalities")
-        prompt, images = self._read_messages(fields.messages)
+        audio_format = self._audio_format(fields)
+        prompt, images = _read_messages(fields.messages)
         output = await self._serving.answer(prompt, fields, images, raw_request)
-        message = await asyncio.to_thread(_message, output, modality)
+        async with deadline_of(fields.deadline_s, raw_request).limit("the encoding of the answer"):
+            message = await asyncio.to_thread(_message, output, audio_format)
         head = {
             "id": f"chatcmpl-{random_uuid()}",
             "created": int(time.time()),
@@ -71,37 +75,50 @@ class OmniServingImageChat:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
-    @staticmethod
-    def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, InputImages]:
-        """Find text and images of the user's last message; earlier messages are ignored."""
-        said = [message for message in messages if message.get("role") == "user"]
-        if not said:
-            raise InvalidRequest("messages: there is no message of the user", param="messages")
-        content = said[-1].get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list):
-            raise InvalidRequest("messages: content must be a text or a list of parts", param="messages")
-        texts, images = [], []
-        for part in parts:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                texts.append(part["text"])
-            elif kind == "image_url":
-                url = part.get("image_url")
-                url = url.get("url") if isinstance(url, Mapping) else url
-                images.append(("messages", url))
-            else:
-                raise InvalidRequest(f"messages: a part of type {kind!r}: must be text or image_url", param="messages")
-        return "\n".join(texts), InputImages(images)
+    def _audio_format(self, fields: ImageChatRequest) -> AudioFormat | None:
+        """The format of the answer's sound; None: the answer is an image."""
+        if self._serving.modality != "audio":
+            if fields.audio is not None:
+                said = f"audio: the output of this model is {self._serving.modality}; leave it out"
+                raise InvalidRequest(said, param="audio")
+            return None
+        audio = fields.audio or AudioOutput()
+        if audio.voice is not None:
+            raise InvalidRequest(
+                "audio.voice: the sounds of this model have no voices; leave it out", param="audio.voice"
+            )
+        return find_format("audio", AUDIO_FORMATS, audio.format, "audio.format")
 
 
-def _message(output: OmniRequestOutput, modality: str) -> dict[str, Any]:
-    if modality == "image":
+def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, InputImages]:
+    """Find text and images of the user's last message; earlier messages are ignored."""
+    said = [message for message in messages if message.get("role") == "user"]
+    if not said:
+        raise InvalidRequest("messages: there is no message of the user", param="messages")
+    content = said[-1].get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise InvalidRequest("messages: content must be a text or a list of parts", param="messages")
+    texts, images = [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "image_url":
+            url = part.get("image_url")
+            images.append(("messages", url.get("url") if isinstance(url, Mapping) else url))
+        else:
+            raise InvalidRequest(f"messages: a part of type {kind!r}: must be text or image_url", param="messages")
+    return "\n".join(texts), InputImages(images)
+
+
+def _message(output: OmniRequestOutput, audio_format: AudioFormat | None) -> dict[str, Any]:
+    if audio_format is None:
         urls = [data_url(image, IMAGE_FORMATS["png"]) for image in output.images]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         return {"role": "assistant", "content": content}
     media = output.multimodal_output
-    data = encode_audio(media["audio"][0], media["sample_rate"], AUDIO_FORMATS["wav"])
+    data = encode_audio(media["audio"][0], media["sample_rate"], audio_format)
     audio = {"id": f"audio-{random_uuid()}", "data": base64.b64encode(data).decode(), "transcript": ""}
     return {"role": "assistant", "content": None, "audio": audio | {"expires_at": int(time.time())}}
 

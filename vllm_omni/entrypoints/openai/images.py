@@ -15,6 +15,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
+from vllm_omni.entrypoints.deadline import Deadline
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
 from vllm_omni.entrypoints.openai.errors import end_of_stream
@@ -70,16 +72,18 @@ class OmniServingImages:
         if not fields.stream and (fields.partial_images or fields.progress):
             name = "partial_images" if fields.partial_images else "progress"
             raise InvalidRequest(f"{name}: only in a stream; set stream, too", param=name)
+        deadline = deadline_of(fields.deadline_s, raw_request)
         if fields.stream:
             outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
             outputs = chain(await anext(outputs), outputs)
             events = with_sse_keep_alive(
-                self._events(outputs, fields, images, image_format, kind), self._sse_keep_alive_s
+                self._events(outputs, fields, images, image_format, kind, deadline), self._sse_keep_alive_s
             )
             return StreamingResponse(events, media_type="text/event-stream")
         output = await self._serving.answer(fields.prompt, fields, images, raw_request)
         pictures = output.images
-        files = await asyncio.to_thread(_encode_all, pictures, image_format, fields.output_compression)
+        async with deadline.limit("the encoding of the images"):
+            files = await asyncio.to_thread(_encode_all, pictures, image_format, fields.output_compression)
         return JSONResponse(
             {
                 "created": int(time.time()),
@@ -98,11 +102,13 @@ class OmniServingImages:
         given: InputImages,
         image_format: ImageFormat,
         kind: str,
+        deadline: Deadline,
     ) -> AsyncGenerator[str, None]:
         num_partial = 0
 
         async def write(name: str, image: Image.Image, **more: Any) -> str:
-            (file,) = await asyncio.to_thread(_encode_all, [image], image_format, fields.output_compression)
+            async with deadline.limit("the encoding of an image"):
+                (file,) = await asyncio.to_thread(_encode_all, [image], image_format, fields.output_compression)
             about = {"size": _size(image), "quality": "auto", "background": "opaque"}
             return _event(f"{kind}.{name}", b64_json=file, output_format=fields.output_format, **about, **more)
 

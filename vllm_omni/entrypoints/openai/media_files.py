@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fastapi import Request
 from fastapi.responses import Response
 
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values, as_list, read_mapping
 from vllm_omni.entrypoints.openai.diffusion_protocol import SoundRequest, VideoRequest, read_body
 from vllm_omni.errors import InvalidRequest
@@ -49,9 +50,9 @@ class OmniServingFiles:
         output = await self._serving.answer(fields.prompt, fields, InputImages(given), raw_request)
         media = output.multimodal_output
         sound = media["audio"][0] if "audio" in media else None
-        data = await asyncio.to_thread(
-            encode_video, media["frames"][0], output.fps or DEFAULT_FPS, video_format, sound, media.get("sample_rate")
-        )
+        args = media["frames"][0], output.fps or DEFAULT_FPS, video_format, sound, media.get("sample_rate")
+        async with deadline_of(fields.deadline_s, raw_request).limit("the encoding of the video"):
+            data = await asyncio.to_thread(encode_video, *args)
         return Response(data, media_type=video_format.media_type)
 
     async def sound(self, values: Values, raw_request: Request) -> Response:
@@ -61,5 +62,6 @@ class OmniServingFiles:
         audio_format = find_format("audio", AUDIO_FORMATS, fields.response_format, "response_format")
         output = await self._serving.answer(fields.input, fields, InputImages(), raw_request)
         media = output.multimodal_output
-        data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)
+        async with deadline_of(fields.deadline_s, raw_request).limit("the encoding of the sound"):
+            data = await asyncio.to_thread(encode_audio, media["audio"][0], media["sample_rate"], audio_format)
         return Response(data, media_type=audio_format.media_type)

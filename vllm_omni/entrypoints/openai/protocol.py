@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from openai.types import completion_create_params as completion
 from openai.types.chat import completion_create_params as chat
@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.entrypoints.openai.errors import check_fields, invalid_body
+from vllm_omni.entrypoints.openai.mistakes import check_fields, invalid_body
 from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS, SPEEDS
@@ -36,15 +36,9 @@ SLO_SCHEMA = {
     "additionalProperties": False,
 }
 
-DEADLINE_ARGS = "deadline_s"
-"""Key of ``SamplingParams.extra_args`` under which vLLM's handlers pass a request's deadline on."""
-
 MAX_DEADLINE_S = 86400.0
 
-MODEL_ARGS = "model"
-"""Likewise, for the model that a request names: it may be one of the pipeline's graphs."""
-
-Deadline = Annotated[
+DeadlineField = Annotated[
     float | None,
     Field(
         gt=0,
@@ -84,21 +78,34 @@ class _TimedRequest(BaseModel):
         'latter (0.9): {"ttft_ms": 1000, "tpot_ms": 50, "tpot_share": 0.99}, or some of them.',
     )
 
-    deadline_s: Deadline = None
+    deadline_s: DeadlineField = None
 
     def check(self) -> None:
-        """Raise ``InvalidRequest`` for an unknown field, or an SLO or a deadline that cannot be honoured."""
+        """Raise ``InvalidRequest`` for an unknown field, or an SLO that cannot be honoured."""
         check_fields(self, ignored=IGNORED_FIELDS)
         Slo.parse(self.slo)
-        if self.deadline_s is not None and getattr(self, "use_beam_search", False):
-            raise InvalidRequest("deadline_s: cannot be combined with use_beam_search", param="deadline_s")
+        if self.slo is not None and getattr(self, "use_beam_search", False):
+            raise InvalidRequest("slo: cannot be combined with use_beam_search", param="slo")
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
         params: SamplingParams = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
-        more: dict[str, Any] = {**(params.extra_args or {}), DEADLINE_ARGS: self.deadline_s}
-        more[MODEL_ARGS] = getattr(self, "model", None)
-        params.extra_args = more if self.slo is None else more | {SLO_ARGS: self.slo}
+        if self.slo is not None:
+            params.extra_args = {**(params.extra_args or {}), SLO_ARGS: self.slo}
         return params
+
+    @classmethod
+    def of(cls, request: BaseModel) -> Self:
+        """The same request with our fields: ``/invocations`` reads vLLM's classes.
+
+        Raises:
+            InvalidRequest: one of our fields is wrong.
+        """
+        if isinstance(request, cls):
+            return request
+        try:
+            return cls.model_validate(request.model_dump(exclude_unset=True))
+        except ValidationError as exc:
+            raise invalid_body(exc.errors(include_url=False), cls) from None
 
 
 class OmniCompletionRequest(_TimedRequest, CompletionRequest):
@@ -121,20 +128,6 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
         default=None,
         description="Sampling parameters of the stages, by position or by name, over those of the request itself.",
     )
-
-    @classmethod
-    def of(cls, request: ChatCompletionRequest) -> OmniChatCompletionRequest:
-        """The same request with our fields: ``/invocations`` reads a chat as vLLM's class.
-
-        Raises:
-            InvalidRequest: one of our fields is wrong.
-        """
-        if isinstance(request, cls):
-            return request
-        try:
-            return cls.model_validate(request.model_dump(exclude_unset=True))
-        except ValidationError as exc:
-            raise invalid_body(exc.errors(include_url=False), cls) from None
 
     @property
     def wants_audio(self) -> bool:
@@ -174,7 +167,7 @@ class SpeechRequest(BaseModel):
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )
-    deadline_s: Deadline = None
+    deadline_s: DeadlineField = None
 
     @property
     def speaker(self) -> str | None:

@@ -14,8 +14,11 @@ from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.errors import check_fields, end_of_stream
+from vllm_omni.entrypoints.deadline import Deadline
+from vllm_omni.entrypoints.openai.arrivals import deadline_of
+from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
+from vllm_omni.entrypoints.openai.mistakes import check_fields
 from vllm_omni.entrypoints.openai.protocol import SpeechRequest
 from vllm_omni.entrypoints.openai.sse import Base64Pieces, chain, event
 from vllm_omni.media import find_format
@@ -24,12 +27,18 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 
 
 class Speech:
-    """Encodes the audio of one reply: pieces of samples in, pieces of a file out."""
+    """Encodes the audio of one reply: pieces of samples in, pieces of a file out.
 
-    def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: MediaTimer) -> None:
+    Args:
+        sample_rate: of the samples, Hz.
+        deadline: of the request; before the end of the samples, the engine keeps it.
+    """
+
+    def __init__(self, encoder: AudioEncoder, sample_rate: int, timer: MediaTimer, deadline: Deadline) -> None:
         self._encoder = encoder
         self._sample_rate = sample_rate
         self._timer = timer
+        self._deadline = deadline
         self._num_samples = 0
 
     async def encode(self, output: OmniRequestOutput) -> bytes:
@@ -44,7 +53,8 @@ class Speech:
 
     async def finish(self) -> bytes:
         """The rest of the file."""
-        data = await asyncio.to_thread(self._encoder.finish)
+        async with self._deadline.limit("the encoding of the speech"):
+            data = await asyncio.to_thread(self._encoder.finish)
         self._timer.end(self._num_samples / self._sample_rate)
         return data
 
@@ -80,7 +90,7 @@ class OmniServingSpeech:
             InvalidRequest: an unknown field, voice, format or parameter; a text that cannot be spoken.
             StageFailed: a stage failed before the first bytes.
         """
-        timer = MediaTimer(self._metrics)
+        timer, deadline = MediaTimer(self._metrics), deadline_of(request.deadline_s, raw_request)
         unknown_model = await self._upstream._check_model(request)
         if isinstance(unknown_model, ErrorResponse):
             return JSONResponse(unknown_model.model_dump(), status_code=unknown_model.error.code)
@@ -91,10 +101,10 @@ class OmniServingSpeech:
         sample_rate, is_stream = self._pipeline.sample_rate, request.stream_format is not None
         assert sample_rate is not None, "a model with audio output has one"
         encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream, speed=request.speed)
-        speech = Speech(encoder, sample_rate, timer)
+        speech = Speech(encoder, sample_rate, timer, deadline)
         usage = {"input_tokens": 0, "output_tokens": 0}
         trace_headers = await self._upstream._get_trace_headers(raw_request.headers)
-        pieces = self._pieces(self._speak(request, raw_request, trace_headers), speech, usage)
+        pieces = self._pieces(self._speak(request, raw_request, trace_headers, deadline), speech, usage)
         if not is_stream:
             data = b"".join([piece async for piece in pieces])
             return Response(data, media_type=audio_format.media_type)
@@ -106,7 +116,11 @@ class OmniServingSpeech:
         return StreamingResponse(events, media_type="text/event-stream")
 
     def _speak(
-        self, request: SpeechRequest, raw_request: Request, trace_headers: Mapping[str, str] | None
+        self,
+        request: SpeechRequest,
+        raw_request: Request,
+        trace_headers: Mapping[str, str] | None,
+        deadline: Deadline,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         # The first stage samples nothing. Parameters given for a stage win over the fields of the request.
         params: dict[str, dict[str, Any]] = {name: {} for name in self._engine.config.stage_names[1:]}
@@ -127,7 +141,7 @@ class OmniServingSpeech:
             speaker=request.speaker,
             lora_request=self._upstream._maybe_get_adapters(request),
             trace_headers=trace_headers,
-            deadline_s=request.deadline_s,
+            deadline_s=deadline.left_s(),
         )
 
     @staticmethod

@@ -194,7 +194,7 @@ class GraphCall:
         outputs = ", ".join(self._outputs.open) or "none"
         self.stop(
             DeadlineExceeded(
-                f"call {self.call_id!r} is not done after {elapsed_s:.3g} s; {waits}"
+                f"call {self.call_id!r} is not done at its deadline, {elapsed_s:.3g} s after it was opened; {waits}"
                 f"nodes still running: {nodes}; outputs not ended: {outputs}"
             )
         )
