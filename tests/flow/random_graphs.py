@@ -487,7 +487,7 @@ class _Builder:
         kinds = ["single"] * 5 + ["join"] * 5 + ["slots"] * 2 + ["or"] * 2
         if len(self.loops) < MAX_DEPTH:
             kinds += ["loop"] * self.looping if self.num_nodes > 1 else []
-        kinds += [] if self.loops or self.counted else ["first_wins"]
+        kinds += [] if self.counted else ["first_wins"]
         kinds += [] if self.features["first_wins"] else ["count"] * (1 + bool(self.loops))
         kind = "single" if name == "n0" and self.chance(0.8) else self.rng.choice(kinds)
         self.features[kind] += 1

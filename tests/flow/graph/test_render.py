@@ -14,6 +14,7 @@ from vllm_omni.errors import GraphError
 from vllm_omni.flow import Chunk, Field, Graph, GraphParser, Role, Scheduling, StaticPlan, interface
 from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
 
+STREAM = Field("text", streamed=True)
 SVG = "{http://www.w3.org/2000/svg}"
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "graphs"
 
@@ -295,3 +296,39 @@ def test_svg_marks_joins_and_sessions(monkeypatch):
 def test_legend_lists_the_marks_of_the_drawing(monkeypatch, name, marks):
     legend = ET.fromstring(to_svg(example(monkeypatch, name))).find(f"{SVG}g[@class='legend']")
     assert {part.get("class") for part in legend if part.tag != f"{SVG}text"} == marks
+
+
+@pytest.fixture
+def loop():
+    """A loop that reads a constant, takes another input in the first iteration, and iterates frame by frame."""
+    start = interface([["x"], ["r"]], {"y": STREAM}, inputs={"r": Field("text")})
+    graph = Graph("g")
+    x, c = graph.placeholder("x"), graph.placeholder("c")
+    header = graph.role(type("Header", (Role,), {"run": start}), "header")
+    body = graph.role(type("Body", (Role,), {"run": interface([["x", "c"]], {"y": STREAM})}), "body")
+    made = header.run(x=x)
+    result = body.run(x=made.y, c=c)
+    body.run(x=x)
+    header.run(r=result.y)
+    graph.output(y=made.y)
+    return GraphParser(graph).parse()
+
+
+def test_text_marks_what_enters_a_loop(loop):
+    text = to_text(loop)
+    assert (
+        "    on x + c: per activation of header.run\n"
+        "      x <- header.run.y\n"
+        "      x <- x (first iteration)\n"
+        "      c <- c (constant, critical)\n"
+    ) in text
+    assert "    on r: each an iteration of loop 0\n      r <- body.run.y (per frame, loop 0)\n" in text
+
+
+def test_drawings_mark_what_enters_a_loop(loop):
+    lines = to_mermaid(loop).splitlines()
+    assert '  in_x -->|"first iteration"| n1' in lines
+    assert '  in_c -->|"constant"| n1' in lines
+    assert '  n1 -.->|"each loop 0: y as r"| n0' in lines
+    assert len(ET.fromstring(to_svg(loop)).findall(f"{SVG}path[@class='constant critical']")) == 1
+    check_layout(to_svg(loop))

@@ -42,7 +42,7 @@ def fires(group: GroupPlan) -> str:
     names = [name for name in group.slots if name != STARTED]
     fields = " + ".join(f"{name} x {counts[name]}" if name in counts else name for name in names)
     if group.loop is not None:
-        return f"{fields}: an iteration of loop {group.loop}"
+        return f"{fields}: {'each ' if group.per_frame_slots else ''}an iteration of loop {group.loop}"
     if group.root is None:
         return f"{fields}: direct"
     return f"{fields}: {'by count, ' if counts else ''}{_per(group.root, group.root_per_frame)}"
@@ -76,12 +76,19 @@ def group_of(plan: StaticPlan, edge: Edge) -> GroupPlan | None:
     return None if edge.target == ENTRY else plan.nodes[edge.target].groups[edge.group]
 
 
+def enters(edge: Edge) -> str:
+    """Which iterations of a loop read an edge that enters it elsewhere than at its header."""
+    if not edge.is_constant:
+        return ""
+    return "first iteration" if edge.first_only else "constant"
+
+
 def is_streamed(plan: StaticPlan, edge: Edge) -> bool:
     return edge.source != ENTRY and plan.nodes[edge.source].outputs[edge.source_field].streamed
 
 
 def edge_label(plan: StaticPlan, edge: Edge) -> str:
-    """The loop, or that it is a constant; the source field, unless both ends name it, and the target field of a join;
+    """The loop, or how it enters one; the source field, unless both ends name it, and the target field of a join;
     the transfer function.
     """
     name = "" if edge.source == ENTRY else edge.source_field
@@ -91,7 +98,7 @@ def edge_label(plan: StaticPlan, edge: Edge) -> str:
         name = f"{name} as {edge.target_field}".strip()
     transfer = "" if edge.transfer is None else f"{_transfer_name(edge)}()"
     group = group_of(plan, edge)
-    loop = f"loop {group.loop}" if group is not None and edge.is_back else "constant" if edge.is_constant else ""
+    loop = f"loop {group.loop}" if group is not None and edge.is_back else enters(edge)
     return ": ".join(part for part in (loop, name, transfer) if part)
 
 

@@ -98,7 +98,7 @@ class Layout:
             "streamed": is_streamed(plan, edge),
             "each": edge.per_frame,
             "back": edge.is_back,
-            "constant": edge.is_constant,
+            "constant": edge.is_constant and not edge.first_only,
             "critical": is_critical(edge, group_of(plan, edge)),
         }
         cells = [start, *(Cell(column, "pass") for column in range(start.column + 1, end.column)), end]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vllm_omni.flow.graph.declarations import Field
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, NodePlan, StaticPlan
-from vllm_omni.flow.graph.render.labels import drawn, fires, is_critical, is_single_edge, listed, source, traits
+from vllm_omni.flow.graph.render.labels import drawn, enters, fires, is_critical, is_single_edge, listed, source, traits
 
 
 def to_text(plan: StaticPlan) -> str:
@@ -38,7 +38,7 @@ def _node(node: NodePlan) -> Iterator[str]:
 
 
 def _input(edge: Edge, group: GroupPlan) -> str:
-    kinds = {"per frame": edge.per_frame, "constant": edge.is_constant, "critical": is_critical(edge, group)}
+    kinds = {"per frame": edge.per_frame, enters(edge): edge.is_constant, "critical": is_critical(edge, group)}
     kinds[f"loop {group.loop}"] = edge.is_back
     marks = ", ".join(kind for kind, holds in kinds.items() if holds)
     return f"{edge.target_field} <- {source(edge)}" + (f" ({marks})" if marks else "")
