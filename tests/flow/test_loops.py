@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from tests.flow.builders import FunctionNode, over_every_link, read, read_payloads, spin
-from tests.flow.test_dependencies import STREAM, TEXT, All, Each, Source, emit, gather, repeat, tell
+from tests.flow.test_dependencies import STREAM, TEXT, All, Each, JoinEach, Source, emit, gather, repeat, tell
 from vllm_omni.errors import CallAborted, GraphError
 from vllm_omni.flow import Emission, EndReason, Graph, Role, Scheduling, interface
+from vllm_omni.flow.run import credit
 from vllm_omni.flow.run.credit import WINDOW
 from vllm_omni.flow.run.frame import ITERATION
 
@@ -129,6 +130,24 @@ async def test_constant_far_beyond_a_window_is_read_in_every_iteration(make_runt
     runtime = make_runtime(graph, {"denoiser": iterate(2), "encoder": repeat(num)})
     payloads = (await read_payloads(runtime.open("c", {"x": "p"}, {"y"})))["y"]
     assert [one.count("p.") for one in payloads] == [num] * 3
+
+
+@over_every_link
+async def test_constant_of_an_outer_fork_does_not_lock_the_forks_below_it(make_runtime, monkeypatch):
+    """The join of each inner frame waits for a loop, which waits for the whole outer stream."""
+    monkeypatch.setattr(credit, "WINDOW", 1)
+    graph = Graph("g")
+    source = graph.role(Source, "source").run(x=graph.placeholder("x"))
+    fork = graph.role(Each, "fork").spread(x=source.y)
+    header = graph.role(Start, "header")
+    made = header.each(x=fork.y)
+    header.each(r=graph.role(Body, "body").run(x=made.back, constant=source.y).y)
+    graph.output(y=graph.role(JoinEach, "join").run(a=fork.y, b=made.y).y)
+    nodes = {"source": emit(*({"y": k} for k in range(3))), "fork": repeat(3), "header": iterate(1), "body": tell()}
+    runtime = make_runtime(graph, nodes | {"join": tell()})
+    payloads = [one for one in (await read_payloads(runtime.open("c", {"x": 0}, {"y"}, deadline_s=20)))["y"] if one]
+    places = [f"{k}.{number}" for k in range(3) for number in range(3)]
+    assert payloads == [f"a:{one} b:0(x:{one}),1(r:x:0 constant:0,1,2)" for one in places]
 
 
 async def test_loop_whose_constant_is_empty_does_not_iterate(make_runtime):

@@ -87,6 +87,12 @@ class GraphDraft:
         for name, node in self.nodes.items():
             self._find_roots(name, node, chains)
 
+    @property
+    def forks(self) -> set[str]:
+        """The nodes of which each yield is an activation, or a bucket, of its own."""
+        edges = (edge for node in self.nodes.values() for group in node.groups for edge in group.edges)
+        return {edge.source for edge in edges if edge.per_frame}
+
     def could_be_per_frame(self, edge: Edge) -> bool:
         """Whether a streamed output feeds an input that is declared without ``streamed``."""
         if edge.source == ENTRY:

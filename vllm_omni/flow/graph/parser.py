@@ -157,7 +157,7 @@ def _has_alternatives(node: NodeDraft) -> bool:
 
 def _limits_forks(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDraft) -> bool:
     """False where an activation may depend on later yields of its fork: behind an ordered node, behind a loop that
-    reads all of them in its first iteration, or if it is itself ordered and within a loop.
+    reads them as constants, or if it is itself ordered and within a loop.
     """
     if node.declared.scheduling is Scheduling.SESSION and draft.loops.of(name) is not None:
         return False
@@ -170,12 +170,16 @@ def _limits_forks(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDra
         return False
     iterated = {each for loop in draft.loops.all if not between.isdisjoint(loop.nodes) for each in loop.nodes}
     edges = [edge for each in iterated for one in draft.nodes[each].groups for edge in one.edges if edge.is_constant]
-    return not any(
-        edge.source in below | {group.root}
-        and edge.root not in below
-        and (edge.root != group.root or not edge.root_per_frame)
-        for edge in edges
-    )
+    forks = [each for each in draft.forks if group.root in draft.paths.reaches(each)]  # each holds back those above it
+    return not any(_reads_ahead(draft, edge, fork) for edge in edges for fork in forks)
+
+
+def _reads_ahead(draft: GraphDraft, constant: Edge, fork: str) -> bool:
+    """Whether an iteration below a yield of a fork reads a constant that stems from its later yields, too."""
+    below = draft.paths.reaches(fork)
+    if constant.source not in below:
+        return False
+    return not constant.root_per_frame if constant.root == fork else constant.root not in below
 
 
 def _loops_around(draft: GraphDraft, name: str) -> tuple[int, ...]:
