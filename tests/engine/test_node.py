@@ -301,3 +301,19 @@ async def test_an_error_of_a_route_is_the_pipelines_and_one_of_the_engine_stays(
     stage = Rejecting([], route={"answer": ByKind(text="text")})
     with pytest.raises(InvalidRequest, match="too long"):
         await speak(stage, {"prompt": StageRequest("?")}, ["text"])
+
+
+async def test_nodes_of_one_stage_have_request_ids_of_their_own() -> None:
+    stage = Scripted([output("a")])
+    stage.whole_fields = {"answer": set(), "other": set()}
+    suffixes: list[str] = []
+
+    async def generate(
+        request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+    ) -> AsyncGenerator[OmniRequestOutput, None]:
+        suffixes.append(suffix)
+        yield output("a")
+
+    stage.generate = generate  # type: ignore[method-assign]
+    await speak(stage, {"prompt": StageRequest("?")}, ["text"])
+    assert suffixes == [".answer"]

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
             f"critic.model={llava.build(directory / 'critic', seed=1)}",
             f"painter.model={painter}",
             "writer.dtype=float32",
+            "writer.default_sampling_params={temperature: 0.0, max_tokens: 6, ignore_eos: true}",
             "critic.dtype=float32",
             "writer.max_model_len=256",
             "critic.max_model_len=256",
@@ -73,9 +74,11 @@ class ByHand:
         self._omni = omni
         self._params = omni.params.resolve(PARAMS)
 
-    async def run(self, stage: str, prompt: Any) -> OmniRequestOutput:
+    async def run(self, stage: str, prompt: Any, params: Mapping[str, Any] | None = None) -> OmniRequestOutput:
         engine = self._omni.orchestrator.front(stage)
-        context = RequestContext(f"by-hand-{id(prompt)}", self._params, {})
+        context = RequestContext(
+            f"by-hand-{id(prompt)}", self._params if params is None else self._omni.params.resolve(params), {}
+        )
         outputs = engine.generate(StageRequest(prompt), context, frozenset({"text"}))
         return await collect(outputs)
 
@@ -252,3 +255,23 @@ async def test_sessions_over_http_share_their_history(client: openai.AsyncOpenAI
     assert await ask_in("http") == alone
     assert await ask_in("http") != alone
     assert await ask_in("other") == alone
+
+
+async def test_an_images_route_paints_what_the_language_model_says(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
+    settings = {name: value for name, value in PARAMS["painter"].items() if name not in ("height", "width")}
+    body: dict[str, Any] = {"model": "illustrated", "prompt": "w10 w20 w30", "size": "64x64"}
+    made = await client.images.generate(**body, extra_body=settings)
+    assert made.data is not None
+    image = pixels_of("," + (made.data[0].b64_json or ""))
+    hand = ByHand(omni)
+    reply = await hand.run("writer", {"prompt": "<s> w10 w20 w30"}, {})
+    painted = await hand.run("painter", reply.outputs[0].text)
+    assert torch.equal(image, torch.from_numpy(np.array(painted.images[0])))
+    stream = await client.images.generate(**body, stream=True, extra_body=settings | {"progress": True})
+    events = [event async for event in stream]
+    assert [event.type for event in events] == ["image_generation.progress"] * 2 + ["image_generation.completed"]
+    assert torch.equal(pixels_of("," + events[-1].b64_json), image)  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match=r"'diamond' has no image output"):
+        await client.images.generate(model="diamond", prompt="w1")
+    with pytest.raises(openai.BadRequestError, match=r"no video output; it has text, image, comment"):
+        await client.post("/videos/sync", body={"prompt": "w1"}, cast_to=object)

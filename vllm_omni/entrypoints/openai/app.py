@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.openai.completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.engine import EngineWithArguments
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of
+from vllm_omni.entrypoints.openai.graph_media import add_graph_media_routes
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.mistakes import check_fields
 from vllm_omni.entrypoints.openai.protocol import (
@@ -211,16 +212,16 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
     _replace_routes(app, router)
-    _finish(app, omni, args)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, Deadline(None), modalities=("text",))
     await init_app_state(text_engine, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
-    app.state.openai_serving_speech = OmniServingSpeech(
-        app.state.openai_serving_chat, omni, metrics, args.sse_keep_alive_interval
-    )
+    chat: OmniServingChat = app.state.openai_serving_chat
+    app.state.openai_serving_speech = OmniServingSpeech(chat, omni, metrics, args.sse_keep_alive_interval)
+    add_graph_media_routes(app, omni, chat, args.sse_keep_alive_interval)
+    _finish(app, omni, args)
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -69,17 +69,13 @@ class DiffusionServing:
         self._models = models
         self._image_metrics = image_metrics
         self.pipeline = omni.orchestrator.pipeline
+        self.modality = next(iter(self.pipeline.modalities))  # of the output
         config = omni.model_config
         self._media = BudgetedConnector(
             allowed_local_media_path=config.allowed_local_media_path,
             allowed_media_domains=config.allowed_media_domains,
             factor=SENDING_FACTOR,
         )
-
-    @property
-    def modality(self) -> str:
-        """Output modality of the pipeline."""
-        return next(iter(self.pipeline.modalities))
 
     def model_name(self, fields: DiffusionFields) -> str:
         return fields.model or self._models.model_name()
@@ -121,11 +117,12 @@ class DiffusionServing:
                     holding.media = await self._read(images)
                 media = {"multi_modal_data": {"image": holding.media}}
             outputs = self._omni.generate(
-                {"prompt": prompt, **media},
-                fields.params(),
+                await self._engine_prompt(prompt, media),
+                self._stage_params(fields),
                 request_id,
                 priority=fields.priority,
                 deadline_s=deadline.left_s(),
+                **self._arguments(fields),
             )
             try:
                 async with aclosing(outputs):
@@ -137,6 +134,16 @@ class DiffusionServing:
                         yield output
             except InvalidRequest as exc:
                 raise name_field(exc, type(fields)) from exc
+
+    async def _engine_prompt(self, prompt: str, media: Mapping[str, Any]) -> Any:
+        return {"prompt": prompt, **media}
+
+    def _stage_params(self, fields: DiffusionFields) -> Any:
+        return fields.params()
+
+    def _arguments(self, fields: DiffusionFields) -> dict[str, Any]:
+        """Further arguments of ``AsyncOmni.generate``."""
+        return {}
 
     async def answer(
         self, prompt: str, fields: DiffusionFields, images: InputImages, raw_request: Request

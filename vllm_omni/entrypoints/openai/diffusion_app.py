@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.routing import Route
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -52,26 +55,48 @@ def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     state.log_stats = not args.disable_log_stats
     state.enable_server_load_tracking, state.server_load_metrics = args.enable_server_load_tracking, 0
     state.openai_serving_models = models
-    images, files = OmniServingImages(serving, args.sse_keep_alive_interval), OmniServingFiles(serving)
-    for path, answer, body, kinds, description in (
-        ("/v1/images/generations", images.generate, ImageRequest, JSON, "Generate images from a text."),
-        ("/v1/images/edits", images.edit, ImageRequest, FORMS, "Generate images from a text and images."),
-        ("/v1/videos/sync", files.video, VideoRequest, FORMS, "Generate a video, as a file."),
-        ("/v1/audio/generate", files.sound, SoundRequest, JSON, "Generate a sound, as a file."),
-        (
-            "/v1/chat/completions",
-            OmniServingImageChat(serving).complete,
-            ImageChatRequest,
-            JSON,
-            "Generate an image or a sound from the last message.",
-        ),
-    ):
-        app.add_api_route(
-            path,
-            with_cancellation(load_aware_call(answer)),
-            methods=["POST"],
-            description=description,
-            openapi_extra=describe(body, kinds),
-            response_model=None,
-        )
+    add_media_routes(app, {serving.modality: serving}, args.sse_keep_alive_interval)
+    _add_route(
+        app,
+        "/v1/chat/completions",
+        OmniServingImageChat(serving).complete,
+        ImageChatRequest,
+        JSON,
+        "Generate an image or a sound from the last message.",
+    )
     return app
+
+
+def add_media_routes(app: FastAPI, servings: Mapping[str, DiffusionServing], keep_alive_s: float) -> None:
+    """Add the routes of images, videos and sounds; those of other modalities than the model's say which it has.
+
+    Args:
+        servings: by output modality of the model.
+        keep_alive_s: send a comment after so many seconds of a stream without an event; 0: never.
+    """
+    for modality in ("image", "video", "audio"):
+        serving = servings.get(modality) or next(iter(servings.values()))
+        images, files = OmniServingImages(serving, keep_alive_s), OmniServingFiles(serving)
+        match modality:
+            case "image":
+                said = "Generate images from a text."
+                _add_route(app, "/v1/images/generations", images.generate, ImageRequest, JSON, said)
+                said = "Generate images from a text and images."
+                _add_route(app, "/v1/images/edits", images.edit, ImageRequest, FORMS, said)
+            case "video":
+                _add_route(app, "/v1/videos/sync", files.video, VideoRequest, FORMS, "Generate a video, as a file.")
+            case "audio":
+                _add_route(app, "/v1/audio/generate", files.sound, SoundRequest, JSON, "Generate a sound, as a file.")
+
+
+def _add_route(
+    app: FastAPI, path: str, answer: Callable[..., Any], body: type[BaseModel], kinds: Sequence[str], description: str
+) -> None:
+    app.add_api_route(
+        path,
+        with_cancellation(load_aware_call(answer)),
+        methods=["POST"],
+        description=description,
+        openapi_extra=describe(body, kinds),
+        response_model=None,
+    )

@@ -1,0 +1,66 @@
+"""The routes of images and videos for a pipeline that begins with a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing
+from vllm_omni.entrypoints.openai.diffusion_app import add_media_routes
+from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields
+from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics
+from vllm_omni.errors import InvalidRequest
+
+MODALITIES = ("image", "video")
+
+
+class GraphMediaServing(DiffusionServing):
+    """Sends the text of a request through the chat template to the first stage, and its parameters to the stage whose
+    output is asked for.
+    """
+
+    def __init__(self, omni: AsyncOmni, chat: OmniServingChat, modality: str, metrics: ImageMetrics | None) -> None:
+        super().__init__(omni, chat.models.registry, metrics)
+        self.modality = modality
+        self._chat = chat
+
+    def check(self, modality: str) -> None:
+        if modality != self.modality:
+            made = ", ".join(self.pipeline.modalities)
+            raise InvalidRequest(f"this model has no {modality} output; it has {made}", param="model")
+
+    def _stage_params(self, fields: DiffusionFields) -> Any:
+        plan = self._omni.orchestrator.plan_of(self._omni.graph_of(fields.model))
+        output = plan.outputs.get(self.pipeline.modalities[self.modality])
+        if output is None:
+            raise InvalidRequest(f"model = {fields.model!r} has no {self.modality} output", param="model")
+        role = plan.nodes[output.source].role
+        return {role: fields.params()} if role in self._omni.config.stage_names else None
+
+    def _arguments(self, fields: DiffusionFields) -> dict[str, Any]:
+        return {"modalities": [self.modality], "graph": self._omni.graph_of(fields.model)}
+
+    async def _engine_prompt(self, prompt: str, media: Mapping[str, Any]) -> Any:
+        images = media.get("multi_modal_data", {}).get("image", ())
+        parts: list[Any] = [{"type": "image_pil", "image_pil": image} for image in images]
+        parts.append({"type": "text", "text": prompt})
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": parts}])
+        rendered = await self._chat.render_chat_request(request)
+        if isinstance(rendered, ErrorResponse):
+            raise InvalidRequest(rendered.error.message)
+        _, (engine_prompt,) = rendered
+        return engine_prompt
+
+
+def add_graph_media_routes(app: FastAPI, omni: AsyncOmni, chat: OmniServingChat, keep_alive_s: float) -> None:
+    """Add the routes of the modalities that the pipeline has beside text and speech."""
+    metrics = ImageMetrics() if app.state.log_stats else None
+    made = [modality for modality in MODALITIES if modality in omni.orchestrator.pipeline.modalities]
+    if made:
+        add_media_routes(app, {one: GraphMediaServing(omni, chat, one, metrics) for one in made}, keep_alive_s)
