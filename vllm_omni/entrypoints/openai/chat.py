@@ -94,7 +94,8 @@ class OmniServingChat(OpenAIServingChat):
         made = self.omni.orchestrator.modalities_of(graph)
         self._check(request, made)
         if request.modalities is None and "text" not in made:
-            request.modalities = [modality for modality in made if modality not in NOT_SERVED]
+            shown = [modality for modality in made if modality not in NOT_SERVED]
+            request = request.model_copy(update={"modalities": shown})
         modalities = ["text"] if request.modalities is None else request.modalities
         speaker = request.audio.speaker if request.audio else None
         self.omni.check_available(modalities, speaker, graph)
