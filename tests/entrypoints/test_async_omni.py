@@ -268,6 +268,7 @@ def test_aborts_at_any_moment_leave_no_lease_in_any_stage(llm: OmniLLM, omni: As
 @pytest.mark.long
 def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: AsyncOmni) -> None:
     talker = omni.orchestrator.engines["talker"]
+    num_blocks = talker.llm.engine_core.vllm_config.cache_config.num_gpu_blocks
 
     async def has_lease() -> bool:
         return await num_leases(omni, "thinker") > 0
@@ -284,6 +285,7 @@ def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: 
         assert await has_no_lease(omni, "thinker")
         assert await until(is_back, timeout_s=100)
         await ask(omni)
+        assert talker.llm.engine_core.vllm_config.cache_config.num_gpu_blocks == num_blocks > 0
 
     llm.run(run())
 

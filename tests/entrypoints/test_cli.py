@@ -38,7 +38,7 @@ def rejected(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ("serve", "generate", "config", "graph", "doctor", "tiny")
+    commands = ("serve", "generate", "config", "plan-memory", "graph", "doctor", "tiny")
     for args in ([], ["--help"], ["-h"]):
         main(args)
         out = capsys.readouterr().out
@@ -79,6 +79,8 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate"], ["--prompt TEXT", "--image FILE", "--speaker NAME", "--stage NAME.KEY=VALUE"]),
         (["config", "show"], ["--deploy-config FILE", "--json"]),
         (["config"], ["config show MODEL"]),
+        (["plan-memory"], ["--device-memory SIZE", "--stage NAME.KEY=VALUE"]),
+        (["serve"], ["--dry-run", "--device-memory SIZE"]),
         (["doctor"], ["--clean", "--json"]),
     ]:
         with contextlib.suppress(SystemExit):

@@ -14,12 +14,15 @@ from PIL import Image
 from vllm.sampling_params import SamplingParams
 
 from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image, make_video
-from tests.shared_engines import QWEN, SharedEngines
+from tests.shared_engines import BLOCK_SIZE, QWEN, SharedEngines
 from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
+from vllm_omni.engine.memory import plan_devices
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed, Unavailable
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.model_executor.rank_memory import current_device
+from vllm_omni.process.memory_division import MEMORY, MemoryDivision
 
 PROMPT = format_prompt("Hello, who are you?")
 SHORT = {"thinker": {"temperature": 0.0, "max_tokens": 8}, "talker": {"temperature": 0.0, "max_tokens": 20}}
@@ -49,6 +52,25 @@ def test_text_and_speech_by_default(omni: OmniLLM, tmp_path: Path) -> None:
     samples, sample_rate = soundfile.read(output.save_audio(tmp_path / "speech.wav"), dtype="float32")
     assert sample_rate == output.multimodal_output["sample_rate"] == 24000
     assert abs(samples - audio.numpy()).max() < 1e-4  # 16 bits
+
+
+def test_the_stages_divide_the_memory_as_it_was_planned(omni: OmniLLM) -> None:
+    engines = omni.engine.orchestrator.engines
+    planned = plan_devices(engines.values(), {"cpu": current_device("cpu")})["cpu"]
+    tether = engines["talker"].vllm_config.additional_config
+    divided = MemoryDivision(tether.directory, "cpu", tether[MEMORY]["ranks"]["cpu"]).plan()
+    assert divided is not None
+    for plan, real in zip(planned.stages, divided.stages, strict=True):
+        assert (plan.stage, plan.cache_min, plan.cache_max) == (real.stage, real.cache_min, real.cache_max)
+    vocoders = [one.stages[-1] for one in (planned, divided)]  # in the other engines, vLLM repacks the weights
+    assert vocoders[0].weights == vocoders[1].weights > 0
+    assert divided.caches.keys() == {"thinker", "talker"}
+    for stage in divided.stages[:-1]:
+        blocks = engines[stage.stage].llm.vllm_config.cache_config.num_gpu_blocks
+        request = (stage.cache_max - stage.cache_min) / (stage.max_num_seqs - 1)
+        bytes_per_block = request / (MAX_MODEL_LEN / BLOCK_SIZE)
+        assert stage.cache_min <= divided.caches[stage.stage] <= stage.cache_max
+        assert blocks == divided.caches[stage.stage] // bytes_per_block
 
 
 def test_stage_durations_name_every_stage_that_ran(omni: OmniLLM) -> None:

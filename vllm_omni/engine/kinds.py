@@ -27,9 +27,6 @@ from vllm_omni.worker.platforms import find_platform
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_CACHE_BYTES = 2**30
-"""KV cache of an autoregressive stage on a CPU, unless the deployment or VLLM_CPU_KVCACHE_SPACE sizes it."""
-_KV_CACHE_ARGS = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 
 _WRONG_PARAMS = "AsyncOmni.stage_params makes those that the stage's kind needs"
 
@@ -123,9 +120,6 @@ class AutoregressiveKind(EngineKind):
         if shutil.which(compiler) is None and "enforce_eager" not in given:
             logger.warning("no C++ compiler (%r, the environment's CXX): models run without torch.compile", compiler)
             args["enforce_eager"] = True
-        if not (os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _KV_CACHE_ARGS & set(given)):
-            # vLLM would give each stage most of the machine's memory.
-            args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         return args
 
 

@@ -27,6 +27,7 @@ from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
 from vllm_omni.engine.media_budget import MediaBudget
+from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
 from vllm_omni.engine.relay_options import make_relay_options
@@ -109,7 +110,7 @@ class Orchestrator:
             name: make_relay_options(engine, self.plans.values(), self.config, self._num_ranks)
             for name, engine in self.engines.items()
         }
-        running = start_engines(self.engines, options, self.hub)
+        running = start_engines(self.engines, options, self.hub, memory_sections(self.engines.values()))
         # Runs also when this object is collected, and at the interpreter's exit. There, finalizers run in the reverse
         # order of their creation: this one before those of vLLM's clients, which take their engines' end for a failure.
         self._finalizer = weakref.finalize(self, running.shutdown)

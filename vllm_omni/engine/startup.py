@@ -14,6 +14,7 @@ from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
 from vllm_omni.model_executor.step_threads import NUM_STAGES
+from vllm_omni.process.memory_division import MEMORY, MemoryDivision, MemorySection
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.supervisor import Supervisor, in_thread
 from vllm_omni.process.tether import ServerTether
@@ -58,13 +59,17 @@ class RunningEngines:
 
 
 def start_engines(
-    engines: Mapping[str, StageEngine], options: Mapping[str, RelayOptions], hub: RelayHub
+    engines: Mapping[str, StageEngine],
+    options: Mapping[str, RelayOptions],
+    hub: RelayHub,
+    memory: Mapping[str, MemorySection],
 ) -> RunningEngines:
     """Start all engines at once; on any failure, including Ctrl-C, end those that started.
 
     Args:
         options: how each engine publishes.
         hub: the front end's.
+        memory: of those that divide the memory of their devices.
 
     Raises:
         StageFailed: an engine did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
@@ -82,8 +87,11 @@ def start_engines(
                 tether = ServerTether(run_directory.path, name)
                 tether[NUM_STAGES] = len(engines)
                 tether[OPTIONS] = to_builtins(options[name])
+                if name in memory:
+                    tether[MEMORY] = to_builtins(memory[name])
                 starts[name] = in_thread(engine.start, tether, hub)
             _await_starts(starts)
+            _log_memory(run_directory, memory)
             running.supervise()
         except BaseException:
             running.shutdown()
@@ -103,6 +111,12 @@ def _await_starts(starts: Mapping[str, Future[None]]) -> None:
     for name, future in starts.items():
         if future in pending:
             raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
+
+
+def _log_memory(run_directory: RunDirectory, memory: Mapping[str, MemorySection]) -> None:
+    for device, ranks in {device: ranks for one in memory.values() for device, ranks in one.ranks.items()}.items():
+        if (plan := MemoryDivision(run_directory.path, device, ranks).plan()) is not None:
+            logger.info("memory of %s: %s", device, plan.summary())
 
 
 def _shutdown_engine(engine: StageEngine) -> None:

@@ -5,9 +5,10 @@ From: vLLM-Omni design document, section 9.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -30,6 +31,10 @@ class DiffusersPipelineExecutor(WorkerlessExecutor):
         self._failure: Exception | None = None
         self.runner = resolve_obj_by_qualname(RUNNER)(self.vllm_config, select_device(self.parallel_config))
         self.runner.load_model()
+
+    def _networks(self) -> Iterable[nn.Module]:
+        networks: Iterable[nn.Module] = self.runner.networks()
+        return networks
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         try:

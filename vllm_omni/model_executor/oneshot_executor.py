@@ -5,10 +5,11 @@ From: vLLM-Omni design document, section 9.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -34,6 +35,9 @@ class OneShotExecutor(WorkerlessExecutor):
         assert isinstance(model, GenerationModel), f"{model_cls.__name__} is not a GenerationModel"
         model.load_weights(DefaultModelLoader(self.load_config).get_all_weights(model_config, model))
         self.model: GenerationModel = model.to(device).eval()
+
+    def _networks(self) -> Iterable[nn.Module]:
+        return [self.model]
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         requests = scheduler_output.scheduled_new_reqs

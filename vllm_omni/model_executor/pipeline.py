@@ -45,6 +45,8 @@ class StageSpec:
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
     check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
+    weight_prefix: str = ""  # of the checkpoint's tensors that the stage loads, for the memory plan
+    weight_dtype: str = ""  # of the loaded weights, whatever the stage's dtype; "": that dtype
     combine: Mapping[str, Combine] = field(default_factory=dict)
     """Interface -> an async generator that makes the stage's requests of the fields of a join, ``activation.inputs``:
     chunks whose payloads are ``StageRequest``. Without one an interface reads one field, whose chunks are requests."""

@@ -6,17 +6,19 @@ From: vLLM-Omni design document, section 9.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
+from torch import nn
 from vllm.profiler.wrapper import WorkerProfiler, create_worker_profiler
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_omni.model_executor.rank_memory import RankMemory, parameter_bytes
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.relay.hub import process_hub
 
@@ -38,6 +40,8 @@ class WorkerlessExecutor(Executor):
         self.hub = process_hub(self.vllm_config.additional_config)
         self.hub.prepare()
         self._load_model()
+        if (memory := RankMemory.of(self.vllm_config)) is not None:
+            memory.report(parameter_bytes(self._networks()))
         self._profiler: WorkerProfiler | None = None
         if self.vllm_config.device_config.device_type == "cpu":
             # Its long steps would delay the short steps of other stages.
@@ -45,6 +49,10 @@ class WorkerlessExecutor(Executor):
 
     @abstractmethod
     def _load_model(self) -> None: ...
+
+    @abstractmethod
+    def _networks(self) -> Iterable[nn.Module]:
+        """The loaded model's."""
 
     @abstractmethod
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -89,3 +89,27 @@ def mapped_shared_memory(pid: int) -> set[Path]:
 def bound_sockets() -> set[str]:
     """Paths of the Unix sockets that a process holds."""
     return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+
+
+def reset_peak_rss() -> bool:
+    """Set this process's peak of resident memory to its present size; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def transient_rss() -> int:
+    """By how many bytes the peak of this process's resident memory exceeds its present size."""
+    return max(0, _status_bytes("VmHWM") - _status_bytes("VmRSS"))
+
+
+def anonymous_rss() -> int:
+    """Bytes of resident memory of this process that belong to no file."""
+    return _status_bytes("RssAnon")
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split(maxsplit=1)[0]) * 1024

@@ -5,13 +5,14 @@ From: vLLM-Omni design document, sections 9 and 11.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -22,6 +23,7 @@ from vllm_omni.diffusion.first_block_cache import FirstBlockCache
 from vllm_omni.diffusion.limits import CallLimits
 from vllm_omni.diffusion.loading import PipelineWeights, load_diffusers_pipeline, resolve_dtype
 from vllm_omni.diffusion.pipeline_arguments import frame_rate
+from vllm_omni.diffusion.pipeline_copy import networks_of
 from vllm_omni.diffusion.request import DiffusionRequest
 from vllm_omni.diffusion.stepper import PipelineStepper, StepOutcome
 from vllm_omni.messages.denoise_step import (
@@ -186,6 +188,9 @@ class DiffusionModelRunner:
 
     def get_model(self) -> Any:
         return self.pipeline
+
+    def networks(self) -> Iterable[nn.Module]:
+        return networks_of(self.pipeline).values()
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {}

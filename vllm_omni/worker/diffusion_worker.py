@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.model_executor.rank_memory import RankMemory, parameter_bytes
 from vllm_omni.model_executor.stage_device import select_device
 from vllm_omni.vllm_patches import quiet_groups_of_one_rank
 from vllm_omni.worker.diffusion_runner import DiffusionModelRunner
@@ -43,6 +44,8 @@ class DiffusionWorker(Worker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model_runner.load_model()
+        if (memory := RankMemory.of(self.vllm_config, self.rank)) is not None:
+            memory.report(parameter_bytes(self.model_runner.networks()))
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["NHD"]  # vLLM asserts that every worker names a layout, even without a KV cache

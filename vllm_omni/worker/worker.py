@@ -8,11 +8,13 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.rank_memory import RankMemory, activation_bytes, allocated_bytes, no_memory_check
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.vllm_patches import quiet_groups_of_one_rank, torch_kernels_for_encoders, uncompiled_logprob_ranks
 from vllm_omni.worker.ar_runner import ARModelRunner
@@ -21,6 +23,7 @@ from vllm_omni.worker.encoders import ThreadedEncoder
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 NICENESS = 10  # where all cores are busy, a tenth of the time of normal processes
@@ -38,6 +41,14 @@ def generates_no_reply(config: VllmConfig) -> bool:
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal up to the order of summation."""
     return torch.allclose(one, other, rtol=0.0, atol=1e-6 * max(1.0, other.abs().max().item()))
+
+
+def _reported(worker: CPUARWorker | CUDAARWorker, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Report the memory of an instance without KV cache, which vLLM does not ask for what it can allocate."""
+    memory = None if specs else RankMemory.of(worker.vllm_config, worker.rank)
+    if memory is not None:
+        memory.report(worker.weight_bytes)
+    return specs
 
 
 class CPUARModelRunner(ARModelRunner, CPUModelRunner):
@@ -96,6 +107,10 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
 class CPUARWorker(CPUWorker):
     """Worker of an autoregressive stage on the CPU."""
 
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        with no_memory_check(vllm_config):
+            super().__init__(vllm_config, *args, **kwargs)
+
     def init_device(self) -> None:
         uncompiled_logprob_ranks()
         with quiet_groups_of_one_rank():
@@ -106,6 +121,24 @@ class CPUARWorker(CPUWorker):
             # Instances that must keep gaps between tokens may compute on the same cores. This lowers the priority of
             # the computing thread and of those that it starts; never in the user's own process.
             os.nice(NICENESS)
+
+    def load_model(self, **kwargs: Any) -> None:
+        before = allocated_bytes(self.device)
+        super().load_model(**kwargs)
+        self.weight_bytes = max(0, allocated_bytes(self.device) - before)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return _reported(self, super().get_kv_cache_spec())
+
+    def determine_available_memory(self) -> int:
+        memory = RankMemory.of(self.vllm_config, self.rank)
+        if memory is None:
+            return super().determine_available_memory()
+        # Upstream warms up, then takes a share of the machine for this engine alone.
+        with activation_bytes(self.device) as activations:
+            if self._should_warm_up_model():
+                self.model_runner.warming_up_model()
+        return memory.cache_bytes(self.weight_bytes, activations(), super().get_kv_cache_spec())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
@@ -122,8 +155,27 @@ class CUDAARWorker(Worker):
     """Worker of an autoregressive stage on CUDA, with V1's runner (``engine/engine_args.py``). Not run on a GPU yet."""
 
     def init_device(self) -> None:
-        super().init_device()
+        with no_memory_check(self.vllm_config):
+            super().init_device()
         self.model_runner = ARModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, **kwargs: Any) -> None:
+        before = allocated_bytes(self.device)
+        super().load_model(**kwargs)
+        self.weight_bytes = max(0, allocated_bytes(self.device) - before)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return _reported(self, super().get_kv_cache_spec())
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        memory = RankMemory.of(self.vllm_config, self.rank)
+        if memory is None:
+            return super().determine_available_memory()
+        # Upstream measures the whole device, on which other stages load at the same time.
+        with activation_bytes(self.device) as activations, set_current_vllm_config(self.vllm_config):
+            self.model_runner.profile_run()
+        return memory.cache_bytes(self.weight_bytes, activations(), super().get_kv_cache_spec())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -20,20 +20,21 @@ COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
     "generate": "answer one prompt, media included, without a server",
     "config": "show a model's deployment, and the origin of each value",
+    "plan-memory": "print how the stages would share the memory of their devices",
     "graph": "print the graph of a model, or of a Python file, and check it",
     "doctor": "check whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
 
-NEED_VLLM = ("serve", "generate")
-QUIET = ("generate", "config", "graph")  # without the log lines of libraries
+NEED_VLLM = ("serve", "generate", "plan-memory")
+QUIET = ("generate", "config", "graph", "plan-memory")  # without the log lines of libraries
 
 HELP = f"""usage: vllm-omni COMMAND ...
 
 A server for any-to-any models, as a plugin of vLLM.
 
 commands:
-{"".join(f"  {name:<10}{text}" + chr(10) for name, text in COMMANDS.items())}
+{"".join(f"  {name:<13}{text}" + chr(10) for name, text in COMMANDS.items())}
 options:
   -h, --help     this text; vllm-omni COMMAND --help for a command's own
   -v, --version  the version
@@ -103,7 +104,8 @@ def _run(command: str, args: list[str]) -> None:
         hush(SERVER_VARIABLES)
     if command in NEED_VLLM:
         require_vllm(f"vllm-omni {command}")
-    getattr(import_module(f"vllm_omni.entrypoints.cli.{command}"), command)(args)
+    name = command.replace("-", "_")
+    getattr(import_module(f"vllm_omni.entrypoints.cli.{name}"), name)(args)
 
 
 def _fail(message: str, code: int) -> None:

@@ -7,6 +7,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.logger import configure_logging_from_args
 
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, parse_deployment
+from vllm_omni.entrypoints.cli.plan_memory import add_device_flag, print_plan
 from vllm_omni.process.logs import enter_front_end
 
 DESCRIPTION = """Serve an any-to-any model over HTTP, with OpenAI's API. Every flag of `vllm serve` is a flag of this
@@ -23,6 +24,9 @@ def serve(args: Sequence[str]) -> None:
     enter_front_end()
     parsed = parse_serve_args(args)
     configure_logging_from_args(parsed.args)
+    if parsed.args.dry_run:
+        print_plan(parsed)
+        return
     config = parsed.load_config()
     from vllm_omni.entrypoints.openai.app import run_server
 
@@ -43,11 +47,18 @@ def parse_serve_args(args: Sequence[str]) -> Deployment:
 
 def _add_arguments(parser: DeploymentParser) -> None:
     make_arg_parser(parser)
-    parser.own_groups = ["Omni"]
+    group = parser.add_argument_group("Memory", "Plan without a start.")
+    group.add_argument(
+        "--dry-run", action="store_true", help="Print how the stages would share memory, as `vllm-omni plan-memory`."
+    )
+    add_device_flag(group)
+    parser.own_groups = ["Omni", "Memory"]
 
 
 def _check(parser: DeploymentParser, args: argparse.Namespace) -> None:
     """Reject features of vLLM's server that are unsupported here, and what vLLM's server rejects."""
+    if args.device_memory is not None and not args.dry_run:
+        parser.error("--device-memory: a plan's, with --dry-run; a start uses the devices that it finds")
     if args.headless:
         parser.error("--headless: not with --omni; the stages run beside the server")
     if args.grpc or args.grpc_port is not None:

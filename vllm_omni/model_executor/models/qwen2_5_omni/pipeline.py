@@ -66,6 +66,7 @@ class Qwen2_5OmniPipeline(Pipeline):
                 publishing_fields=frozenset({"rows"}),
                 engine_args=PUBLISHER_ARGS,
                 check_prompt=self.check_prompt,
+                weight_prefix="thinker.",
             ),
             StageSpec(
                 "talker",
@@ -85,6 +86,7 @@ class Qwen2_5OmniPipeline(Pipeline):
                     "async_scheduling": False,
                 },
                 sampling_params={"stop_token_ids": end_codes, "detokenize": False},
+                weight_prefix="talker.",
             ),
             StageSpec(
                 "token2wav",
@@ -92,6 +94,8 @@ class Qwen2_5OmniPipeline(Pipeline):
                 output_type="audio",
                 hf_overrides=token2wav_hf_config,
                 sampling_params={"max_tokens": 1, "detokenize": False},
+                weight_prefix="token2wav.",
+                weight_dtype="float32",
             ),
         )
         self.end_codes = frozenset(end_codes)

@@ -1,0 +1,60 @@
+"""The memory that this host's kernel and control groups leave to the stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+class HostMemory(NamedTuple):
+    """In bytes."""
+
+    total: int  # of the machine, or the lowest limit of a control group
+    available: int  # without swapping; page cache counts as available
+
+
+def host_memory(cgroups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -> HostMemory:
+    """Read how much memory there is, and how much is available.
+
+    Args:
+        cgroups: directories of the process's control group and of those above it.
+    """
+    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", _read(meminfo), re.MULTILINE)}
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    for group in control_groups() if cgroups is None else cgroups:
+        if (limit := memory_limit(group)) is not None and limit < sizes.get("MemTotal", 0):
+            total, available = min(total, limit), min(available, max(0, limit - _used(group)))
+    return HostMemory(total, available)
+
+
+def control_groups() -> list[Path]:
+    """Directories of this process's control group and of those above it."""
+    own = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    path = ROOT / (own[1] if own else "")
+    return [path, *(parent for parent in path.parents if parent.is_relative_to(ROOT))]
+
+
+def memory_limit(group: Path) -> int | None:
+    """Bytes; None: no limit, for which version 1 writes a number near 2**63."""
+    text = (_read(group / "memory.max") or _read(group / "memory" / "memory.limit_in_bytes")).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _used(group: Path) -> int:
+    """Bytes that the group has allocated, without files that the kernel would drop for it."""
+    used = (_read(group / "memory.current") or _read(group / "memory" / "memory.usage_in_bytes")).strip()
+    stat = _read(group / "memory.stat") or _read(group / "memory" / "memory.stat")
+    dropped = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+    return int(used or 0) - (int(dropped[1]) if dropped else 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
