@@ -307,7 +307,10 @@ def test_whole_group_terminated(run: Run, one_stage: Path) -> None:
 
 
 @pytest.mark.long
-def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_stage_that_cannot_start_is_named_with_its_cause(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # the thinker waits for the talker's measurement
     broken = shutil.copytree(tiny_checkpoint, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["talker.codec_head.weight"] = tensors["talker.codec_head.weight"][:, :3].contiguous()
@@ -315,6 +318,23 @@ def test_stage_that_cannot_start_is_named_with_its_cause(run: Run, tiny_checkpoi
     program = run("generate", model=broken)
     (message,) = program.wait_for_event("talker failed: (.*)").groups()
     assert re.match(r"stage 'talker': did not start: \w+Error: .*\b3\b", message), message
+    program.expect_only_the_parent_left()
+    program.resume()
+    assert program.wait_for_exit() == 0
+    program.expect_nothing_left()
+
+
+@pytest.mark.long
+def test_stages_that_do_not_fit_are_named_with_their_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    program = run("generate", "talker.gpu_memory_utilization=0.000001")
+    (message,) = program.wait_for_event("(?:thinker|talker) failed: (.*)").groups()
+    assert re.match(
+        r"stage '\w+': did not start: DoesNotFit: device cpu: .* are missing for its stages: talker: weights .*, "
+        r"cache .* at least, -.* by its configuration; thinker: weights .*, cache .* at least; token2wav: weights .*: "
+        r"give talker .* more \(gpu_memory_utilization, kv_cache_memory_bytes\)",
+        message,
+    ), message
     program.expect_only_the_parent_left()
     program.resume()
     assert program.wait_for_exit() == 0

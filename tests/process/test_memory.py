@@ -163,7 +163,9 @@ def test_a_configured_cache_that_is_too_large_or_too_small_is_rejected() -> None
     assert "cache 1.0 GiB at least, 20.0 GiB by its configuration" in message
     assert message.endswith("give thinker 2.6 GiB less (kv_cache_memory_bytes)")
     too_small = make_stage("thinker", GIB, 2 * GIB, 100 * GIB, cache=GIB)
-    assert rejected(20 * GIB, [too_small]).endswith("give thinker.max_model_len=2048")
+    more = "give thinker 1.0 GiB more (gpu_memory_utilization, kv_cache_memory_bytes)"
+    assert rejected(20 * GIB, [too_small]).endswith(more)
+    assert rejected(3 * GIB, [too_small]).endswith("give thinker.max_model_len=2048")
 
 
 def test_sizes_are_printed_with_the_largest_unit_below_them() -> None:

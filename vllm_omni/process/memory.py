@@ -156,7 +156,7 @@ def _needs(stage: StageMemory) -> str:
 def _changes(missing: int, stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[StageMemory]]]:
     """Changes, the nearest first, with the stages as they would be then."""
     by_size = sorted(stages, key=lambda stage: -stage.cache_min)
-    for make in (_smaller_cache, _shorter, _fewer):
+    for make in (_larger_cache, _smaller_cache, _shorter, _fewer):
         yield from _changes_of_one(make, missing, by_size)
     yield from _all_shorter(missing, stages)
     yield from _changes_of_one(_smaller_weights, missing, by_size)
@@ -173,6 +173,15 @@ def _changes_of_one(
     for stage in stages:
         for change, changed in make(stage, missing):
             yield change, [changed if one is stage else one for one in stages]
+
+
+def _larger_cache(stage: StageMemory, missing: int) -> Iterator[_Change]:
+    if stage.cache is not None and stage.cache < stage.cache_min:
+        yield (
+            f"give {stage.stage} {format_bytes(stage.cache_min - stage.cache)} more (gpu_memory_utilization, "
+            "kv_cache_memory_bytes)",
+            replace(stage, cache=stage.cache_min),
+        )
 
 
 def _smaller_cache(stage: StageMemory, missing: int) -> Iterator[_Change]:
