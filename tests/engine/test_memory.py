@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vllm_omni.config import load_config
+from vllm_omni.config import MODEL_INDEX, load_config
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.diffusion.pipeline_copy import networks_of
 from vllm_omni.engine.memory import declared_memory, devices_of, memory_sections, plan_devices
@@ -39,7 +39,8 @@ def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engines(model: Path, *stage_overrides: str, **flags: Any) -> dict[str, StageEngine]:
-    orchestrator = Orchestrator(load_config(model, stage_overrides=stage_overrides, **{**FLAGS, **flags}))
+    flags = flags if (model / MODEL_INDEX).exists() else {**FLAGS, **flags}
+    orchestrator = Orchestrator(load_config(model, stage_overrides=stage_overrides, **flags))
     return {engine.name: engine for stage in orchestrator.config.stages for engine in orchestrator.make_node(stage)[0]}
 
 

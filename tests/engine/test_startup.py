@@ -1,6 +1,7 @@
 """Starting several engines at once, with stand-ins for engines. Real ones: tests/e2e/test_lifecycle.py."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from tests.process.programs import wait_for
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import start_engines
 from vllm_omni.errors import StageFailed
+from vllm_omni.process.memory import StageMemory
+from vllm_omni.process.memory_division import MEMORY, MemoryDivision, MemorySection
 from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
@@ -37,11 +40,11 @@ class SlowEngine(Engine):
         self.directory = tether.directory
 
 
-def start(*engines: Engine) -> None:
+def start(*engines: Engine, memory: Mapping[str, MemorySection] | None = None) -> None:
     named: Any = {engine.name: engine for engine in engines}
     hub = RelayHub(RelayOptions(), prefault=False)
     try:
-        start_engines(cast(dict[str, StageEngine], named), dict.fromkeys(named, RelayOptions()), hub)
+        start_engines(cast(dict[str, StageEngine], named), dict.fromkeys(named, RelayOptions()), hub, memory or {})
     finally:
         hub.close()
 
@@ -54,6 +57,29 @@ def test_processes_of_engines_are_spawned_so_that_they_read_their_tether(monkeyp
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     with pytest.raises(StageFailed, match="spawn"):
         start(Core("thinker"))
+
+
+class WaitingEngine(Engine):
+    """Has loaded its model, and waits for the others on its device."""
+
+    def start(self, tether: ServerTether, hub: RelayHub) -> None:
+        division = MemoryDivision(tether.directory, "cpu", tether[MEMORY]["ranks"]["cpu"])
+        division.publish(StageMemory(stage=self.name, weights=0, activations=0))
+        wait_for(lambda: not tether.directory.exists())
+
+
+class LoadingEngine(Engine):
+    def start(self, tether: ServerTether, hub: RelayHub) -> None:
+        wait_for(lambda: not tether.directory.exists())
+
+
+def test_at_the_deadline_the_stage_is_named_for_which_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OMNI_STAGE_READY_TIMEOUT_S", "0.3")
+    stages = [WaitingEngine("thinker"), LoadingEngine("talker"), WaitingEngine("token2wav")]
+    names = [stage.name for stage in stages]
+    memory = dict.fromkeys(names, MemorySection(["cpu"], {"cpu": names}))
+    with pytest.raises(StageFailed, match=r"stage 'talker': not ready after 0\.3 s"):
+        start(*stages, memory=memory)
 
 
 def test_an_engine_that_is_late_for_a_failed_start_leaves_no_socket_elsewhere(

@@ -68,7 +68,7 @@ def find_device(name: str) -> Device:
     """
     if name == "cpu":
         return current_device(name)
-    for ordinal in range(torch.cuda.device_count()):
+    for ordinal in range(torch.accelerator.device_count()):
         if name.endswith(f":{current_platform.visible_device_id_to_physical_device_id(ordinal)}"):
             return current_device(name, ordinal)
     raise ConfigError(f"device {name}: there is no such GPU, or it is not visible: give --device-memory SIZE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from msgspec import to_builtins
@@ -14,6 +14,7 @@ from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
 from vllm_omni.model_executor.step_threads import NUM_STAGES
+from vllm_omni.process.memory import name_rank
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision, MemorySection
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.supervisor import Supervisor, in_thread
@@ -90,7 +91,7 @@ def start_engines(
                 if name in memory:
                     tether[MEMORY] = to_builtins(memory[name])
                 starts[name] = in_thread(engine.start, tether, hub)
-            _await_starts(starts)
+            _await_starts(starts, lambda name: _has_measured(run_directory, name, memory))
             _log_memory(run_directory, memory)
             running.supervise()
         except BaseException:
@@ -102,15 +103,29 @@ def start_engines(
     return running
 
 
-def _await_starts(starts: Mapping[str, Future[None]]) -> None:
-    """Wait until all have started; raises the error of the first that fails."""
+def _await_starts(starts: Mapping[str, Future[None]], has_measured: Callable[[str], bool]) -> None:
+    """Wait until all have started; raises the error of the first that fails.
+
+    Args:
+        has_measured: whether an engine is loaded, and may wait for another that is not.
+    """
     timeout_s = envs.VLLM_OMNI_STAGE_READY_TIMEOUT_S
     done, pending = wait(starts.values(), timeout_s, FIRST_EXCEPTION)
     for future in done:
         future.result()
-    for name, future in starts.items():
-        if future in pending:
-            raise StageFailed(name, f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
+    late = sorted((name for name, future in starts.items() if future in pending), key=has_measured)
+    if late:
+        raise StageFailed(late[0], f"not ready after {timeout_s:g} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)")
+
+
+def _has_measured(run_directory: RunDirectory, name: str, memory: Mapping[str, MemorySection]) -> bool:
+    if name not in memory:
+        return False
+    devices, ranks = memory[name].devices, memory[name].ranks
+    return all(
+        MemoryDivision(run_directory.path, device, ranks[device]).has_measured(name_rank(name, rank, len(devices)))
+        for rank, device in enumerate(devices)
+    )
 
 
 def _log_memory(run_directory: RunDirectory, memory: Mapping[str, MemorySection]) -> None:

@@ -81,12 +81,12 @@ def current_device(name: str, ordinal: int | None = None) -> Device:
     """Read the memory of a device, or of the host ("cpu").
 
     Args:
-        ordinal: of a GPU, as this process sees it; default: the one that it uses.
+        ordinal: of an accelerator, as this process sees it; default: the one that it uses.
     """
     if name == "cpu":
         host = host_memory()
         return Device(name=name, total=host.total, free=host.available, is_host=True)
-    free, total = torch.cuda.mem_get_info(ordinal)
+    free, total = torch.accelerator.get_memory_info(ordinal)
     return Device(name=name, total=total, free=free)
 
 
@@ -134,7 +134,7 @@ def configured_cache(
 
 def allocated_bytes(device: torch.device) -> int:
     """What this process has allocated on a device; on a CPU, its resident memory without files."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else anonymous_rss()
+    return anonymous_rss() if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 @contextmanager
@@ -144,17 +144,17 @@ def activation_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     Only this process is measured. On a CPU it is 0 where the kernel does not let a process reset its peak.
     """
     measured = 0
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    can_measure = device.type == "cuda" or reset_peak_rss()
+    if device.type == "cpu":
+        can_measure = reset_peak_rss()
+        yield lambda: measured
+        measured = transient_rss() if can_measure else 0
+        return
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
     yield lambda: measured
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        measured = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    elif can_measure:
-        measured = transient_rss()
+    torch.accelerator.empty_cache()
+    measured = torch.accelerator.max_memory_allocated(device) - torch.accelerator.memory_allocated(device)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """``MemoryDivision``: stages that start on one device measure, wait for one another, and divide what is left.
 
-Each rank writes its measurement into the run directory. Once all of the device's are there, nothing allocates any more:
+Each rank writes its measurement into the run directory. Once all of the device's are there, nothing allocates:
 every rank that waits reads the free memory and computes a plan, and the first one that is written is everybody's. It
 stays in the directory, so that a stage which is restarted gets the share that it had.
 """
@@ -86,6 +86,9 @@ class MemoryDivision:
         if outcome.plan is None:
             raise DoesNotFit(outcome.error)
         return outcome.plan.caches[rank]
+
+    def has_measured(self, rank: str) -> bool:
+        return self._measurement(rank).exists()
 
     def plan(self) -> DevicePlan | None:
         """The division, once there is one."""
