@@ -1,5 +1,6 @@
 """What stages declare that they need, compared with the models and caches that vLLM would make of them."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.platforms.interface import Platform
+from vllm.platforms import interface
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.config import MODEL_INDEX, load_config
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
@@ -23,6 +25,7 @@ from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.rank_memory import cache_bounds, parameter_bytes
 from vllm_omni.process.memory import Device, StageMemory
 from vllm_omni.testing import llava
+from vllm_omni.worker.platforms import PLATFORMS, Platform
 
 GIB = 1 << 30
 FLAGS: dict[str, Any] = {"max_model_len": 512, "enforce_eager": True}
@@ -129,7 +132,7 @@ def test_instances_declare_what_each_loads(llava_checkpoint: Path) -> None:
 # -- which stages divide a device
 
 
-class Gpus(Platform):
+class Gpus(interface.Platform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
 
@@ -181,6 +184,28 @@ def test_stages_whose_caches_are_all_configured_do_not_wait_for_one_another(
     engines = make_engines(tiny_checkpoint)
     assert not memory_sections(engines.values())
     assert declared(engines["talker"]).cache == GIB
+
+
+class OthersExecutor(Executor):
+    """Of another package, which reports nothing."""
+
+
+def test_an_executor_of_another_package_is_not_waited_for(tiny_checkpoint: Path) -> None:
+    config = load_config(tiny_checkpoint, **FLAGS)
+    stages = [*config.stages[:-1], dataclasses.replace(config.stages[-1], executor_class=OthersExecutor)]
+    orchestrator = Orchestrator(dataclasses.replace(config, stages=tuple(stages)))
+    engines = [engine for stage in stages for engine in orchestrator.make_node(stage)[0]]
+    sections = memory_sections(engines)
+    assert sections.keys() == {"thinker", "talker"}
+    assert sections["talker"].ranks == {"cpu": ["thinker", "talker"]}
+
+
+def test_workers_of_another_platform_divide_only_what_they_say(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = make_engines(tiny_checkpoint)
+    monkeypatch.setitem(PLATFORMS, "cpu", Platform(PLATFORMS["cpu"].ar_worker))
+    assert not memory_sections(engines.values())
 
 
 # -- a plan

@@ -12,6 +12,7 @@ from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from vllm_omni.config.weights import StoredTensor, read_tensors
@@ -19,8 +20,10 @@ from vllm_omni.diffusion.loading import FLOAT32_DECODERS, resolve_dtype
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.rank_memory import cache_bounds, configured_cache, current_device, dtype_name
+from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
 from vllm_omni.process.memory import UNPROFILED_DIVISOR, Device, DevicePlan, StageMemory, divide, name_rank
 from vllm_omni.process.memory_division import MemorySection
+from vllm_omni.worker.platforms import find_platform
 
 # Tensors with a row for each token, whose number vLLM rounds up; "codec_head" is the talker's.
 _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|wte|lm_head|codec_head)\.weight$")
@@ -33,7 +36,7 @@ _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head|model\.(layers|embe
 
 def memory_sections(engines: Iterable[StageEngine]) -> dict[str, MemorySection]:
     """Find the ranks on each device, by engine; none if the configuration sizes every cache in bytes or blocks."""
-    engines = list(engines)
+    engines = [engine for engine in engines if _measures_itself(engine.vllm_config)]
     if not any(_takes_a_share(engine) for engine in engines):
         return {}
     devices = {engine.name: devices_of(engine.vllm_config) for engine in engines}
@@ -79,6 +82,13 @@ def memory_share(engine: StageEngine) -> float | None:
     share = engine.vllm_config.cache_config.gpu_memory_utilization
     is_set = "gpu_memory_utilization" in engine.config.engine_args or share != CacheConfig.gpu_memory_utilization
     return share if is_set else None
+
+
+def _measures_itself(vllm_config: VllmConfig) -> bool:
+    """Whether the classes that run the engine report to the others on its device; those of another package may not."""
+    executor = Executor.get_class(vllm_config)
+    is_known = issubclass(executor, WorkerlessExecutor) or executor.__module__.startswith("vllm.")
+    return is_known and find_platform(vllm_config.device_config.device_type).divides_memory
 
 
 def _takes_a_share(engine: StageEngine) -> bool:

@@ -25,11 +25,12 @@ class Platform:
     diffusion_executor: str = "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor"
     diffusion_worker: str = "vllm_omni.worker.diffusion_worker.DiffusionWorker"  # for vLLM's own executors
     diffusion_dtype: str = "bfloat16"  # of pipelines, unless the deployment says otherwise
+    divides_memory: bool = False  # its workers measure themselves and take a share of their device (``RankMemory``)
 
 
 PLATFORMS = {
-    "cpu": Platform("vllm_omni.worker.worker.CPUARWorker", diffusion_dtype="float32"),
-    "cuda": Platform("vllm_omni.worker.worker.CUDAARWorker"),
+    "cpu": Platform("vllm_omni.worker.worker.CPUARWorker", diffusion_dtype="float32", divides_memory=True),
+    "cuda": Platform("vllm_omni.worker.worker.CUDAARWorker", divides_memory=True),
 }
 
 
