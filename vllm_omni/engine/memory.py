@@ -170,7 +170,7 @@ def _weights(engine: StageEngine) -> int:
 
 def _loaded_tensors(engine: StageEngine, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     text_config = engine.vllm_config.model_config.hf_text_config
-    skips_head = engine.kind.generates_tokens and text_config.tie_word_embeddings
+    skips_head = engine.kind.generates_tokens and getattr(text_config, "tie_word_embeddings", False)
     skips_language_model = engine.vllm_config.is_mm_encoder_only
     return [
         tensor
@@ -217,7 +217,7 @@ def _logits_bytes(config: VllmConfig) -> int:
 
 
 def _cache_specs(config: VllmConfig) -> Mapping[str, KVCacheSpec]:
-    """The KV cache of each layer of a rank, all with full attention: an upper bound for models with windows."""
+    """The KV cache of each attention layer of a rank, all with full attention: too much for models with windows."""
     model, cache = config.model_config, config.cache_config
     if model.is_attention_free or config.is_mm_encoder_only:
         return {}
@@ -229,4 +229,4 @@ def _cache_specs(config: VllmConfig) -> Mapping[str, KVCacheSpec]:
     )
     if model.use_mla:  # one latent vector for each token, no values
         spec = MLAAttentionSpec(block_size=spec.block_size, num_kv_heads=1, head_size=spec.head_size, dtype=spec.dtype)
-    return {f"layer {number}": spec for number in range(model.get_num_layers(config.parallel_config))}
+    return {f"layer {number}": spec for number in range(model.get_num_layers_by_block_type(config.parallel_config))}
