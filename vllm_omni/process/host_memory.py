@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/sys/fs/cgroup")
+from vllm_omni.cgroups import control_groups, memory_limit
+
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -27,22 +28,9 @@ def host_memory(cgroups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) 
     sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", _read(meminfo), re.MULTILINE)}
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     for group in control_groups() if cgroups is None else cgroups:
-        if (limit := memory_limit(group)) is not None and limit < sizes.get("MemTotal", 0):
+        if (limit := memory_limit([group])) is not None and limit < sizes.get("MemTotal", 0):
             total, available = min(total, limit), min(available, max(0, limit - _used(group)))
     return HostMemory(total, available)
-
-
-def control_groups() -> list[Path]:
-    """Directories of this process's control group and of those above it."""
-    own = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    path = ROOT / (own[1] if own else "")
-    return [path, *(parent for parent in path.parents if parent.is_relative_to(ROOT))]
-
-
-def memory_limit(group: Path) -> int | None:
-    """Bytes; None: no limit, for which version 1 writes a number near 2**63."""
-    text = (_read(group / "memory.max") or _read(group / "memory" / "memory.limit_in_bytes")).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _used(group: Path) -> int:
