@@ -20,7 +20,7 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 | image server | ``vllm serve`` with Qwen-Image | 2 |
 | commands | ``vllm-omni generate`` with Qwen2.5-Omni, and with image to video | 4, 1 |
 
-The groups before "omni" are mostly long tests, with two to five processes for each.
+The groups before "omni" are mostly long tests, with two to six processes for each.
 """
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "epd models": ("tests/e2e/test_epd_models.py",),
     "epd transports": ("tests/e2e/test_epd_transports.py", "tests/e2e/test_epd_ranks.py"),
     "pages": ("tests/e2e/test_kv_tensor_parallel.py", "tests/e2e/test_nixl_connector.py"),
+    "replicas": ("tests/e2e/test_replicas.py", "tests/e2e/graphs/test_replicas.py"),
     "served graphs": ("tests/e2e/test_served_graphs.py",),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
     "omni": (

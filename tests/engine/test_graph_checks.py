@@ -199,7 +199,7 @@ def test_a_loop_of_stages_reads_constants() -> None:
     [
         (constant, r"edge thinker.generate.rows -> talker.generate.source enters a loop, .* tensors of 'rows' can be"),
         (with_call, r"graph 'speech' has graph calls \(speak\), which a server does not support"),
-        (lambda graph: chain(graph, Spread), r"node 'talker.generate': scheduling BROADCAST: .* SESSION alone"),
+        (lambda graph: chain(graph, Spread), r"'talker.generate': scheduling BROADCAST: .* a server answers it once"),
         (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: .* override Pipeline.inputs"),
     ],
     ids=["constant", "graph call", "scheduling", "placeholder"],

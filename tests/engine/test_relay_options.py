@@ -13,7 +13,7 @@ from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.errors import ConfigError
 from vllm_omni.flow import GraphParser
 from vllm_omni.model_executor.pipeline import find_pipeline_cls
-from vllm_omni.relay.hub import RelayOptions
+from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, RelayOptions
 from vllm_omni.testing import qwen2_5_omni as tiny
 
 
@@ -44,8 +44,18 @@ def test_a_stage_publishes_for_each_rank_of_its_reader_or_for_the_user(model: Pa
     assert (vocoder.num_readers, vocoder.stream) == (1, False)
 
 
+def test_what_a_replica_may_have_to_read_again_stays(model: Path) -> None:
+    replicas = ["talker.replicas=2", "thinker.replicas=2"]
+    thinker = options_of(load_config(model, stage_overrides=replicas), "thinker", SimpleNamespace(kind=None))
+    assert (thinker.num_readers, thinker.stream, thinker.transport) == (2, True, "shm")
+    edges = {"edges": {"thinker->talker": {"stream": False}}}
+    thinker = options_of(load_config(model, overrides=edges, stage_overrides=replicas), "thinker")
+    assert (thinker.num_readers, thinker.stream) == (UNTIL_RELEASED_FOR_ALL, False)
+    assert options_of(load_config(model, overrides=edges), "thinker").num_readers == 2
+
+
 def test_an_instance_publishes_over_one_transport(model: Path) -> None:
     edges = {"thinker->talker": {"transport": "tcp"}}
     config = load_config(model, overrides={"edges": edges}, epd={"instances": {"P": 1, "D": 1}, "transport": "shm"})
     with pytest.raises(ConfigError, match=r"epd.transport = 'shm', but edge thinker->talker has 'tcp'"):
-        options_of(config, "thinker", instance="P0")
+        options_of(config, "thinker", instance=SimpleNamespace(kind="P"))

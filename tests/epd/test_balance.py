@@ -4,7 +4,9 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_omni.config.epd import Tasks
+import pytest
+
+from vllm_omni.config.epd import Balance, Tasks
 from vllm_omni.epd.balance import MAX_KNOWN, MAX_LEAD, NUM_PREFIX_TOKENS, InstanceBalance, cache_keys
 
 NAMES = ["P0", "P1", "P2"]
@@ -43,8 +45,9 @@ def test_the_instance_with_least_work_is_chosen() -> None:
     assert choose(InstanceBalance("least_work"), {"P0": 3.5, "P1": 0.5, "P2": 0.75}) == "P1"
 
 
-def test_a_session_stays_while_its_instance_runs() -> None:
-    balance = InstanceBalance("affinity")
+@pytest.mark.parametrize("policy", ["affinity", "session"])
+def test_a_session_stays_while_its_instance_runs(policy: Balance) -> None:
+    balance = InstanceBalance(policy)
     first = choose(balance, session="s")
     assert choose(balance, {first: 9.0}, session="s") == first
     left = [name for name in NAMES if name != first]

@@ -560,7 +560,7 @@ class _Builder:
             outputs,
             inputs=inputs,
             activate_by_count=counts,
-            scheduling=Scheduling.SESSION if session else Scheduling.ROUND_ROBIN,
+            scheduling=Scheduling.SESSION if session else Scheduling.LEAST_OUTSTANDING,
             first_wins=kind == "first_wins",
             max_iterations=self.rng.randint(1, 3) if kind == "loop" and self.chance(0.5) else None,
         )

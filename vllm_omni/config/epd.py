@@ -56,7 +56,7 @@ class Tasks(Flag):
 
 KINDS = tuple(Tasks.__members__)
 VERBS = {Tasks.E: "encodes", Tasks.P: "prefills", Tasks.D: "decodes"}
-Balance = Literal["least_work", "round_robin", "affinity"]
+Balance = Literal["least_work", "round_robin", "session", "affinity"]
 MAX_INSTANCES = 64  # of one kind
 
 
@@ -97,7 +97,7 @@ class EPDDeployment:
 
     # name of the kind -> number of instances; in the order given
     instances: Annotated[dict[str, int], BeforeValidator(_read_instances)] = field(default_factory=dict)
-    balance: Balance = "least_work"
+    balance: Balance | None = None  # None: what the graph says
     transport: Transport = "auto"  # relay backend for caches between instances
     relay_bytes: NumBytes | None = None  # per instance; None: VLLM_OMNI_RELAY_BYTES
     # Embeddings that each encoding instance keeps in its relay for later requests with the same image.
@@ -138,15 +138,15 @@ class Instance(NamedTuple):
     """One engine of a stage that has several."""
 
     stage: str  # name of the stage
-    kind: Tasks
+    kind: Tasks | None  # None: a replica, which does all that the stage does
     number: int  # among the instances of this kind, from 0
     engine_args: Mapping[str, Any]  # field of vLLM's EngineArgs -> value; wins over the stage's own
     is_front: bool = False  # this instance's front half renders the prompts for all of them
 
     @property
     def name(self) -> str:
-        """As in logs, metrics and ``/health``: ``thinker/PD0``."""
-        return f"{self.stage}/{self.kind}{self.number}"
+        """As in logs, metrics and ``/health``: ``thinker/PD0``; of a replica ``talker/0``."""
+        return f"{self.stage}/{self.kind or ''}{self.number}"
 
 
 def parse_instances(text: str) -> dict[Tasks, int]:

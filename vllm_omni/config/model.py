@@ -23,7 +23,7 @@ from vllm_omni.config.checks import (
 )
 from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.config.epd import EPDDeployment, check_epd_section
+from vllm_omni.config.epd import MAX_INSTANCES, Balance, EPDDeployment, check_epd_section
 from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
@@ -94,6 +94,8 @@ class StageConfig:
     """Field of ``DiffusionConfig`` -> value, for a diffusion stage."""
     epd: Annotated[Section, AfterValidator(check_epd_section)] = field(default_factory=dict)
     """Field of ``EPDDeployment`` or of ``config.budgets.EPDConfig`` -> value, for an ar stage that reads the prompt."""
+    replicas: Annotated[int, Field(ge=1, le=MAX_INSTANCES)] = 1  # equal engines, among which requests are balanced
+    balance: Balance | None = None  # how; None: what the graph says
 
     def __post_init__(self) -> None:
         for key in STAGE_FIELDS:
@@ -108,7 +110,8 @@ class StageConfig:
 
     def _combinations(self) -> dict[str, object]:
         """What cannot be combined -> whether it is."""
-        is_ready = self.vllm_config is not None
+        is_ready, is_replicated = self.vllm_config is not None, self.replicas > 1
+        devices = self.engine_args.get("device_ids") or ()
         reads_prompt = self.is_autoregressive and self.stage_id == 0
         sets_executor = self.executor_class is not None and "distributed_executor_backend" in self.engine_args
         return {
@@ -118,6 +121,14 @@ class StageConfig:
             "'ar'": self.epd and not reads_prompt,
             "epd: cannot be combined with a ready vllm_config; give engine_args instead": self.epd and is_ready,
             "give engine_args or a ready vllm_config, not both": self.engine_args and is_ready,
+            "replicas: cannot be combined with a ready vllm_config; give engine_args": is_replicated and is_ready,
+            "replicas: cannot be combined with epd.instances, which are several engines already: give more of those": (
+                is_replicated and self.deployment.is_split
+            ),
+            "balance: has no effect on one engine: give replicas (instances have epd.balance)": (
+                self.balance is not None and not is_replicated
+            ),
+            f"replicas = {self.replicas}: cannot share {len(devices)} device_ids evenly": len(devices) % self.replicas,
             "model: the path of a checkpoint is needed (or a ready vllm_config)": not self.model and not is_ready,
             "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
                 sets_executor

@@ -38,7 +38,7 @@ def create_vllm_config(
     """
     name = config.name if instance is None else instance.name
     try:
-        args = _engine_args(config, spec, is_instance=instance is not None)
+        args = _engine_args(config, spec, is_instance=instance is not None and instance.kind is not None)
     except ConfigError as exc:
         raise ConfigError(f"stage {name!r}: {exc}") from exc.__cause__
     # Our runner extends V1's; the switch is read here and in every process of the stage.

@@ -126,10 +126,10 @@ def _check_placeholders(plan: StaticPlan, pipeline: Pipeline) -> None:
 
 def _check_node(node: NodePlan, spec: StageSpec | None) -> None:
     """What an engine's node does not do by itself; a function (without a spec) may do anything."""
-    if node.scheduling in (Scheduling.LEAST_OUTSTANDING, Scheduling.BROADCAST):
+    if node.scheduling is Scheduling.BROADCAST:
         raise PlanError(
-            f"node {node.name!r}: scheduling {node.scheduling.name}: a server supports SESSION alone; its first "
-            "stage may have several instances, balanced by epd.policy"
+            f"node {node.name!r}: scheduling BROADCAST: every replica would answer the same request, and a server "
+            "answers it once; choose LEAST_OUTSTANDING, ROUND_ROBIN or SESSION"
         )
     for group in node.groups:
         fields = [node.slots[slot].target_field for slot in group.all_slots if node.slots[slot].is_declared]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.metrics import STAGE_LABEL
@@ -25,8 +26,10 @@ def collect(
     yield from latency_metrics.collect()
     yield from _runtime_metrics(runtime)
     yield from _health_metrics(engines)
-    if groups := [node for node in nodes if isinstance(node, InstanceGroup)]:
-        yield from _instance_metrics(groups)
+    if groups := [node for node in nodes if isinstance(node, EngineGroup)]:
+        yield from _group_metrics(groups)
+    if instances := [node for node in groups if isinstance(node, InstanceGroup)]:
+        yield from _instance_metrics(instances)
 
 
 def _runtime_metrics(runtime: GraphRuntime) -> Iterator[Metric]:
@@ -44,26 +47,32 @@ def _health_metrics(engines: Iterable[StageEngine]) -> Iterator[Metric]:
     restarts = _counter("stage_restarts", "Restarts of a stage's engine.")
     for engine in engines:
         status = engine.current_status()
-        is_up.add_metric([engine.name], int(status.state is StageState.RUNNING))
+        is_up.add_metric([engine.name], int(status.state in (StageState.RUNNING, StageState.DRAINED)))
         restarts.add_metric([engine.name], status.num_restarts)
     yield from (is_up, restarts)
 
 
+def _group_metrics(groups: Iterable[EngineGroup]) -> Iterator[Metric]:
+    tasks = _counter("instance_tasks", "Tasks assigned to an instance, requests to a replica.")
+    redone = _counter("tasks_redone", "Tasks or requests assigned to a second instance or replica.")
+    for group in groups:
+        statistics = group.router.statistics()
+        for name, number in statistics.num_tasks.items():
+            tasks.add_metric([name], number)
+        redone.add_metric([group.name], statistics.num_redone)
+    yield from (tasks, redone)
+
+
 def _instance_metrics(groups: Iterable[InstanceGroup]) -> Iterator[Metric]:
-    tasks = _counter("instance_tasks", "Tasks assigned to an instance.")
     encoded = _counter("images_encoded", "Images that the instances of a stage encoded.")
     found = _counter("images_found", "Images that had been encoded before.")
     migrated = _counter("kv_migrations", "KV caches that migrated.")
-    redone = _counter("tasks_redone", "Tasks assigned to a second instance.")
     for group in groups:
         statistics = group.statistics()
-        for name, number in statistics.num_tasks.items():
-            tasks.add_metric([name], number)
         encoded.add_metric([group.name], statistics.num_encoded)
         found.add_metric([group.name], statistics.images.num_hits)
         migrated.add_metric([group.name], statistics.num_migrations)
-        redone.add_metric([group.name], statistics.num_redone)
-    yield from (tasks, encoded, found, migrated, redone)
+    yield from (encoded, found, migrated)
 
 
 def _counter(name: str, meaning: str) -> CounterMetricFamily:

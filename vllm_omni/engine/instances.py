@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -22,10 +23,10 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPDConfig
-from vllm_omni.config.epd import Tasks
+from vllm_omni.config.epd import Balance, Tasks
+from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.instance_request import EC, KV, InstanceRequest, may_resume
 from vllm_omni.engine.media_names import has_counted_media, name_media, without_media
-from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.cost import CostModel
@@ -35,7 +36,7 @@ from vllm_omni.errors import RelayError, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
-from vllm_omni.process.status import StageState, StageStatus
+from vllm_omni.process.status import StageState
 from vllm_omni.relay.hub import RelayHub
 
 logger = logging.getLogger(__name__)
@@ -56,26 +57,20 @@ class _NotStarted(Exception):
     """The instance did not start its tasks in time, and another one may."""
 
 
-class InstanceGroup(StageNode):
+class InstanceGroup(EngineGroup):
     """The node of a stage with several instances.
 
     Args:
-        engines: the orchestrator starts them, like all others.
         hub: of the front end; it ends leases.
-
-    Attributes:
-        router: may be replaced while no request runs, for another policy.
     """
 
-    def __init__(self, config: StageConfig, engines: Sequence[StageEngine], hub: RelayHub) -> None:
-        self.config = config
-        self.name = config.name
-        self.deployment = config.deployment
-        self.engines = {engine.name: engine for engine in engines}
+    def __init__(
+        self, config: StageConfig, engines: Sequence[StageEngine], hub: RelayHub, balance: Balance | None = None
+    ) -> None:
+        super().__init__(config, engines)
+        self.deployment = replace(config.deployment, balance=balance)
         instances = {engine.name: engine.instance for engine in engines if engine.instance is not None}
-        self.front = next(self.engines[name] for name, one in instances.items() if one.is_front)
-        self.spec = self.front.spec
-        kinds = {name: one.kind for name, one in instances.items()}
+        kinds = {name: one.kind for name, one in instances.items() if one.kind is not None}
         cost = CostModel.of(EPDConfig.parse(config.budgets).cost)
         self.router = Router(kinds, self.deployment, self.is_available, cost)
         self._hub = hub
@@ -90,22 +85,6 @@ class InstanceGroup(StageNode):
 
     # -- health -------------------------------------------------------------------------------------------------------
 
-    def current_status(self) -> StageStatus:
-        """RUNNING while requests can be served; each engine has a status of its own as well."""
-        kinds = self.router.kinds
-        statuses = {name: self.engines[name].current_status() for name, kind in kinds.items() if kind != Tasks.E}
-        num_restarts = sum(engine.current_status().num_restarts for engine in self.engines.values())
-        states = {status.state for status in statuses.values()}
-        reason = "; ".join(f"{name}: {status.reason}" for name, status in statuses.items() if status.reason)
-        for state in (StageState.RUNNING, StageState.RESTARTING):
-            if state in states:
-                return StageStatus(state, None if state is StageState.RUNNING else reason, num_restarts)
-        return StageStatus(StageState.FAILED, reason, num_restarts)
-
-    def is_available(self, name: str) -> bool:
-        """Whether an instance runs."""
-        return self.engines[name].current_status().state is StageState.RUNNING
-
     def _on_status(self) -> None:
         """Called from a supervisor's thread."""
         if self._loop is not None and not self._loop.is_closed():
@@ -113,7 +92,7 @@ class InstanceGroup(StageNode):
 
     def _note_change(self) -> None:
         for name in self.engines:
-            if not self.is_available(name):
+            if not self.is_alive(name):
                 self.images.forget_source(name)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -220,7 +199,7 @@ class InstanceGroup(StageNode):
             logger.warning(said, assignment.instance, request.request_id)
             self.router.withdraw(state, assignment)
         except StageFailed:
-            if self.is_available(assignment.instance):
+            if self.is_alive(assignment.instance):
                 raise  # the model failed on this request, as it would on another instance
             self._recover(request, self.engines[assignment.instance])
         else:

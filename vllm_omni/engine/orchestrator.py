@@ -23,6 +23,7 @@ from vllm_omni.engine.answer import Answer
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.graph_metrics import collect
+from vllm_omni.engine.group import EngineGroup, balance_of
 from vllm_omni.engine.instance_args import check_mix, make_instances
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
@@ -31,6 +32,7 @@ from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
 from vllm_omni.engine.relay_options import make_relay_options
+from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.running import STOPPING, RunningRequests
 from vllm_omni.engine.sessions import Sessions
@@ -64,7 +66,7 @@ class Orchestrator:
     ``start`` and ``shutdown`` block and belong to no event loop; ``generate`` belongs to one loop for its whole life.
 
     Attributes:
-        engines: by name; the name of an instance is "thinker/PD0".
+        engines: by name; the name of an instance is "thinker/PD0", of a replica "talker/0".
         nodes: by the name of the stage or function.
         hub: the front end's; opens media for the user, and releases what no stage has read.
         requests: those that run, and whether others are accepted.
@@ -136,29 +138,33 @@ class Orchestrator:
         reader = None
         if stage.stage_id == 0:
             reader = RequestProcessor(self.media_budget, self.latency_metrics.read.observe)
-        if not stage.deployment.is_split:
+        if stage.replicas == 1 and not stage.deployment.is_split:
             engine = make_engine(reader=reader)
             return [engine], engine
-        instances = make_instances(stage)
+        balance = balance_of(stage, self.plans.values())
+        instances = make_replicas(stage) if stage.replicas > 1 else make_instances(stage)
         front = next(instance for instance in instances if instance.is_front)
         front_engine = make_engine(instance=front, reader=reader)
-        check_mix(stage, front_engine.vllm_config.model_config)  # before vLLM complains of the others in its own words
+        if stage.deployment.is_split:  # before vLLM complains of the others in its own words
+            check_mix(stage, front_engine.vllm_config.model_config)
         engines = [front_engine if instance is front else make_engine(instance=instance) for instance in instances]
-        return engines, InstanceGroup(stage, engines, self.hub)
+        if stage.replicas > 1:
+            return engines, ReplicaGroup(stage, engines, balance)
+        return engines, InstanceGroup(stage, engines, self.hub, balance)
 
     def _num_ranks(self, stage: str) -> int:
         return self.front(stage).vllm_config.parallel_config.tensor_parallel_size
 
     def front(self, stage: str) -> StageEngine:
-        """The stage's representative engine (tokenizer, model config); of several instances, the one that reads."""
+        """The stage's representative engine (tokenizer, model config); of several, the one that reads."""
         node = self.nodes[stage]
-        if isinstance(node, InstanceGroup):
+        if isinstance(node, EngineGroup):
             return node.front
         assert isinstance(node, StageEngine)
         return node
 
     def engines_of(self, stage: str) -> list[StageEngine]:
-        """The engine of a stage, or those of its instances."""
+        """The engine of a stage, or its several engines."""
         return [engine for engine in self.engines.values() if engine.config.name == stage]
 
     def forget_images(self) -> None:

@@ -27,7 +27,7 @@ def make_relay_options(
     """
     deployment = engine.config.deployment
     num_bytes = envs.VLLM_OMNI_RELAY_BYTES
-    if engine.instance is not None:
+    if _migrates(engine):
         num_bytes = deployment.relay_bytes or num_bytes
     targets = sorted(target for _, target in edges_between(plans, {engine.config.name: engine.spec.publishing_fields}))
     device = engine.vllm_config.device_config.device_type
@@ -38,14 +38,22 @@ def make_relay_options(
         edges = [config.edge(engine.config.name, target) for target in targets]
         edge = edges[0]
         transport = choose_backend(_common_transport(engine, edges), placement, f"{edge.source}->{edge.target}")
-        # The front end opens media, too, and how often is known with each request alone: they stay until it ends.
-        num_readers = sum(map(num_ranks, targets)) if engine.kind.generates_tokens else UNTIL_RELEASED_FOR_ALL
         is_streamed = edge.stream and len(targets) == 1 and config.stage(targets[0]).is_autoregressive
+        # Tensors stay until their request ends if the front end opens media, too, and how often is known with each
+        # request alone; or for a replica that may have to repeat what another one was doing.
+        stays = not is_streamed and any(config.stage(target).replicas > 1 for target in targets)
+        is_counted = engine.kind.generates_tokens and not stays
+        num_readers = sum(map(num_ranks, targets)) if is_counted else UNTIL_RELEASED_FOR_ALL
         return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
-    if engine.instance is None:
+    if not _migrates(engine):
         return RelayOptions()
     transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
     return RelayOptions(transport, num_bytes, host=envs.VLLM_OMNI_RELAY_HOST)
+
+
+def _migrates(engine: StageEngine) -> bool:
+    """Whether caches travel between it and other instances of its stage."""
+    return engine.instance is not None and engine.instance.kind is not None
 
 
 def _common_transport(engine: StageEngine, edges: Sequence[EdgeConfig]) -> str:
@@ -54,7 +62,7 @@ def _common_transport(engine: StageEngine, edges: Sequence[EdgeConfig]) -> str:
         names = ", ".join(f"{edge.source}->{edge.target}" for edge in edges)
         raise ConfigError(f"edges {names}: a stage publishes once: give them one transport, stream and credits")
     edge, between = edges[0], engine.config.deployment.transport
-    if engine.instance is None or between == "auto":
+    if not _migrates(engine) or between == "auto":
         return edge.transport
     if edge.transport not in ("auto", between):
         raise ConfigError(

@@ -67,7 +67,11 @@ class StageEngine(StageNode):
     ``start`` and ``restart`` block for seconds and belong in a thread; everything else belongs to one event loop.
 
     Args:
-        instance: which instance it is, of a stage that has several.
+        instance: which one it is, of a stage that has several.
+
+    Attributes:
+        num_requests: that run here.
+        is_drained: see ``set_drained``.
         reader: bounds how many prompts are read at a time; for the engine that reads the user's prompts.
     """
 
@@ -96,7 +100,9 @@ class StageEngine(StageNode):
         self._llm: StageLLM | None = None
         self._processes: StageProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
-        self._num_requests = 0
+        self.num_requests = 0
+        self._has_ended = asyncio.Event()  # set when one of them ends
+        self.is_drained = False
         self._watchdog = StepWatchdog(self)
         self._stuck: str | None = None  # why the watchdog has ended the engine, until it is restarted
 
@@ -228,12 +234,27 @@ class StageEngine(StageNode):
     def current_status(self) -> StageStatus:
         if self._status.state is StageState.RUNNING and self.has_died:  # the supervisor has not noticed yet
             return StageStatus(StageState.RESTARTING, self.termination_reason(), self._status.num_restarts)
+        if self._status.state is StageState.RUNNING and self.is_drained:
+            return StageStatus(StageState.DRAINED, "it gets no new requests", self._status.num_restarts)
         return self._status
 
     def set_status(self, status: StageStatus) -> None:
         """For the supervisor, from its thread."""
         self._status = status
         self.on_status()
+
+    def set_drained(self, is_drained: bool) -> None:
+        """Whether others of its group (``EngineGroup``) get its new requests; those that run here end here."""
+        self.is_drained = is_drained
+        self.on_status()
+
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Wait until no request runs here, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.num_requests:
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
@@ -273,7 +294,7 @@ class StageEngine(StageNode):
     # -- for the watchdog (``Watched``) -------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:
-        return self._num_requests > 0
+        return self.num_requests > 0
 
     async def answer(self) -> None:
         await self.ask(self.llm.is_paused(), UNLIMITED_S)
@@ -392,7 +413,7 @@ class StageEngine(StageNode):
         )
         sent_at, is_noted = time.time(), False
         is_constrained = params.structured_outputs is not None and not self._transfers_fail_requests
-        self._num_requests += 1
+        self.num_requests += 1
         self._watchdog.start()
 
         def note() -> None:
@@ -410,7 +431,8 @@ class StageEngine(StageNode):
                         is_noted = True
                     yield output
         finally:
-            self._num_requests -= 1
+            self.num_requests -= 1
+            self._has_ended.set()
             if not is_noted:
                 note()
             published += self.llm.published.pop(request_id, ())

@@ -14,6 +14,8 @@ from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine, StageLLM, without_adapters
 from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.names import suggest
+from vllm_omni.process.status import StageState
 
 Reply = TypeVar("Reply")
 Call = Callable[[StageLLM], Coroutine[Any, Any, Reply]]
@@ -154,6 +156,41 @@ class StageAdmin(EngineClient):
         """Call a method on each rank of the first stage; the results instance by instance."""
         replies = await self._call(lambda llm: llm.collective_rpc(method, timeout, args, kwargs), self._first_engines())
         return [rank for ranks in replies for rank in ranks]
+
+    # -- one engine ---------------------------------------------------------------------------------------------------
+
+    async def drain_engine(self, name: str, timeout_s: float) -> int:
+        """Give an engine no new requests until ``undrain_engine``, and wait for those that run there.
+
+        It stays drained through a restart. Another engine of its stage must get requests meanwhile.
+
+        Returns:
+            The number of requests that still run there after ``timeout_s``.
+
+        Raises:
+            InvalidRequest: there is no such engine, or no other that would get its requests.
+        """
+        engine = self._engine(name)
+        engine.set_drained(True)
+        if self.orchestrator.nodes[engine.config.name].current_status().state is not StageState.RUNNING:
+            engine.set_drained(False)
+            raise InvalidRequest(f"engine {name!r} cannot be drained: no other engine of its stage gets requests")
+        await engine.wait_until_idle(timeout_s)
+        return engine.num_requests
+
+    def undrain_engine(self, name: str) -> None:
+        """Give a drained engine requests again.
+
+        Raises:
+            InvalidRequest: there is no such engine.
+        """
+        self._engine(name).set_drained(False)
+
+    def _engine(self, name: str) -> StageEngine:
+        engines = self.orchestrator.engines
+        if name not in engines:
+            raise InvalidRequest(f"no engine {name!r}: {suggest(name, engines)}")
+        return engines[name]
 
     # -- the engines --------------------------------------------------------------------------------------------------
 

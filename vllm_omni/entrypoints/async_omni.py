@@ -301,7 +301,7 @@ class AsyncOmni(StageAdmin):
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values(), graph))
 
     def stage_report(self) -> dict[str, StageStatus]:
-        """The state of every stage by name; each instance of a split stage by its own: ``thinker/PD0``."""
+        """The state of every engine: ``thinker``; of a stage with several ``thinker/PD0``, ``talker/1``."""
         return {name: engine.current_status() for name, engine in self.orchestrator.engines.items()}
 
     def instance_statistics(self) -> dict[str, InstanceStatistics]:

@@ -18,11 +18,12 @@ MAX_LEAD = 4.0  # a cache does not attract a request if its instance has more th
 
 
 class InstanceBalance:
-    """Choose by outstanding work, by round robin, or by the contents of caches.
+    """Choose by outstanding work, by round robin, by sessions, or by the contents of caches.
 
     Args:
-        policy: "least_work"; "round_robin"; "affinity": a session stays on its instance, and an image or a prefix goes
-            to the instance that had it last, unless that instance has far more work than another.
+        policy: "least_work"; "round_robin"; "session": a session stays on its instance; "affinity": it does, too, and
+            an image or a prefix goes to the instance that had it last, unless that instance has far more work than
+            another.
     """
 
     def __init__(self, policy: Balance) -> None:
@@ -47,8 +48,9 @@ class InstanceBalance:
             work: instance -> outstanding work.
             keys: what an instance's caches may hold of the request, the longest prefix first (``cache_keys``).
         """
-        if self._policy != "affinity":
+        if self._policy in ("least_work", "round_robin"):
             return self._next(names, task, work)
+        keys = keys if self._policy == "affinity" else ()
         name = self._cached(names, work, keys)
         if name is None:
             bound = ("session", task, session)

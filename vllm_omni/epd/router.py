@@ -93,7 +93,7 @@ class Router:
         self._is_available = is_available
         self._cost = cost
         self._clock = clock
-        self._balance = InstanceBalance(deployment.balance)
+        self._balance = InstanceBalance(deployment.balance or "least_work")
         self._work: Counter[str] = Counter()  # instance -> outstanding work, in WORK_UNITS
         self._num_tasks: Counter[str] = Counter()
         self._num_redone = 0

@@ -9,6 +9,7 @@ from enum import StrEnum
 class StageState(StrEnum):
     RUNNING = "running"
     RESTARTING = "restarting"
+    DRAINED = "drained"  # runs, and gets no new requests
     FAILED = "failed"
 
 

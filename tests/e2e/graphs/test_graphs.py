@@ -5,6 +5,7 @@ import base64
 import io
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,11 +41,9 @@ SHAPE = replace(llava.TINY, hidden_size=32, num_heads=1)
 """The writer's hidden states are as wide as the encoded texts that the painter reads."""
 
 
-@pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
-    directory = tmp_path_factory.mktemp("graphs")
+def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
     painter = diffusion.build(directory / "painter", "z-image")
-    omni = AsyncOmni(
+    return AsyncOmni(
         llava.build(directory / "writer", SHAPE),
         pipeline=GraphsPipeline,
         stage_overrides=[
@@ -57,8 +56,14 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
             "critic.max_model_len=256",
             "writer.enforce_eager=true",
             "critic.enforce_eager=true",
+            *stage_overrides,
         ],
     )
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
+    omni = start(tmp_path_factory.mktemp("graphs"))
     yield omni
     omni.shutdown()
 

@@ -472,6 +472,24 @@ def test_health(server: Server) -> None:
     assert response.json() == {"stages": dict.fromkeys(("thinker", "talker", "token2wav"), running)}
 
 
+@pytest.mark.parametrize(
+    "route, body, message",
+    [
+        (
+            "/drain",
+            {"engine": "talker"},
+            "engine 'talker' cannot be drained: no other engine of its stage gets requests",
+        ),
+        ("/drain", {"engine": "talker", "timeout": 1}, "unknown field 'timeout': did you mean 'timeout_s'?"),
+        ("/undrain", {"engine": "talkr"}, "no engine 'talkr': did you mean 'talker'?"),
+    ],
+)
+def test_an_engine_without_replicas_cannot_be_drained(server: Server, route: str, body: Any, message: str) -> None:
+    response = server.post(route, body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert server.get("/health").status_code == 200
+
+
 def test_a_start_logs_little_and_each_line_and_process_has_its_stage(server: Server) -> None:
     start, found, _ = server.log.read_text().partition("Application startup complete")
     lines = start.splitlines()

@@ -192,7 +192,7 @@ def test_text_marks_first_wins(monkeypatch):
 
 
 class Worker(Role):
-    work = interface([["x"]], {"y": Field("text"), "z": Field("text")}, scheduling=Scheduling.LEAST_OUTSTANDING)
+    work = interface([["x"]], {"y": Field("text"), "z": Field("text")}, scheduling=Scheduling.ROUND_ROBIN)
 
 
 class Pair(Role):
@@ -222,7 +222,7 @@ def test_only_the_sole_source_of_a_field_is_critical():
 
 
 def test_text_marks_scheduling_other_than_the_default():
-    assert "  first.work (least outstanding)\n" in to_text(make_pair_plan())
+    assert "  first.work (round robin)\n" in to_text(make_pair_plan())
 
 
 def test_text_lists_graph_calls():

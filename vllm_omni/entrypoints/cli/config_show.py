@@ -111,7 +111,7 @@ def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) ->
 
 def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig) -> Iterator[Value]:
     at = ("stages", stage.name)
-    for key in ("engine_type", "model", "executor_class"):
+    for key in ("engine_type", "model", "executor_class", "replicas", "balance"):
         yield _of_deployment(deployment, (*at, key), getattr(stage, key))
     yield from _engine_args(deployment, stage, spec, vllm_config)
     sections: dict[str, Mapping[str, Any]] = {}

@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.openai.arrivals import count_arrivals
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
+from vllm_omni.entrypoints.openai.draining import draining_router
 from vllm_omni.entrypoints.openai.engine import EngineWithArguments
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of
 from vllm_omni.entrypoints.openai.graph_media import add_graph_media_routes
@@ -130,7 +131,7 @@ async def voices(raw_request: Request) -> JSONResponse:
 
 @common_router.get("/health")
 async def health(raw_request: Request) -> JSONResponse:
-    """The state of each stage; 200 while every one is alive, else 503 and which one is not."""
+    """The state of each engine; 200 while every stage has one that is alive, else 503 and which stage has not."""
     omni: AsyncOmni = raw_request.app.state.engine_client
     stages = {name: asdict(status) for name, status in omni.stage_report().items()}
     try:
@@ -204,6 +205,7 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
+        _replace_routes(app, draining_router)
         _finish(app, omni, args)
         return app
     graphs = [graph.name for graph in omni.orchestrator.pipeline.further_graphs]
@@ -211,6 +213,7 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
+    _replace_routes(app, draining_router)
     _replace_routes(app, router)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, Deadline(None), modalities=("text",))

@@ -110,7 +110,7 @@ class Interface:
     _: KW_ONLY
     inputs: Mapping[str, Field] = field(default_factory=dict)
     activate_by_count: Mapping[str, int | str] = field(default_factory=dict)
-    scheduling: Scheduling = Scheduling.ROUND_ROBIN
+    scheduling: Scheduling = Scheduling.LEAST_OUTSTANDING
     first_wins: bool = False
     max_iterations: int | None = None
     name: str = field(default="", init=False)  # of the attribute that it is assigned to

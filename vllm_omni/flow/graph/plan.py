@@ -73,7 +73,7 @@ class NodePlan:
     slots: tuple[Edge, ...]
     groups: tuple[GroupPlan, ...]  # those that close a loop come last
     outputs: Mapping[str, Field]
-    scheduling: Scheduling = Scheduling.ROUND_ROBIN
+    scheduling: Scheduling = Scheduling.LEAST_OUTSTANDING
     first_wins: bool = False
     max_iterations: int | None = None
     choice_root: str | None = None  # of several groups: the nearest node above all of them

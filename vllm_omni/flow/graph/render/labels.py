@@ -19,7 +19,7 @@ BOX_LETTERS = 34  # in a line below the name of a node
 def traits(node: NodePlan) -> list[str]:
     """Properties of a node as a whole that are not the default."""
     found: list[str] = []
-    if node.scheduling is not Scheduling.ROUND_ROBIN:
+    if node.scheduling is not Scheduling.LEAST_OUTSTANDING:
         found.append(node.scheduling.value.replace("_", " "))
     if node.first_wins:
         found.append("first wins")

@@ -1,0 +1,338 @@
+"""Replicas of a stage, with engines that answer from a script."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.config import StageConfig, load_config
+from vllm_omni.config.epd import Balance, Instance
+from vllm_omni.engine.engine_args import config_of_instance
+from vllm_omni.engine.group import balance_of
+from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.entrypoints.admin import StageAdmin
+from vllm_omni.epd.router import MAX_TERMINATIONS
+from vllm_omni.errors import ConfigError, GraphError, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.flow import Field, Graph, GraphParser, Role, Scheduling, interface
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload, TensorRef, encode
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
+from vllm_omni.process.status import StageState, StageStatus
+from vllm_omni.testing import qwen2_5_omni
+
+NUM_OUTPUTS = 3
+
+
+@dataclass
+class Replica:
+    """Answers a request with ``NUM_OUTPUTS`` outputs, unless it dies or rejects."""
+
+    instance: Instance
+    spec: StageSpec = field(default_factory=lambda: StageSpec("talker", "", "text"))
+    dies_after: int | None = None  # outputs of each request
+    rejects: bool = False
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)  # outputs wait for it
+    has_died: bool = False
+    got: list[str] = field(default_factory=list)  # ids of requests
+
+    # The real ones, of a real status.
+    current_status = StageEngine.current_status
+    set_drained = StageEngine.set_drained
+    set_status = StageEngine.set_status
+    wait_until_idle = StageEngine.wait_until_idle
+
+    def __post_init__(self) -> None:
+        self.name = self.instance.name
+        self.config = SimpleNamespace(name=self.instance.stage)
+        self._status, self.is_drained, self.num_requests = StageStatus(), False, 0
+        self._has_ended = asyncio.Event()
+        self.is_open.set()
+
+    def on_status(self) -> None: ...
+
+    def termination_reason(self) -> str:
+        return "its engine has died: killed"
+
+    async def prepare(self, request: StageRequest, *_: Any) -> tuple[Any, SamplingParams]:
+        prompt = {"prompt_token_ids": request.prompt}
+        return prompt, SamplingParams(max_tokens=10)
+
+    async def run(self, prompt: Any, params: Any, request_id: str, *_: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+        self.got.append(request_id)
+        if self.rejects:
+            raise StageFailed(self.name, "failed the request: no")
+        self.num_requests += 1
+        try:
+            for number in range(NUM_OUTPUTS):
+                await self.is_open.wait()
+                if self.dies_after is not None and number >= self.dies_after:
+                    self.has_died = True
+                if self.has_died:
+                    raise StageFailed(self.name, self.termination_reason())
+                completion = CompletionOutput(0, str(number), [number], None, None)
+                is_last = number == NUM_OUTPUTS - 1
+                yield OmniRequestOutput.of(RequestOutput(request_id, None, [1], None, [completion], is_last))
+        finally:
+            self.num_requests -= 1
+            self._has_ended.set()
+
+
+def make_group(num_replicas: int = 2, balance: Balance = "least_work") -> tuple[Any, list[Any]]:
+    config = StageConfig(stage_id=1, name="talker", model="model", replicas=num_replicas)
+    replicas = [Replica(one) for one in make_replicas(config)]
+    return ReplicaGroup(config, replicas, balance), replicas  # type: ignore[arg-type]
+
+
+async def ask(group: Any, request_id: str, num_tokens: int = 4, session: str | None = None, **args: Any) -> list[str]:
+    more = {} if session is None else {"session_id": session}
+    context = RequestContext(request_id, {}, {}, engine_kwargs=more)
+    request = StageRequest(list(range(num_tokens)), args)
+    return [one.outputs[0].text async for one in group.generate(request, context, frozenset())]
+
+
+async def hold(group: Any, replicas: list[Any], request_id: str, **more: Any) -> "asyncio.Task[list[str]]":
+    """Start a request, which then waits in its replica."""
+    num_got = sum(len(one.got) for one in replicas)
+    task = asyncio.create_task(ask(group, request_id, **more))
+    while sum(len(one.got) for one in replicas) == num_got:  # noqa: ASYNC110  # one or two steps of the loop
+        await asyncio.sleep(0)
+    return task
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_replica_with_the_fewest_outstanding_tokens_gets_the_next_request() -> None:
+    group, replicas = make_group()
+    for one in replicas:
+        one.is_open.clear()
+    tasks = [await hold(group, replicas, name, num_tokens=n) for name, n in (("a", 90), ("b", 10), ("c", 10), ("d", 9))]
+    assert [one.got for one in replicas] == [["a-talker"], ["b-talker", "c-talker", "d-talker"]]
+    for one in replicas:
+        one.is_open.set()
+    assert await asyncio.gather(*tasks) == [["0", "1", "2"]] * 4
+    assert not any(group.router.statistics().work.values())
+
+
+async def test_round_robin_ignores_the_length_of_requests() -> None:
+    group, replicas = make_group(balance="round_robin")
+    for number in range(6):
+        await ask(group, str(number), num_tokens=50 * (number % 2))
+    assert [len(one.got) for one in replicas] == [3, 3]
+
+
+async def test_a_session_and_a_call_without_one_stay_at_their_replica() -> None:
+    group, replicas = make_group(3, "session")
+    for number in range(9):
+        await ask(group, str(number), session="abc"[number % 3])
+    await ask(group, "loop")
+    await ask(group, "loop")
+    homes = [{int(id.partition("-")[0]) % 3 for id in one.got if id[0] != "l"} for one in replicas]
+    assert sorted(homes, key=min) == [{0}, {1}, {2}]
+    assert sorted(sum(id[0] == "l" for id in one.got) for one in replicas) == [0, 0, 2]
+
+
+async def test_with_affinity_a_prefix_goes_to_the_replica_that_had_it() -> None:
+    group, replicas = make_group(2, "affinity")
+    for number in range(4):
+        await ask(group, str(number), num_tokens=200)
+    assert sorted(len(one.got) for one in replicas) == [0, 4]
+
+
+# -- a replica that dies -----------------------------------------------------------------------------------------------
+
+
+async def test_a_request_without_output_moves_to_another_replica() -> None:
+    group, (first, second) = make_group()
+    first.dies_after = 0
+    assert await ask(group, "a") == ["0", "1", "2"]
+    assert (first.got, second.got) == (["a-talker"], ["a-talker-t2"])
+    assert group.current_status() == StageStatus()
+    assert group.router.statistics().num_redone == 1
+    await ask(group, "b")  # the dead one gets nothing more
+    assert first.got == ["a-talker"]
+
+
+async def test_after_its_first_output_a_request_fails_with_the_replica_that_died() -> None:
+    group, (first, second) = make_group()
+    first.dies_after = 1
+    with pytest.raises(StageFailed, match="'talker/0': its engine has died: killed; after the request's first output"):
+        await ask(group, "a")
+    assert not second.got and not any(group.router.statistics().work.values())
+
+
+async def test_a_request_that_reads_a_stream_is_not_repeated() -> None:
+    group, (first, second) = make_group()
+    first.dies_after = 0
+    stream = encode(Payload({}, {}, {"rows": TensorRef("shm", (8, 2), "float32", b"")}))
+    with pytest.raises(StageFailed, match=r"'talker/0': .* they cannot be read again"):
+        await ask(group, "a", payloads=[stream])
+    assert not second.got
+
+
+async def test_a_request_that_the_model_fails_on_is_not_repeated() -> None:
+    group, (first, second) = make_group()
+    first.rejects = True
+    with pytest.raises(StageFailed, match="'talker/0': failed the request: no"):
+        await ask(group, "a")
+    assert not second.got
+
+
+async def test_where_the_second_replica_fails_the_request_the_first_death_is_the_reason() -> None:
+    group, (first, second) = make_group()
+    first.dies_after, second.rejects = 0, True
+    with pytest.raises(StageFailed, match="'talker/0': its engine has died") as raised:
+        await ask(group, "a")
+    assert "no" in str(raised.value.__cause__)
+
+
+async def test_a_request_that_ends_several_replicas_fails() -> None:
+    group, replicas = make_group(MAX_TERMINATIONS + 2)
+    for one in replicas:
+        one.dies_after = 0
+    with pytest.raises(StageFailed, match="so did 2 others that had the request"):
+        await ask(group, "a")
+    assert [len(one.got) for one in replicas] == [1] * (MAX_TERMINATIONS + 1) + [0]
+
+
+async def test_without_a_replica_requests_are_rejected_until_one_is_restarted() -> None:
+    group, replicas = make_group()
+    for one in replicas:
+        one.set_status(StageStatus(StageState.RESTARTING, "killed", 1))
+    with pytest.raises(StageUnavailable, match="stage 'talker': restarting: talker/0: killed; talker/1: killed"):
+        await ask(group, "a")
+    replicas[1].set_status(StageStatus(StageState.FAILED, "given up", 1))
+    assert group.current_status().state is StageState.RESTARTING
+    replicas[0].set_status(StageStatus(StageState.RUNNING, None, 2))
+    assert group.current_status() == StageStatus(StageState.RUNNING, None, 3)
+    await ask(group, "b")
+    assert [one.got for one in replicas] == [["b-talker"], []]
+
+
+# -- draining ----------------------------------------------------------------------------------------------------------
+
+
+class Admin(StageAdmin):
+    """The administration of one group alone."""
+
+    def __init__(self, group: Any) -> None:
+        self.orchestrator: Any = SimpleNamespace(engines=group.engines, nodes={group.name: group})
+
+
+Admin.__abstractmethods__ = frozenset()
+
+
+async def test_a_drained_replica_ends_its_requests_and_gets_no_others() -> None:
+    group, replicas = make_group()
+    admin = Admin(group)  # type: ignore[abstract]
+    replicas[0].is_open.clear()
+    running = await hold(group, replicas, "a")
+    assert await admin.drain_engine("talker/0", 0.01) == 1
+    for name in "bcd":
+        await ask(group, name)
+    assert [len(one.got) for one in replicas] == [1, 3]
+    assert replicas[0].current_status().state is StageState.DRAINED
+    assert group.current_status() == StageStatus()
+    with pytest.raises(InvalidRequest, match="'talker/1' cannot be drained: no other engine of its stage"):
+        await admin.drain_engine("talker/1", 1)
+    assert replicas[1].current_status() == StageStatus()
+    draining = asyncio.create_task(admin.drain_engine("talker/0", 60))
+    await asyncio.sleep(0)
+    replicas[0].is_open.set()
+    assert (await draining, await running) == (0, ["0", "1", "2"])
+    admin.undrain_engine("talker/0")
+    await ask(group, "e")
+    assert len(replicas[0].got) == 2
+    with pytest.raises(InvalidRequest, match=r"no engine 'talker/3': did you mean 'talker/"):
+        admin.undrain_engine("talker/3")
+
+
+async def test_a_drained_replica_that_dies_stays_drained_and_its_requests_move() -> None:
+    group, replicas = make_group()
+    replicas[0].is_open.clear()
+    running = await hold(group, replicas, "a")
+    replicas[0].set_drained(True)
+    replicas[0].has_died = True
+    assert replicas[0].current_status().state is StageState.RESTARTING
+    replicas[0].is_open.set()
+    assert await running == ["0", "1", "2"]
+    replicas[0].has_died = False  # restarted
+    assert replicas[0].current_status().state is StageState.DRAINED
+    replicas[1].has_died = True  # a stage of which all are drained or restarting is not given up
+    assert group.current_status().state is StageState.RESTARTING
+    replicas[1]._status = StageStatus(StageState.FAILED, "given up")
+    replicas[1].has_died = False
+    with pytest.raises(StageUnavailable, match="'talker': drained: talker/0: it gets no new requests; talker/1: given"):
+        await ask(group, "b")
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_divided_among_replicas() -> None:
+    args = {"device_ids": [0, 1, 2, 3], "tensor_parallel_size": 2}
+    config = StageConfig(stage_id=0, name="writer", model="model", replicas=2, engine_args=args)
+    replicas = make_replicas(config)
+    assert [one.name for one in replicas] == ["writer/0", "writer/1"]
+    own = [config_of_instance(config, one).engine_args for one in replicas]
+    assert own == [args | {"device_ids": [0, 1]}, args | {"device_ids": [2, 3]}]
+    with pytest.raises(ConfigError, match="replicas = 3: cannot share 4 device_ids evenly"):
+        StageConfig(stage_id=0, name="writer", model="model", replicas=3, engine_args=args)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("talker.replicas=0", r"--stage talker.replicas = 0: must be .*1"),
+        ("talker.balance=session", r"stage 'talker': balance: has no effect on one engine: give replicas"),
+        ("talker.balance=random", r"--stage talker.balance = 'random': valid: least_work, round_robin"),
+    ],
+)
+def test_wrong_settings_are_rejected(override: str, message: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(qwen2_5_omni.build(tmp_path), stage_overrides=[override])
+
+
+def test_replicas_of_instances_are_rejected(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"replicas: cannot be combined with epd.instances"):
+        load_config(qwen2_5_omni.build(tmp_path), epd="E:1,PD:1", stage_overrides=["thinker.replicas=2"])
+
+
+class Writer(Role):
+    write = interface([["prompt"]], {"text": Field("text")}, scheduling=Scheduling.ROUND_ROBIN)
+    remember = interface([["text"]], {"text": Field("text")}, scheduling=Scheduling.SESSION)
+
+
+class Plain(Role):
+    write = interface([["prompt"]], {"text": Field("text")})
+
+
+def test_the_graph_chooses_the_policy_and_the_deployment_overrides_it() -> None:
+    graph = Graph("g")
+    plain = graph.role(Plain, "plain").write(prompt=graph.placeholder("prompt")).text
+    writer = graph.role(Writer, "writer")
+    once = writer.write(prompt=plain)
+    graph.output(text=once.text)
+    plans = [GraphParser(graph).parse()]
+
+    def stage(name: str, **more: Any) -> StageConfig:
+        return StageConfig(stage_id=0, name=name, model="model", replicas=2, **more)
+
+    assert balance_of(stage("plain"), plans) == "least_work"
+    assert balance_of(stage("writer"), plans) == "round_robin"
+    assert balance_of(stage("writer", balance="affinity"), plans) == "affinity"
+    split = StageConfig(stage_id=0, name="writer", model="model", epd={"instances": {"EPD": 2}})
+    assert balance_of(split, plans) == "round_robin"
+    graph.output(again=writer.remember(text=once.text).text)
+    plans = [GraphParser(graph).parse()]
+    with pytest.raises(
+        GraphError, match=r"'writer': .* several \(.*ROUND_ROBIN.*SESSION\): .*--stage writer.balance=V"
+    ):
+        balance_of(stage("writer"), plans)
+    assert balance_of(stage("writer", balance="session"), plans) == "session"
