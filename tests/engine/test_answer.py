@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.answer import Answer
@@ -145,3 +146,19 @@ def test_the_last_output_of_all_modalities_has_the_times(answer: Answer) -> None
     assert [output.finished for output in outputs] == [False] * (len(OUTPUTS) - 1) + [True]
     assert outputs[0].stage_durations == {"thinker": 2.0}
     assert set(outputs[-1].stage_durations) == {"thinker", "total"}
+
+
+def test_a_text_without_a_prompt_has_the_fields_of_one_with_a_prompt() -> None:
+    answer = make_answer({"text": "reply"})
+    output = answer.output_of(OutputFrame("reply", "Hello.", 0, last=True))  # as a function emits it
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("Hello.", "stop")
+    assert output.prompt_token_ids == []
+
+
+def test_merging_the_users_pieces_leaves_the_stages_log_probabilities() -> None:
+    answer = make_answer({"text": "reply"})
+    payload = make_payload()
+    payload.outputs[0].logprobs = [{7: Logprob(-1.0)}]
+    output = answer.output_of(OutputFrame("reply", payload, 0, last=False))
+    output.add(answer.output_of(OutputFrame("reply", payload, 1, last=False)), aggregate=True)
+    assert len(output.outputs[0].logprobs) == 2 and len(payload.outputs[0].logprobs) == 1

@@ -75,3 +75,11 @@ async def test_a_pause_holds_it_back() -> None:
     assert not running.done()
     node.gate.open()
     assert (await running)[0] == ["ABC"]
+
+
+async def test_one_that_is_no_generator_may_fail_as_one() -> None:
+    def fail(activation: Activation) -> AsyncIterator[Emission]:
+        raise InvalidRequest("no such tool")
+
+    with pytest.raises(StageFailed, match=r"stage 'tool': the pipeline's function failed: .*no such tool"):
+        await run(FunctionNode(FunctionSpec("tool", fail)))

@@ -227,6 +227,10 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
             r"publishing_fields: no output 'row'; did you mean 'rows'",
         ),
         ({"modalities": {"text": "texts"}}, r"modality 'text': the graph has no output 'texts'; did you mean 'text'"),
+        (
+            {"modalities": {"text": "text", "reply": "text"}},
+            r"modalities 'text' and 'reply' both name the output 'text'",
+        ),
         ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
         ({"specs": {"talker": {"check_prompt": print}}}, r"'talker': check_prompt: only the first stage reads"),
         ({"chunks": {("talker", "thinker"): None}}, r"chunks: the graph has no edge talker->thinker; it has thinker->"),

@@ -1,10 +1,12 @@
 """A stage as a node: requests that a transfer function makes become requests to its engine."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.node import StageNode
@@ -317,3 +319,98 @@ async def test_nodes_of_one_stage_have_request_ids_of_their_own() -> None:
     stage.generate = generate  # type: ignore[method-assign]
     await speak(stage, {"prompt": StageRequest("?")}, ["text"])
     assert suffixes == [".answer"]
+
+
+class Waiting(Scripted):
+    """Answers with its outputs and then waits."""
+
+    async def generate(self, *args: Any) -> AsyncGenerator[OmniRequestOutput, None]:
+        async for one in super().generate(*args):
+            yield one
+        await asyncio.Event().wait()
+
+
+async def test_the_clean_up_of_combine_and_route_is_part_of_an_activation_that_is_aborted() -> None:
+    closed: list[str] = []
+
+    async def combine(activation: Activation) -> AsyncIterator[Chunk]:
+        try:
+            async for chunk in activation.inputs["prompt"]:
+                yield Chunk(chunk.payload)
+        finally:
+            closed.append("combine")
+
+    async def route(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+        try:
+            async for one in outputs:
+                for _ in range(1000):  # until it waits for its reader, who does not come
+                    yield Emission("text", one)
+        finally:
+            closed.append("route")
+
+    for stage in (
+        Waiting([output("a")], combine={"answer": combine}),
+        Waiting([output("a")], combine={"answer": combine}, route={"answer": route}),
+    ):
+        graph = Graph("g")
+        speaker = graph.role(Speaker, "speaker")
+        graph.output(text=speaker.answer(prompt=graph.placeholder("prompt")).text)
+        runtime = GraphRuntime(GraphParser(graph).parse(), {"speaker": stage})
+        context = RequestContext("request", {}, {})
+        call = runtime.open("request", {"prompt": StageRequest("?")}, ["text"], context=context)
+        await anext(call)
+        await call.abort()
+        closed.append("call")
+    assert closed == ["combine", "call", "route", "combine", "call"]
+
+
+async def test_the_clean_up_of_combine_precedes_the_end_of_its_activation() -> None:
+    closed: list[str] = []
+
+    async def combine(activation: Activation) -> AsyncIterator[Chunk]:
+        try:
+            yield Chunk(StageRequest("?"), last=True)
+        finally:
+            await asyncio.sleep(0)
+            closed.append("combine")
+
+    await speak(Scripted([output("a")], combine={"answer": combine}), {"prompt": 1}, ["text"])
+    assert closed == ["combine"]
+
+
+async def test_a_combine_that_is_no_generator_may_fail_as_one() -> None:
+    def combine(activation: Activation) -> AsyncIterator[Chunk]:
+        raise InvalidRequest("no such tool")
+
+    with pytest.raises(StageFailed, match=r"'writer': its request could not be made: .*no such tool"):
+        await speak(Scripted([output("a")], combine={"answer": combine}), {"prompt": 1}, ["text"])
+
+
+def of_choice(index: int, text: str, logprob: float) -> OmniRequestOutput:
+    completion = CompletionOutput(index, text, [index], None, [{index: Logprob(logprob)}])
+    return OmniRequestOutput.of(RequestOutput("id", None, [1], None, outputs=[completion], finished=False))
+
+
+async def test_a_reader_of_everything_changes_nothing_for_the_readers_of_the_pieces() -> None:
+    outputs = [of_choice(0, "a", -1), of_choice(1, "x", -2), of_choice(0, "b", -3), of_choice(1, "y", -4)]
+    got = await speak(Scripted(outputs), {"prompt": StageRequest("?")}, ["text", "call"])
+    (whole,) = got["call"]
+    assert [(one.text, list(one.token_ids), len(one.logprobs)) for one in whole.outputs] == [
+        ("ab", [0, 0], 2),
+        ("xy", [1, 1], 2),
+    ]
+    pieces = [(one.outputs[0].text, one.outputs[0].token_ids, len(one.outputs[0].logprobs)) for one in got["text"]]
+    assert pieces == [("a", [0], 1), ("x", [1], 1), ("b", [0], 1), ("y", [1], 1)]
+
+
+async def test_frames_are_those_of_the_first_of_several_answers() -> None:
+    outputs = [
+        of_choice(0, "One. ", -1),
+        of_choice(1, "Eins. ", -1),
+        of_choice(0, "Two.", -1),
+        of_choice(1, "Zwei.", -1),
+    ]
+    got = await speak(Scripted(outputs, frames={"text": Sentences}), {"prompt": StageRequest("?")}, ["text"])
+    assert [one.outputs[0].text for one in got["text"]] == ["One. ", "Two."]
+    got = await speak(Scripted(outputs, frames={"text": Tokens}), {"prompt": StageRequest("?")}, ["text"])
+    assert [one.outputs[0].token_ids for one in got["text"]] == [[0], [0]]

@@ -13,7 +13,7 @@ from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.running import RunningRequests
-from vllm_omni.errors import InvalidRequest, OmniError, ShuttingDown
+from vllm_omni.errors import GraphError, InvalidRequest, OmniError, ShuttingDown
 from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
@@ -147,7 +147,7 @@ async def test_a_drain_without_requests_ends_at_once(orchestrator: Orchestrator)
     await orchestrator.drain(timeout_s=60)
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("bad")], ids=repr)
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("bad"), GraphError("bad field")], ids=repr)
 async def test_an_unexpected_error_is_no_fault_of_the_request(orchestrator: Orchestrator, error: Exception) -> None:
     stage_of(orchestrator).error = error
     with pytest.raises(OmniError, match=r"the pipeline failed: .*bad.* in node 'writer.write'") as raised:

@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm_omni.engine.latency_metrics import RequestLatency
 from vllm_omni.errors import StageFailed
 from vllm_omni.flow import ENTRY, OutputFrame, StaticPlan
-from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput, copy_completion
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext
 
 EMPTY: Mapping[str, Mapping[str, Any]] = {
@@ -127,17 +127,17 @@ class _Text:
     """The text of one answer, in which several requests of a stage may follow one another."""
 
     def __init__(self, is_repeated: bool) -> None:
-        self.prompt_token_ids: list[int] | None = []  # of the first one: the user's
+        self.prompt_token_ids: list[int] = []  # of the first one: the user's; a function's text has none
         self._is_repeated = is_repeated
         self._ended: dict[int, CompletionOutput] = {}  # how each choice has ended so far
 
-    def prompt_token_ids_of(self, payload: OmniRequestOutput) -> list[int] | None:
-        self.prompt_token_ids = self.prompt_token_ids or payload.prompt_token_ids
+    def prompt_token_ids_of(self, payload: OmniRequestOutput) -> list[int]:
+        self.prompt_token_ids = self.prompt_token_ids or payload.prompt_token_ids or []
         return self.prompt_token_ids
 
     def completions(self, made: Sequence[CompletionOutput], *, is_last: bool) -> list[CompletionOutput]:
         """The user's copies; of repeated requests, only the end of the last one gives a finish reason."""
-        copies = [replace(one, token_ids=list(one.token_ids)) for one in made]
+        copies = [copy_completion(one) for one in made]
         for one in copies:
             if one.finish_reason is not None:
                 logprobs = None if one.logprobs is None else one.logprobs[:0]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
-from vllm_omni.engine.node import ServedNode
+from vllm_omni.engine.node import ServedNode, closed_at_end
 from vllm_omni.errors import StageFailed
 from vllm_omni.flow import Activation, Yield
 from vllm_omni.model_executor.pipeline import FunctionSpec, RequestContext
@@ -38,13 +37,8 @@ class FunctionNode(ServedNode):
         context: RequestContext = activation.context
         await self.enter(context)
         started = time.monotonic()
-        emissions = self._spec.forward(activation)
         try:
-            if isinstance(emissions, AsyncGenerator):
-                async with aclosing(emissions):
-                    async for emission in emissions:
-                        yield emission
-            else:
+            async with closed_at_end(self._spec.forward(activation)) as emissions:
                 async for emission in emissions:
                     yield emission
         except Exception as exc:

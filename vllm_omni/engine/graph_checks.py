@@ -177,10 +177,16 @@ def _check_first(plan: StaticPlan, first: str, specs: Mapping[str, StageSpec]) -
 def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], edges: Edges) -> None:
     where = f"the pipeline of graph {plans[0].name!r}"
     outputs = [output for plan in plans for output in plan.outputs]
+    named: dict[str, str] = {}  # output -> its modality
     for name, output in {**pipeline.modalities, **pipeline.extra_outputs}.items():
         if output not in outputs:
             known = suggest(output, outputs)
             raise GraphError(f"{where}: modality {name!r}: the graph has no output {output!r}; {known}")
+        if (other := named.setdefault(output, name)) != name:
+            raise GraphError(
+                f"{where}: modalities {other!r} and {name!r} both name the output {output!r}: a request may ask for "
+                f"both; declare the field as a second output, graph.output({name}=...)"
+            )
     for source, target in pipeline.chunks:
         if (source, target) not in edges:
             raise GraphError(f"{where}: chunks: the graph has no edge {source}->{target}; it has {_listed(edges)}")

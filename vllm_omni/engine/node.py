@@ -6,7 +6,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from typing import TypeVar
 
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.admission import AdmissionGate
@@ -19,6 +20,13 @@ from vllm_omni.model_executor.pipeline import RequestContext, Route, StageReques
 from vllm_omni.process.status import StageState, StageStatus
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def closed_at_end(items: AsyncIterator[T]) -> AbstractAsyncContextManager[AsyncIterator[T]]:
+    """Close what a function of the pipeline has returned, so that its clean-up is part of the activation."""
+    return aclosing(items) if isinstance(items, AsyncGenerator) else nullcontext(items)
 
 
 class ServedNode(ABC):
@@ -95,8 +103,9 @@ class StageNode(ServedNode):
         """The engine's outputs in the fields that they belong to."""
         async with aclosing(self._outputs(activation)) as outputs:
             if (route := self.spec.route.get(activation.interface)) is not None:
-                async for emissions in self._routed(route, outputs, activation):
-                    yield emissions
+                async with aclosing(self._routed(route, outputs, activation)) as routed:
+                    async for emissions in routed:
+                        yield emissions
                 return
             async for output, is_last in outputs:
                 yield [Emission(field, output, last=is_last) for field in activation.wanted]
@@ -106,7 +115,7 @@ class StageNode(ServedNode):
     ) -> AsyncGenerator[Yield, None]:
         errors: list[Exception] = []  # of the engine
 
-        async def of_engine() -> AsyncIterator[OmniRequestOutput]:
+        async def of_engine() -> AsyncGenerator[OmniRequestOutput, None]:
             try:
                 async for output, _ in outputs:
                     yield output
@@ -115,8 +124,12 @@ class StageNode(ServedNode):
                 raise
 
         try:
-            async for emissions in route(of_engine(), activation):
-                yield emissions
+            async with (
+                aclosing(of_engine()) as engine_outputs,
+                closed_at_end(route(engine_outputs, activation)) as routed,
+            ):
+                async for emissions in routed:
+                    yield emissions
         except Exception as exc:
             if exc in errors:
                 raise
@@ -129,30 +142,39 @@ class StageNode(ServedNode):
         if len(self.whole_fields) > 1:  # several nodes of the call may have this stage
             place = f".{activation.interface}{place}"
         duration_s = 0.0  # without the time spent waiting for the next chunk
-        requests = self._requests(activation)
-        while (chunk := await self._next(requests, activation)) is not None:
-            if chunk.payload is None:
-                continue
-            started = time.monotonic()
-            suffix = f"{place}-{chunk.seq}" if chunk.seq else place
-            # Closing the generator waits for the engine's acknowledgement of an abort.
-            async with aclosing(self.generate(self._check(chunk), context, activation.wanted, suffix)) as outputs:
-                async for output in outputs:
-                    is_last = output.finished and chunk.last
-                    if is_last:
-                        context.add_duration(self.name, duration_s + time.monotonic() - started)
-                    yield output, is_last
-            if chunk.last:
-                return
-            duration_s += time.monotonic() - started
+        async with self._requests(activation) as requests:
+            while (chunk := await self._next(requests, activation)) is not None:
+                if chunk.payload is None:
+                    continue
+                started = time.monotonic()
+                suffix = f"{place}-{chunk.seq}" if chunk.seq else place
+                # Closing the generator waits for the engine's acknowledgement of an abort.
+                async with aclosing(self.generate(self._check(chunk), context, activation.wanted, suffix)) as outputs:
+                    async for output in outputs:
+                        is_last = output.finished and chunk.last
+                        if is_last:
+                            context.add_duration(self.name, duration_s + time.monotonic() - started)
+                        yield output, is_last
+                if chunk.last:
+                    return
+                duration_s += time.monotonic() - started
         if duration_s:
             context.add_duration(self.name, duration_s)
 
-    def _requests(self, activation: Activation) -> AsyncIterator[Chunk]:
-        if (combine := self.spec.combine.get(activation.interface)) is not None:
-            return combine(activation)
-        (chunks,) = activation.inputs.values()
-        return chunks
+    @asynccontextmanager
+    async def _requests(self, activation: Activation) -> AsyncGenerator[AsyncIterator[Chunk], None]:
+        """The chunks of the only field, which the graph closes, or those that ``spec.combine`` makes."""
+        combine = self.spec.combine.get(activation.interface)
+        if combine is None:
+            (chunks,) = activation.inputs.values()
+            yield chunks
+            return
+        try:
+            made = combine(activation)
+        except Exception as exc:
+            raise self._failed(activation, "its request could not be made", exc) from exc
+        async with closed_at_end(made) as chunks:
+            yield chunks
 
     def _check(self, chunk: Chunk) -> StageRequest:
         if not isinstance(chunk.payload, StageRequest):

@@ -41,6 +41,7 @@ from vllm_omni.engine.startup import start_engines
 from vllm_omni.errors import (
     CallAborted,
     ConfigError,
+    GraphError,
     InvalidRequest,
     OmniError,
     ShuttingDown,
@@ -291,14 +292,15 @@ class Orchestrator:
         try:
             async for frame in call:
                 yield answer.output_of(frame)
-        except OmniError as exc:
-            latency.fail(exc)
-            if self.requests.is_draining and isinstance(exc, CallAborted | StageFailed):
-                raise ShuttingDown(STOPPING) from exc
-            raise
         except VLLMError:
             raise
-        except Exception as exc:  # of the pipeline, or a defect of ours: not the client's fault, whatever its class
+        except Exception as exc:
+            if isinstance(exc, OmniError) and not isinstance(exc, GraphError):
+                latency.fail(exc)
+                if self.requests.is_draining and isinstance(exc, CallAborted | StageFailed):
+                    raise ShuttingDown(STOPPING) from exc
+                raise
+            # Of the pipeline, or a defect of ours: not the client's fault, whatever its class.
             where = "; ".join(getattr(exc, "__notes__", ()))
             failed = OmniError(f"the pipeline failed: {exc!r}" + (f" {where}" if where else ""))
             latency.fail(failed)

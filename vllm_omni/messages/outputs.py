@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.errors import OmniError
 from vllm_omni.media.audio import AUDIO_FORMATS, AUDIO_SUFFIXES, encode_audio
@@ -213,6 +214,12 @@ _KINDS = {  # by key of ``multimodal_output``
     "frames": _Kind("a", "video", VIDEO_SUFFIXES, _encode_video),
     "audio": _Kind("a", "sound", AUDIO_SUFFIXES, _encode_sound),
 }
+
+
+def copy_completion(completion: CompletionOutput) -> CompletionOutput:
+    """A copy into which later pieces can be merged: ``RequestOutput.add`` extends lists in place."""
+    logprobs = None if completion.logprobs is None else completion.logprobs[:]
+    return replace(completion, token_ids=list(completion.token_ids), logprobs=logprobs)
 
 
 def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:

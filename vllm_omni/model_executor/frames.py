@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.outputs import OmniRequestOutput, copy_completion
 
 _SENTENCE = re.compile(r".*?[.!?。！？\n]+\s*", re.DOTALL)
 
@@ -34,13 +33,14 @@ class Whole:
         self._whole: OmniRequestOutput | None = None
 
     def push(self, output: OmniRequestOutput) -> Iterator[OmniRequestOutput]:
-        if self._whole is None:  # a copy, since others read the same object
-            self._whole = OmniRequestOutput.of(output)
-            self._whole.outputs = [replace(one, token_ids=list(one.token_ids)) for one in output.outputs]
-            self._whole.multimodal_output = dict(output.multimodal_output)
-            self._whole.payloads = list(output.payloads)
+        copied = OmniRequestOutput.of(output)  # others read the same object
+        copied.outputs = [copy_completion(one) for one in output.outputs]
+        copied.multimodal_output = dict(output.multimodal_output)
+        copied.payloads = list(output.payloads)
+        if self._whole is None:
+            self._whole = copied
         else:
-            self._whole.add(output, aggregate=True)
+            self._whole.add(copied, aggregate=True)
         yield from ()
 
     def finish(self) -> Iterator[OmniRequestOutput]:
@@ -52,8 +52,9 @@ class Tokens:
     """One frame for each token of the first answer: its id, without text."""
 
     def push(self, output: OmniRequestOutput) -> Iterator[OmniRequestOutput]:
-        for token in output.outputs[0].token_ids if output.outputs else ():
-            yield _frame(output, token_ids=[token])
+        for one in _first_answer(output):
+            for token in one.token_ids:
+                yield _frame(output, token_ids=[token])
 
     def finish(self) -> Iterator[OmniRequestOutput]:
         yield from ()
@@ -68,7 +69,7 @@ class Sentences:
 
     def push(self, output: OmniRequestOutput) -> Iterator[OmniRequestOutput]:
         self._last = output
-        self._rest += output.outputs[0].text if output.outputs else ""
+        self._rest += "".join(one.text for one in _first_answer(output))
         # One that reaches the end of the text so far may not be complete: "..." comes in three tokens.
         while (sentence := _SENTENCE.match(self._rest)) is not None and sentence.end() < len(self._rest):
             yield self._cut(sentence.end(), output)
@@ -93,6 +94,11 @@ class Images:
 
     def finish(self) -> Iterator[OmniRequestOutput]:
         yield from ()
+
+
+def _first_answer(output: OmniRequestOutput) -> list[CompletionOutput]:
+    """Its piece, if there is one: of several answers (``n``), each output has those that have grown."""
+    return [one for one in output.outputs if one.index == 0]
 
 
 def _frame(output: OmniRequestOutput, text: str = "", token_ids: Sequence[int] = ()) -> OmniRequestOutput:

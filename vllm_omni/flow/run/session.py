@@ -1,12 +1,13 @@
-"""Run the calls of a session one after the other, and keep the state that they share (a cache, a history).
+"""Run the calls of a session one after the other, and keep the state that they share (a cache, a history)."""
 
-Not yet served: a server opens its calls without a session.
-"""
-
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+from vllm_omni.errors import OmniError
 from vllm_omni.flow.graph.declarations import GlobalParameters
+
+logger = logging.getLogger(__name__)
 
 
 class GCScheduler:
@@ -50,30 +51,45 @@ class ParameterStore:
         self._of: dict[tuple[bool, str], Mapping[str, Any]] = {}  # (has a session, its name or the call's id)
 
     def of(self, session: str | None, call_id: str) -> Mapping[str, Any]:
+        """The parameters of a session, or of a call without one.
+
+        Raises:
+            OmniError: one cannot be made.
+        """
         if not self._declared:
             return {}
-        key = (session is not None, session or call_id)
+        key = (False, call_id) if session is None else (True, session)
         if key not in self._of:
-            self._of[key] = {name: one.make() for name, one in self._declared.items()}
+            made: dict[str, Any] = {}
+            for name, one in self._declared.items():
+                try:
+                    made[name] = one.make()
+                except Exception as exc:
+                    self._release(made)
+                    raise OmniError(f"parameters {name!r} could not be made: {exc!r}") from exc
+            self._of[key] = made
         return self._of[key]
 
     def leave(self, session: str | None, call_id: str) -> None:
         """End a call: release its parameters unless they belong to a session."""
         if session is None:
-            self._release((False, call_id))
+            self._release(self._of.pop((False, call_id), {}))
 
     def end(self, session: str) -> None:
-        self._release((True, session))
+        self._release(self._of.pop((True, session), {}))
 
     def end_all(self) -> None:
-        for key in list(self._of):
-            self._release(key)
+        while self._of:
+            self._release(self._of.popitem()[1])
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def _release(self, key: tuple[bool, str]) -> None:
-        for name, value in self._of.pop(key, {}).items():
+    def _release(self, made: Mapping[str, Any]) -> None:
+        for name, value in made.items():
             release = self._declared[name].release
-            if release is not None:
-                release(value)
+            try:
+                if release is not None:
+                    release(value)
+            except Exception:  # the call, or the runtime, is closing: both must come to their end
+                logger.exception("parameters %r could not be released", name)
