@@ -486,7 +486,8 @@ def test_health(server: Server) -> None:
 )
 def test_an_engine_without_replicas_cannot_be_drained(server: Server, route: str, body: Any, message: str) -> None:
     response = server.post(route, body)
-    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
     assert server.get("/health").status_code == 200
 
 
