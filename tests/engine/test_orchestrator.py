@@ -159,3 +159,17 @@ async def test_a_rejection_by_a_stage_stays_one(orchestrator: Orchestrator) -> N
     stage_of(orchestrator).error = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
         await ask(orchestrator)
+
+
+async def test_a_request_whose_clean_up_is_cancelled_again_leaves_nothing(orchestrator: Orchestrator) -> None:
+    asked = ask(orchestrator)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert orchestrator.gate.admitted
+    while not asked.done():  # as anyio cancels the tasks of a scope, at each of their awaits
+        asked.cancel()
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not orchestrator.gate.admitted
+    await asyncio.wait_for(orchestrator.requests.wait_until_none(), 1)

@@ -307,7 +307,8 @@ class Orchestrator:
             logger.exception("request %s failed", request_id)
             raise failed from exc
         finally:
-            await self._end(call, context)
+            # A task of its own: where a client leaves, anyio cancels the reader again at each of its awaits.
+            await asyncio.shield(asyncio.ensure_future(self._end(call, context)))
 
     async def _end(self, call: GraphCall, context: RequestContext) -> None:
         """Release what a request holds, whether it has ended or is left early."""
