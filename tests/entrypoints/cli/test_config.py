@@ -16,7 +16,7 @@ engine_args: {dtype: float32}
 stages:
   talker:
     max_num_seqs: 2
-    default_sampling_params: {top_p: 0.5, detokenize: true}
+    default_sampling_params: {top_p: 0.5, detokenize: false}
 voices: {alloy: Ethan}
 """
 FLAGS = [
