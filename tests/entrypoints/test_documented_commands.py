@@ -114,7 +114,7 @@ def test_the_offline_program_of_the_readme(checkout: Path) -> None:
     assert (checkout / "story.wav").stat().st_size > 44
 
 
-@pytest.mark.parametrize("document", ["README.md", "cli.md", "http.md"])
+@pytest.mark.parametrize("document", ["README.md", "cli.md", "http.md", "replicas.md"])
 def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That a server comes of such a command, the fixture of the HTTP tests shows."""
     monkeypatch.chdir(checkout)
