@@ -106,7 +106,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_every_request_of_a_call_has_an_id_of_its_own() -> None:
     stage = Stage()
     await run(stage, twice, again)
-    assert stage.suffixes == ["", "-1", "+", "++"]
+    assert stage.suffixes == ["", "-1", "+0", "+0+0"]  # the number is the loop's
 
 
 async def test_durations_of_the_requests_and_iterations_of_a_stage_add_up(seconds: None) -> None:

@@ -138,7 +138,7 @@ class StageNode(ServedNode):
     async def _outputs(self, activation: Activation) -> AsyncGenerator[tuple[OmniRequestOutput, bool], None]:
         """The outputs of the activation's requests, and whether each is the last one."""
         context: RequestContext = activation.context
-        place = "".join("+" if key >= ITERATION else f".{key}" for key in activation.path)
+        place = "".join(f"+{key - ITERATION}" if key >= ITERATION else f".{key}" for key in activation.path)
         if len(self.whole_fields) > 1:  # several nodes of the call may have this stage
             place = f".{activation.interface}{place}"
         duration_s = 0.0  # without the time spent waiting for the next chunk

@@ -19,7 +19,7 @@ from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig, has_model_index
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
-from vllm_omni.engine.answer import Answer
+from vllm_omni.engine.answer import EMPTY, Answer
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.graph_metrics import collect
@@ -230,6 +230,18 @@ class Orchestrator:
         """The modalities that a graph can answer in."""
         outputs = self.plan_of(graph).outputs
         return [modality for modality, output in self.pipeline.modalities.items() if output in outputs]
+
+    def medium(self) -> str:
+        """The medium that the first graph makes, where the first stage is a diffusion stage: other outputs follow it.
+
+        Raises:
+            ConfigError: it makes none.
+        """
+        made = self.modalities_of()
+        for modality in made:
+            if modality in EMPTY:
+                return modality
+        raise ConfigError(f"this pipeline generates {', '.join(made)}, and no image, video or sound: use AsyncOmni")
 
     def outputs_of(self, modalities: Sequence[str], graph: str | None = None) -> dict[str, str]:
         """Find the graph outputs that answer the modalities: modality -> output.

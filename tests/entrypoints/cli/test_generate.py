@@ -1,10 +1,13 @@
 """``generate``: errors before a stage starts, and one answer to a prompt with media."""
 
+import argparse
 import io
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soundfile
@@ -12,13 +15,19 @@ import torch
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from tests.e2e.graphs.pipelines import GraphsPipeline
 from tests.entrypoints.test_cli import rejected
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_png, write_wav
-from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.config import OmniConfig, StageConfig, load_config
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.entrypoints.cli import generate
 from vllm_omni.entrypoints.cli.generate import write_answer
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.errors import OmniError
+from vllm_omni.errors import ConfigError, OmniError
+from vllm_omni.flow import Activation, Emission, Field, Graph, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.model_executor.models.diffusers.pipeline import diffusers_stage
+from vllm_omni.model_executor.pipeline import FunctionSpec
 
 QUESTION = "What is this, and what did you hear?\n"
 NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and a token before and behind it
@@ -97,6 +106,46 @@ def test_empty_prompt_on_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_several_graphs_answers(tiny_checkpoint: Path) -> None:
+    config = load_config(str(tiny_checkpoint), pipeline=GraphsPipeline)  # other graphs make images and comments
+    options = argparse.Namespace(modalities=None, speaker=None)
+    assert list(generate._check_request(config, options)) == ["text"]
+
+
+async def name_picture(activation: Activation) -> AsyncIterator[Emission]:
+    yield Emission("title", "a cat")
+
+
+class TitledPipeline(GraphsPipeline):
+    """A diffusion stage, and a function that names its picture."""
+
+    modalities: Mapping[str, str] = {"title": "title", "image": "image"}
+    deployment = {"stages": {"painter": {"engine_type": "diffusion"}}}
+
+    def __init__(self, *args: Any) -> None:
+        class Painter(Role):
+            paint = interface([["prompt"]], {"image": Field("image", streamed=True)})
+
+        class Titler(Role):
+            name = interface([["image"]], {"title": Field("text")})
+
+        self.graph = Graph("titled")
+        painted = self.graph.role(Painter, "painter").paint(prompt=self.graph.placeholder("prompt"))
+        self.graph.output(image=painted.image, title=self.graph.role(Titler, "titler").name(image=painted.image).title)
+        self.further_graphs, self.stages = (), (diffusers_stage("painter", "image"),)
+        self.functions = (FunctionSpec("titler", name_picture),)
+
+
+def test_a_diffusion_stage_that_others_follow_makes_its_medium(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(str(tiny_checkpoint), pipeline=TitledPipeline)
+    assert Orchestrator(config).medium() == "image"
+    monkeypatch.setattr(TitledPipeline, "modalities", {"title": "title"})
+    with pytest.raises(ConfigError, match="generates title, and no image, video or sound"):
+        Orchestrator(config).medium()
 
 
 def make_output(num_samples: int) -> OmniRequestOutput:

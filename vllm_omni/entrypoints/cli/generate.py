@@ -67,8 +67,7 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
     # The files are the user's own, and this engine has no other user.
     config = parsed.load_config(allowed_local_media_path="/")
     if config.stages[0].is_diffusion:
-        (modality,) = Orchestrator(config).pipeline.modalities
-        generate_media(config, modality, options, prompt, stdout)
+        generate_media(config, Orchestrator(config).medium(), options, prompt, stdout)
         return
     reject_diffusion_options(options)
     audio_path = answer_path(options.output, "audio")
@@ -196,7 +195,7 @@ def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[
         orchestrator.pipeline.check_options({} if options.speaker is None else {"speaker": options.speaker})
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
-    return options.modalities or tuple(orchestrator.pipeline.modalities)
+    return options.modalities or orchestrator.modalities_of()
 
 
 def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:

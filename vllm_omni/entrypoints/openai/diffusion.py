@@ -69,7 +69,7 @@ class DiffusionServing:
         self._models = models
         self._image_metrics = image_metrics
         self.pipeline = omni.orchestrator.pipeline
-        self.modality = next(iter(self.pipeline.modalities))  # of the output
+        self.modality = omni.orchestrator.medium()
         config = omni.model_config
         self._media = BudgetedConnector(
             allowed_local_media_path=config.allowed_local_media_path,
