@@ -61,15 +61,18 @@ class DiffusionServing:
 
     Args:
         models: the names under which the pipeline is served.
+        modality: of the output.
         image_metrics: count the times of images; None: they are not measured.
     """
 
-    def __init__(self, omni: AsyncOmni, models: OpenAIModelRegistry, image_metrics: ImageMetrics | None = None) -> None:
+    def __init__(
+        self, omni: AsyncOmni, models: OpenAIModelRegistry, modality: str, image_metrics: ImageMetrics | None = None
+    ) -> None:
         self._omni = omni
         self._models = models
         self._image_metrics = image_metrics
         self.pipeline = omni.orchestrator.pipeline
-        self.modality = omni.orchestrator.medium()
+        self.modality = modality
         config = omni.model_config
         self._media = BudgetedConnector(
             allowed_local_media_path=config.allowed_local_media_path,

@@ -49,7 +49,7 @@ def build_diffusion_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     names = args.served_model_name or [args.model]
     models = DiffusionModels(omni.model_config, [BaseModelPath(name=name, model_path=args.model) for name in names])
     image_metrics = None if args.disable_log_stats else ImageMetrics()
-    serving = DiffusionServing(omni, models, image_metrics)
+    serving = DiffusionServing(omni, models, omni.orchestrator.medium(), image_metrics)
     state = app.state
     state.engine_client, state.vllm_config, state.args = omni, omni.vllm_config, args
     state.log_stats = not args.disable_log_stats

@@ -26,8 +26,7 @@ class GraphMediaServing(DiffusionServing):
     """
 
     def __init__(self, omni: AsyncOmni, chat: OmniServingChat, modality: str, metrics: ImageMetrics | None) -> None:
-        super().__init__(omni, chat.models.registry, metrics)
-        self.modality = modality
+        super().__init__(omni, chat.models.registry, modality, metrics)
         self._chat = chat
 
     def check(self, modality: str) -> None:
