@@ -20,6 +20,7 @@ from tests.e2e.graphs.pipelines import NUM_TOOL_CALLS, GraphsPipeline
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.errors import ConfigError
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.testing import diffusion, llava
@@ -210,7 +211,7 @@ async def test_text_and_picture_of_one_answer_come_in_one_response(omni: AsyncOm
 
 
 async def test_an_answer_without_a_text_of_its_own_has_pictures_and_named_texts(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(**chat("critique"))
+    whole = await client.chat.completions.create(**chat("critique"), logprobs=True, top_logprobs=1)
     message = whole.choices[0].message
     assert len(message.images) == 2  # type: ignore[attr-defined]
     assert message.texts["comment"]  # type: ignore[attr-defined]
@@ -220,6 +221,10 @@ async def test_an_answer_without_a_text_of_its_own_has_pictures_and_named_texts(
     assert [one for delta in deltas for one in getattr(delta, "images", ())] == message.images  # type: ignore[attr-defined]
     comment = "".join(delta.texts["comment"] for delta in deltas if getattr(delta, "texts", None))
     assert comment == message.texts["comment"]  # type: ignore[attr-defined]
+    async with client.chat.completions.stream(**chat("critique")) as joined:
+        (final,) = (await joined.get_final_completion()).choices
+    assert final.message.images == message.images  # type: ignore[attr-defined]
+    assert final.finish_reason == "stop"
 
 
 async def test_an_agents_stream_ends_once_with_its_usage(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
@@ -249,6 +254,28 @@ async def test_graphs_are_models_of_their_own(client: openai.AsyncOpenAI) -> Non
         await client.chat.completions.create(**chat("plain", modalities=["image"]))
 
 
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [
+        ("responses", {"input": "w10", "max_output_tokens": 2}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "w10"}]}], "max_tokens": 2}),
+        ("chat/completions/batch", {"messages": [chat("critique")["messages"]], "max_completion_tokens": 2}),
+    ],
+)
+async def test_other_routes_of_texts_run_the_graph_that_is_named(
+    client: openai.AsyncOpenAI, route: str, field: dict[str, Any]
+) -> None:
+    await client.post(f"/{route}", body={"model": "diamond", **field}, cast_to=object)
+    with pytest.raises(openai.BadRequestError, match=r"unknown modality 'text': valid: image, comment"):
+        await client.post(f"/{route}", body={"model": "critique", **field}, cast_to=object)
+
+
+async def test_a_served_name_cannot_be_that_of_a_graph(omni: AsyncOmni) -> None:
+    parsed = parse_serve_args([omni.config.model, "--served-model-name", "tiny", "diamond", "--dtype", "float32"])
+    with pytest.raises(ConfigError, match="--served-model-name diamond: one of the pipeline's graphs has this name"):
+        await build_omni_app(omni, parsed.args)
+
+
 async def test_sessions_over_http_share_their_history(client: openai.AsyncOpenAI) -> None:
     async def ask_in(session: str | None) -> str:
         headers = {} if session is None else {"X-Session-ID": session}
@@ -276,7 +303,10 @@ async def test_an_images_route_paints_what_the_language_model_says(omni: AsyncOm
     events = [event async for event in stream]
     assert [event.type for event in events] == ["image_generation.progress"] * 2 + ["image_generation.completed"]
     assert torch.equal(pixels_of("," + events[-1].b64_json), image)  # type: ignore[union-attr]
-    with pytest.raises(openai.BadRequestError, match=r"'diamond' has no image output"):
+    with pytest.raises(openai.BadRequestError) as rejected:
+        await client.images.generate(**body | {"size": "0x64"}, extra_body=settings)  # type: ignore[arg-type]
+    assert rejected.value.param == "size"
+    with pytest.raises(openai.BadRequestError, match=r"'diamond' has no image output: valid: illustrated, embed"):
         await client.images.generate(model="diamond", prompt="w1")
     with pytest.raises(openai.BadRequestError, match=r"no video output; it has text, image, comment"):
         await client.post("/videos/sync", body={"prompt": "w1"}, cast_to=object)

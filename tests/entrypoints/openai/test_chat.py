@@ -28,6 +28,13 @@ async def test_a_modality_that_chat_answers_cannot_have_is_rejected(stream: bool
     assert rejected.value.param == "modalities"
 
 
+@pytest.mark.parametrize(("more", "param"), [({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search")])
+async def test_a_graph_without_text_makes_one_answer_also_by_default(more: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match="output beside the text") as rejected:
+        await make_chat("image").create_chat_completion(OmniChatCompletionRequest(**CHAT, **more))
+    assert rejected.value.param == param
+
+
 def test_a_request_of_vllm_keeps_what_it_does_not_know() -> None:
     request = ChatCompletionRequest(**CHAT, modalities=["audio"], audio={"voice": "Ethan"}, temperature=0.5)
     ours = OmniChatCompletionRequest.of(request)

@@ -13,6 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
 from vllm_omni.entrypoints.openai.chat_stream import DONE, ChatStreamWriter, MediaStream
+from vllm_omni.entrypoints.openai.sse import event
 from vllm_omni.errors import StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
 
@@ -129,3 +130,45 @@ def test_a_client_that_leaves_closes_the_outputs() -> None:
 
     asyncio.run(leave())
     assert closed == ["outputs"]
+
+
+def test_images_before_the_text_follow_its_first_chunk_and_can_be_joined() -> None:
+    async def generate() -> AsyncGenerator[OmniRequestOutput, None]:
+        for text, finish_reason in ((None, None), ("x", "stop"), (None, None)):
+            output = make_output(text, finish_reason)
+            output.multimodal_output["images"] = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+            yield output
+
+    async def read() -> list[dict[str, Any]]:
+        writer = ChatStreamWriter("audio-chat", True, is_spoken=False)
+        stream = MediaStream(generate(), None, AnswerMedia(["text", "image"]), writer)
+        return [
+            json.loads(line.removeprefix("data: ")) async for line in stream.merge(write_lines(stream)) if line != DONE
+        ]
+
+    chunks = asyncio.run(read())
+    assert {(one["id"], one["object"], one["created"], one["model"]) for one in chunks} == {
+        ("chat", "chat.completion.chunk", 1, "tiny")
+    }
+    deltas = [one["choices"][0]["delta"] for one in chunks]
+    assert deltas[0] == {"content": "x"}
+    message: dict[Any, Any] = {}  # as OpenAI's client makes it of the stream
+    for delta in deltas:
+        accumulate_delta(message, delta)
+    assert [image["index"] for image in message["images"]] == [0, 1, 2]
+
+
+def test_an_answer_without_tokens_ends_with_a_reason() -> None:
+    async def generate() -> AsyncGenerator[OmniRequestOutput, None]:
+        yield make_output("", "stop")
+
+    async def write_head(stream: MediaStream) -> AsyncGenerator[str, None]:
+        async for _ in stream.read_text():
+            yield chunk({"role": "assistant"})  # and nothing of an empty text
+        yield DONE
+
+    async def read() -> list[str]:
+        stream = MediaStream(generate(), None, AnswerMedia([]), ChatStreamWriter("", True))
+        return [line async for line in stream.merge(write_head(stream))]
+
+    assert asyncio.run(read()) == [chunk({"role": "assistant"}), event(json.loads(chunk({}, "stop")[6:])), DONE]

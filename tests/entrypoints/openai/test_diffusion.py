@@ -1,15 +1,21 @@
 """Bodies of requests to a diffusion pipeline, without an engine."""
 
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from PIL import Image
 
-from vllm_omni.entrypoints.openai.diffusion import InputImages, Values
+from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values
+from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest
 from vllm_omni.entrypoints.openai.errors import add_error_handlers
+from vllm_omni.entrypoints.openai.graph_media import GraphMediaServing
 from vllm_omni.entrypoints.openai.images import usage_of
+from vllm_omni.errors import DeadlineExceeded, InvalidRequest
 
 
 @pytest.fixture
@@ -46,3 +52,53 @@ def test_usage_counts_squares_of_pixels() -> None:
     usage = usage_of(InputImages(sizes=[(16, 32)]), made)
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (2, 18, 20)
     assert usage["input_tokens_details"] == {"image_tokens": 2, "text_tokens": 0}
+
+
+# -- the request to the engine ----------------------------------------------------------------------------------------
+
+
+class Models:
+    base_model_paths = ()
+
+    async def check_model(self, name: str | None) -> None:
+        return None
+
+
+class SlowPrompt(DiffusionServing):
+    async def _engine_prompt(self, prompt: str, media: Mapping[str, Any]) -> Any:
+        await asyncio.sleep(60)
+
+
+def make_serving(cls: type[DiffusionServing]) -> DiffusionServing:
+    def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise InvalidRequest("height = 0", param="height")  # as parameters are rejected, before there is a generator
+
+    serving = cls.__new__(cls)
+    serving._omni = SimpleNamespace(check_admission=lambda: None, generate=generate, graph_of=lambda name: name)  # type: ignore[assignment]
+    serving._models, serving._image_metrics, serving.modality = Models(), None, "image"  # type: ignore[assignment]
+    serving._omni.orchestrator = SimpleNamespace()  # type: ignore[assignment]
+    return serving
+
+
+def make_request(**headers: str) -> Request:
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "headers": named})
+
+
+async def test_a_rejected_parameter_has_the_name_of_its_field() -> None:
+    fields = ImageRequest(prompt="a cat", size="64x0")
+    with pytest.raises(InvalidRequest, match="size: height = 0") as rejected:
+        await make_serving(DiffusionServing).answer("a cat", fields, InputImages(), make_request())
+    assert rejected.value.param == "size"
+
+
+async def test_a_deadline_bounds_the_reading_of_the_prompt() -> None:
+    fields = ImageRequest(prompt="a cat", deadline_s=0.01)
+    with pytest.raises(DeadlineExceeded, match="during the reading of the prompt"):
+        await make_serving(SlowPrompt).answer("a cat", fields, InputImages(), make_request())
+
+
+def test_an_image_of_a_graph_is_made_in_the_session_of_its_header() -> None:
+    serving = make_serving(GraphMediaServing)
+    arguments = serving._arguments(ImageRequest(prompt="a cat"), make_request(x_session_id="s"))
+    assert arguments["session_id"] == "s"

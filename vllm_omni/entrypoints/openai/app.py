@@ -33,7 +33,7 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.draining import draining_router
-from vllm_omni.entrypoints.openai.engine import EngineWithArguments
+from vllm_omni.entrypoints.openai.engine import EngineWithArguments, serve_graphs
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of
 from vllm_omni.entrypoints.openai.graph_media import add_graph_media_routes
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
@@ -54,6 +54,15 @@ common_router = APIRouter()
 
 # How long clients have, once the stages have ended, to send and to receive what is left.
 CLOSE_TIMEOUT_S = 5
+
+TEXT_HANDLERS = {
+    "openai_serving_chat_batch": "create_batch_chat_completion",
+    "openai_serving_responses": "create_responses",
+    "anthropic_serving_messages": "create_messages",
+    "cohere_serving_chat_v2": "create_chat_v2",
+    "serving_tokens": "serve_tokens",
+}
+"""vLLM's other handlers of requests for text that name a model, in the state of its application -> their method."""
 
 HTTP_ARGS = (
     "enable_ssl_refresh host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
@@ -201,7 +210,11 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
 
 
 async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """vLLM's application over these stages, ready to serve."""
+    """vLLM's application over these stages, ready to serve.
+
+    Raises:
+        ConfigError: a served name is that of a further graph, which is a model of its own.
+    """
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
@@ -209,7 +222,10 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         _finish(app, omni, args)
         return app
     graphs = [graph.name for graph in omni.orchestrator.pipeline.further_graphs]
-    args.served_model_name = [*(args.served_model_name or [args.model]), *graphs]
+    names = args.served_model_name or [args.model]
+    if taken := [name for name in names if name in graphs]:
+        raise ConfigError(f"--served-model-name {taken[0]}: one of the pipeline's graphs has this name; choose another")
+    args = Namespace(**{**vars(args), "served_model_name": [*names, *graphs]})
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
@@ -221,6 +237,9 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
+    for name, method in TEXT_HANDLERS.items():
+        if graphs and (handler := getattr(app.state, name, None)) is not None:
+            serve_graphs(handler, method, omni)
     chat: OmniServingChat = app.state.openai_serving_chat
     app.state.openai_serving_speech = OmniServingSpeech(chat, omni, metrics, args.sse_keep_alive_interval)
     add_graph_media_routes(app, omni, chat, args.sse_keep_alive_interval)

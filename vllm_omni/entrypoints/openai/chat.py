@@ -49,7 +49,7 @@ NOT_SERVED = ("video",)
 async def _after_empty_text(
     outputs: AsyncGenerator[OmniRequestOutput, None],
 ) -> AsyncGenerator[OmniRequestOutput, None]:
-    ended = CompletionOutput(0, "", [], None, None, finish_reason="stop")
+    ended = CompletionOutput(0, "", [], None, logprobs=[], finish_reason="stop")
     async with aclosing(outputs):
         is_first = True
         async for output in outputs:
@@ -92,10 +92,10 @@ class OmniServingChat(OpenAIServingChat):
         request = OmniChatCompletionRequest.of(request)
         graph = self.omni.graph_of(request.model)
         made = self.omni.orchestrator.modalities_of(graph)
-        self._check(request, made)
         if request.modalities is None and "text" not in made:
             shown = [modality for modality in made if modality not in NOT_SERVED]
             request = request.model_copy(update={"modalities": shown})
+        self._check(request, made)
         modalities = ["text"] if request.modalities is None else request.modalities
         speaker = request.audio.speaker if request.audio else None
         self.omni.check_available(modalities, speaker, graph)

@@ -34,7 +34,12 @@ class AnswerMedia:
         delta: dict[str, Any] = {}
         if self._wants_images and (images := output.images):
             urls = [await asyncio.to_thread(data_url, image, FORMAT) for image in images]
-            delta["images"] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            # Clients that join the deltas of a stream find an item by its index.
+            first = len(self.fields["images"])
+            delta["images"] = [
+                {"index": index, "type": "image_url", "image_url": {"url": url}}
+                for index, url in enumerate(urls, first)
+            ]
             self.fields["images"] += delta["images"]
         texts = {name: output.multimodal_output[name] for name in self._names if output.multimodal_output.get(name)}
         if texts:

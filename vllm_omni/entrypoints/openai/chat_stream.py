@@ -58,6 +58,7 @@ class MediaStream:
         Closing it closes the outputs and the lines.
         """
         ending: list[str] = []  # finish_reason, usage, [DONE]
+        early: list[OmniRequestOutput] = []  # media before the first line, which has the role and the fields of a chunk
         async with aclosing(self._outputs), aclosing(lines):
             reader = asyncio.create_task(self._read(lines))
             try:
@@ -65,16 +66,20 @@ class MediaStream:
                     if isinstance(item, Exception):
                         raise item
                     if isinstance(item, OmniRequestOutput):
-                        async for line in self._lines_of(item):
-                            yield line
-                        continue
-                    for line in self._writer.rewrite(item):
-                        if self._text_has_ended and self._writer.is_ending(line):
-                            ending.append(line)
-                        else:
+                        early.append(item)
+                    else:
+                        for line in self._writer.rewrite(item):
+                            if self._text_has_ended and self._writer.is_ending(line):
+                                ending.append(line)
+                            else:
+                                yield line
+                    while early and self._writer.has_started:
+                        async for line in self._lines_of(early.pop(0)):
                             yield line
                 if self._text_has_ended and self._speech is not None:
                     yield self._writer.end_of_audio(await self._speech.finish())
+                if self._text_has_ended and not self._writer.has_ended:  # upstream skips the end of an empty text
+                    yield self._writer.delta({}, "stop")
             finally:
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
@@ -110,7 +115,13 @@ class ChatStreamWriter:
         self._pieces = Base64Pieces()
         self._wants_text = wants_text
         self._head: dict[str, Any] = {}  # the first fields of every chunk
+        self.has_ended = False  # whether a finish_reason has been written
         self._transcript = ""
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a chunk has been written."""
+        return bool(self._head)
 
     def rewrite(self, line: str) -> Iterator[str]:
         """Split ``finish_reason`` from the text of a line; without text output, send the text as the transcript."""
@@ -124,6 +135,7 @@ class ChatStreamWriter:
         if choice.get("finish_reason") is None:
             yield line if self._wants_text else event(chunk)
             return
+        self.has_ended = True
         if any(choice["delta"].values()):
             yield event({**chunk, "choices": [{**choice, "finish_reason": None, "stop_reason": None}]})
         ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
@@ -167,7 +179,7 @@ class ChatStreamWriter:
     def _audio(self, audio: dict[str, Any]) -> str:
         return self.delta({"audio": {**self._take_id(), **audio}})
 
-    def delta(self, delta: dict[str, Any]) -> str:
+    def delta(self, delta: dict[str, Any], finish_reason: str | None = None) -> str:
         """The line of a delta."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return event({**self._head, "choices": [choice]})

@@ -119,15 +119,17 @@ class DiffusionServing:
                 async with deadline.limit("the reading of the input images"):
                     holding.media = await self._read(images)
                 media = {"multi_modal_data": {"image": holding.media}}
-            outputs = self._omni.generate(
-                await self._engine_prompt(prompt, media),
-                self._stage_params(fields),
-                request_id,
-                priority=fields.priority,
-                deadline_s=deadline.left_s(),
-                **self._arguments(fields),
-            )
+            async with deadline.limit("the reading of the prompt"):
+                engine_prompt = await self._engine_prompt(prompt, media)
             try:
+                outputs = self._omni.generate(
+                    engine_prompt,
+                    self._stage_params(fields),
+                    request_id,
+                    priority=fields.priority,
+                    deadline_s=deadline.left_s(),
+                    **self._arguments(fields, raw_request),
+                )
                 async with aclosing(outputs):
                     async for output in outputs:
                         if "images" in output.multimodal_output or output.preview is not None:
@@ -144,7 +146,7 @@ class DiffusionServing:
     def _stage_params(self, fields: DiffusionFields) -> Any:
         return fields.params()
 
-    def _arguments(self, fields: DiffusionFields) -> dict[str, Any]:
+    def _arguments(self, fields: DiffusionFields, raw_request: Request) -> dict[str, Any]:
         """Further arguments of ``AsyncOmni.generate``."""
         return {}
 

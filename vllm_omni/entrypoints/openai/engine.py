@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -42,6 +43,18 @@ class EngineWithArguments:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+def serve_graphs(handler: Any, method: str, omni: AsyncOmni) -> None:
+    """Have one of vLLM's handlers of texts run the graph that a request names as its model."""
+
+    async def run(request: Any, *args: Any, **kwargs: Any) -> Any:
+        serving = copy.copy(handler)
+        graph = omni.graph_of(request.model)
+        serving.engine_client = EngineWithArguments(omni, Deadline(None), modalities=("text",), graph=graph)
+        return await getattr(type(handler), method)(serving, request, *args, **kwargs)
+
+    setattr(handler, method, run)
 
 
 async def _retryable(

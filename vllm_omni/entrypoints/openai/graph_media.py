@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from vllm.entrypoints.generate.base.serving import SESSION_ID_HEADER
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -16,6 +17,7 @@ from vllm_omni.entrypoints.openai.diffusion_app import add_media_routes
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow import StaticPlan
 
 MODALITIES = ("image", "video")
 
@@ -35,15 +37,25 @@ class GraphMediaServing(DiffusionServing):
             raise InvalidRequest(f"this model has no {modality} output; it has {made}", param="model")
 
     def _stage_params(self, fields: DiffusionFields) -> Any:
-        plan = self._omni.orchestrator.plan_of(self._omni.graph_of(fields.model))
-        output = plan.outputs.get(self.pipeline.modalities[self.modality])
+        plan, name = self._plan_of(fields.model), self.pipeline.modalities[self.modality]
+        output = plan.outputs.get(name)
         if output is None:
-            raise InvalidRequest(f"model = {fields.model!r} has no {self.modality} output", param="model")
+            served = [model.name for model in self._models.base_model_paths]
+            valid = ", ".join(one for one in served if name in self._plan_of(one).outputs)
+            said = f"model = {fields.model!r} has no {self.modality} output: valid: {valid}"
+            raise InvalidRequest(said, param="model")
         role = plan.nodes[output.source].role
         return {role: fields.params()} if role in self._omni.config.stage_names else None
 
-    def _arguments(self, fields: DiffusionFields) -> dict[str, Any]:
-        return {"modalities": [self.modality], "graph": self._omni.graph_of(fields.model)}
+    def _plan_of(self, model: str | None) -> StaticPlan:
+        return self._omni.orchestrator.plan_of(self._omni.graph_of(model))
+
+    def _arguments(self, fields: DiffusionFields, raw_request: Request) -> dict[str, Any]:
+        return {
+            "modalities": [self.modality],
+            "graph": self._omni.graph_of(fields.model),
+            "session_id": raw_request.headers.get(SESSION_ID_HEADER),
+        }
 
     async def _engine_prompt(self, prompt: str, media: Mapping[str, Any]) -> Any:
         images = media.get("multi_modal_data", {}).get("image", ())
