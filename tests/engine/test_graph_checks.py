@@ -1,12 +1,14 @@
 """What a pipeline's author can get wrong, and what the graph language has and a server does not: errors at start."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
+from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import (
     Activation,
@@ -21,8 +23,11 @@ from vllm_omni.flow import (
     Scheduling,
     interface,
 )
+from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.frames import Tokens
-from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageSpec
+from vllm_omni.model_executor.models.qwen2_5_omni.windows import WindowSizes
+from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, SpeechPrompt, StageSpec
+from vllm_omni.model_executor.routes import ByKind
 
 TEXT, ROWS, CODES = (Field(name, streamed=True) for name in ("text", "rows", "codes"))
 
@@ -103,14 +108,21 @@ def check(
 
     class Made(Pipeline):
         modalities = {"text": "text"}
-        extra_outputs = {"codes": "codes"}
+        extra_outputs = {"codes": "codes"} | ({"joined": "joined"} if "joined" in plan.outputs else {})
 
         def __init__(self) -> None:
-            self.stages = [StageSpec(name, "", **{"output_type": "text"} | spec.get(name, {})) for name in names]
+            self.graph = graph
+            self.stages = [StageSpec(name, "Class", **{"output_type": "text"} | spec.get(name, {})) for name in names]
             self.functions = [FunctionSpec(name, one) for name, one in functions.items()]
 
         def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
             return {}
+
+        def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
+            return SpeechPrompt("", "", "", text)
+
+        def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
+            return output.outputs
 
     made = Made()
     for name, value in pipeline.items():
@@ -120,6 +132,7 @@ def check(
         for index, name in enumerate(names)
     ]
     config = OmniConfig(model="m", model_type="speech", stages=tuple(deployed), edges=tuple(edges))
+    check_pipeline(made)
     check_graph(config, made, [plan])
 
 
@@ -141,7 +154,9 @@ def test_a_join_of_stages_is_served_with_a_function_that_combines() -> None:
 
 def test_a_function_reads_and_makes_any_field() -> None:
     check(join, functions={"joiner": emit})
-    check(without_transfer, functions={"talker": emit})
+    check(without_transfer, functions={"talker": emit}, specs={"thinker": {}})
+    with pytest.raises(GraphError, match="'rows' is read by the function 'talker', which reads no tensors"):
+        check(without_transfer, functions={"talker": emit})
 
 
 def test_sessions_and_further_placeholders_are_served() -> None:
@@ -191,7 +206,7 @@ def constant(graph: Graph, field: str = "rows") -> None:
 
 
 def test_a_loop_of_stages_reads_constants() -> None:
-    check(lambda graph: constant(graph, "text"), specs={"talker": {"combine": {"generate": combine}}})
+    check(lambda graph: constant(graph, "text"), specs={"thinker": {}, "talker": {"combine": {"generate": combine}}})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +229,7 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
     [
         ({"build": join}, r"'joiner.join' joins text and codes: give `combine` .* function for 'join'"),
         ({"specs": {"talker": {"combine": {"join": combine}}}}, r"'talker': combine: no interface 'join'"),
-        ({"specs": {"talker": {"route": {"generat": combine}}}}, r"route: no interface 'generat'; did you mean"),
+        ({"specs": {"talker": {"route": {"generat": ByKind()}}}}, r"route: no interface 'generat'; did you mean"),
         ({"specs": {"thinker": {"frames": {"row": Tokens}}}}, r"frames: no output 'row'; did you mean 'rows'"),
         ({"functions": {"talker": emit}, "stages": ["thinker", "talker"]}, r"has 'talker' twice"),
         ({"build": without_transfer}, r"thinker.generate.rows -> talker.generate.rows has no transfer function"),
@@ -233,8 +248,14 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
         ),
         ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
         ({"specs": {"talker": {"check_prompt": print}}}, r"'talker': check_prompt: only the first stage reads"),
-        ({"chunks": {("talker", "thinker"): None}}, r"chunks: the graph has no edge talker->thinker; it has thinker->"),
-        ({"speech_stage": "speaker"}, r"speech_stage: no stage 'speaker'"),
+        (
+            {"chunks": {("talker", "thinker"): WindowSizes()}},
+            r"chunks: the graph has no edge talker->thinker; it has thinker->",
+        ),
+        (
+            {"speech_stage": "speaker", "modalities": {"text": "text", "audio": "codes"}, "extra_outputs": {}},
+            r"speech_stage: no stage 'speaker'",
+        ),
     ],
 )
 def test_a_pipeline_that_contradicts_itself_is_rejected(wrong: Any, message: str) -> None:
@@ -244,7 +265,12 @@ def test_a_pipeline_that_contradicts_itself_is_rejected(wrong: Any, message: str
 
 def test_settings_of_an_edge_without_tensors_are_rejected() -> None:
     edge = EdgeConfig(source="thinker", target="talker", transport="tcp", stream=False, credits=8)
-    check(edges=[edge])
+    check(edges=[replace(edge, credits=256)])
+    check(edges=[replace(edge, stream=True)])
+    with pytest.raises(
+        ConfigError, match="edge thinker->talker: credits = 8 has no effect: only rows that an ar stage"
+    ):
+        check(edges=[edge])
     for key in ("transport", "stream", "credits"):
         one = EdgeConfig(source="thinker", target="talker", **{key: getattr(edge, key)})
         with pytest.raises(ConfigError, match=rf"edge thinker->talker: {key} = .* has no effect.*travel on no edge"):

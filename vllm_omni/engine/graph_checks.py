@@ -5,15 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
-from vllm_omni.engine.output_processor import HANDLERS
+from vllm_omni.engine.pipeline_checks import check_generator
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import ENTRY, Scheduling, StaticPlan
 from vllm_omni.flow.graph.plan import Edge, NodePlan
-from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageSpec
+from vllm_omni.model_executor.models.diffusers.hf_config import ARCHITECTURE
+from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
+from vllm_omni.model_executor.routes import ByKind
+from vllm_omni.model_executor.transfers import pass_tensors
 from vllm_omni.names import suggest
 
 PROMPT = "prompt"
 """The placeholder that a request fills, unless the pipeline has ``inputs`` of its own."""
+
+OUTPUT_TYPES: Mapping[str, frozenset[str]] = {
+    "ar": frozenset({"text", "latents", "text+image"}),
+    "generation": frozenset({"latents", "audio", "image", "video"}),
+    "diffusion": frozenset({"audio", "image", "video"}),
+}
+"""Kind of engine -> output types that its stages may have."""
+
+ANSWERS: Mapping[str, frozenset[str]] = {
+    "text": frozenset({"text", "latents", "text+image"}),
+    "image": frozenset({"image", "text+image"}),
+    "video": frozenset({"video"}),
+}
+"""Modality that the routes know -> output types of the stages, or modalities of a function's fields, that have it."""
 
 Edges = set[tuple[str, str]]
 """(Source, target), both stages."""
@@ -30,7 +47,7 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         ConfigError: the deployment has other stages or edges, or a setting that an edge cannot honour.
     """
     specs = {spec.name: spec for spec in pipeline.stages}
-    _check_roles(plans, specs, {spec.name: spec for spec in pipeline.functions})
+    _check_roles(plans, pipeline)
     for plan in plans:
         _check_placeholders(plan, pipeline)
         for node in plan.nodes.values():
@@ -40,6 +57,8 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
     _check_first(plans[0], config.stages[0].name, specs)
     edges = edges_between(plans)
     _check_names(pipeline, plans, specs, edges)
+    publishing = publishing_edges(plans, specs)
+    _check_publishing(plans, specs)
     if set(specs) != set(config.stage_names):
         raise ConfigError(
             f"the graph of {config.model_type} has the stages {', '.join(specs)}, the deployment has "
@@ -47,9 +66,10 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         )
     for stage in config.stages:
         _check_spec(stage, specs[stage.name])
-    publishing = publishing_edges(plans, specs)
+    _check_outputs(pipeline, plans, specs, config)
     for edge in config.edges:
         _check_edge(edge, edges, publishing)
+        _check_credits(edge, config)
 
 
 def edges_between(plans: Iterable[StaticPlan], fields: Mapping[str, frozenset[str]] | None = None) -> Edges:
@@ -80,11 +100,13 @@ def whole_fields(role: str, plans: Iterable[StaticPlan]) -> dict[str, set[str]]:
     return {node.interface: {name for name, one in node.outputs.items() if not one.streamed} for node in nodes}
 
 
-def _check_roles(
-    plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], functions: Mapping[str, FunctionSpec]
-) -> None:
-    where = f"the pipeline of graph {plans[0].name!r}"
-    names = [*specs, *functions]
+def _of(plans: Sequence[StaticPlan]) -> str:
+    return f"the pipeline of graph {plans[0].name!r}"
+
+
+def _check_roles(plans: Sequence[StaticPlan], pipeline: Pipeline) -> None:
+    where = _of(plans)
+    names = [*(spec.name for spec in pipeline.stages), *(spec.name for spec in pipeline.functions)]
     roles = frozenset[str]().union(*(plan.roles for plan in plans))
     for role in sorted(roles - set(names)):
         raise GraphError(
@@ -95,15 +117,26 @@ def _check_roles(
             raise GraphError(f"{where} has no role for {name!r}; {suggest(name, roles)}")
         if names.count(name) > 1:
             raise GraphError(f"{where} has {name!r} twice: a role is a stage or a function")
-    for spec in specs.values():
-        if spec.output_type not in HANDLERS:
-            known = suggest(spec.output_type, HANDLERS)
-            raise GraphError(f"{where}: stage {spec.name!r}: output_type {spec.output_type!r}; {known}")
+    for spec in pipeline.stages:
         nodes = [node for plan in plans for node in plan.nodes.values() if node.role == spec.name]
-        fields = {field for node in nodes for field in node.outputs}
-        interfaces = {node.interface for node in nodes}
-        _check_keys(f"{where}: stage {spec.name!r}", "output", fields, spec, "publishing_fields", "frames")
-        _check_keys(f"{where}: stage {spec.name!r}", "interface", interfaces, spec, "combine", "route")
+        _check_interfaces(f"{where}: stage {spec.name!r}", spec, nodes)
+
+
+def _check_interfaces(where: str, spec: StageSpec, nodes: Sequence[NodePlan]) -> None:
+    """The names in a stage's settings are those of its nodes."""
+    fields = {field: one for node in nodes for field, one in node.outputs.items()}
+    outputs = {node.interface: node.outputs for node in nodes}
+    _check_keys(where, "output", set(fields), spec, "publishing_fields", "frames")
+    _check_keys(where, "interface", set(outputs), spec, "combine", "route")
+    for field in spec.frames:
+        if not fields[field].streamed:
+            raise GraphError(f"{where}: frames: output {field!r} is not streamed: it has one frame, the whole output")
+    for interface, route in spec.route.items():
+        for field in route.fields if isinstance(route, ByKind) else ():
+            if field not in outputs[interface]:
+                raise GraphError(
+                    f"{where}: route of {interface!r}: no output {field!r}; {suggest(field, outputs[interface])}"
+                )
 
 
 def _check_keys(where: str, what: str, known: set[str], spec: StageSpec, *attributes: str) -> None:
@@ -141,12 +174,19 @@ def _check_node(node: NodePlan, spec: StageSpec | None) -> None:
 
 
 def _check_plan_edge(edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec]) -> None:
+    if edge.transfer is not None:
+        check_generator(f"edge {edge}", edge.transfer, "chunks", "call")
     if ENTRY in (edge.source, edge.target):
         return
     node = plan.nodes[edge.target]
     source, target = specs.get(plan.nodes[edge.source].role), specs.get(node.role)
     if source is None:
         return
+    if isinstance(edge.transfer, pass_tensors) and edge.source_field not in source.publishing_fields:
+        raise GraphError(
+            f"edge {edge}: pass_tensors: add {edge.source_field!r} to publishing_fields of the StageSpec of "
+            f"{source.name!r}"
+        )
     if edge.is_constant and edge.source_field in source.publishing_fields:
         raise PlanError(
             f"edge {edge} enters a loop, whose every iteration would read it, and the tensors of "
@@ -175,7 +215,7 @@ def _check_first(plan: StaticPlan, first: str, specs: Mapping[str, StageSpec]) -
 
 
 def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], edges: Edges) -> None:
-    where = f"the pipeline of graph {plans[0].name!r}"
+    where = _of(plans)
     outputs = [output for plan in plans for output in plan.outputs]
     named: dict[str, str] = {}  # output -> its modality
     for name, output in {**pipeline.modalities, **pipeline.extra_outputs}.items():
@@ -195,8 +235,69 @@ def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping
         raise GraphError(f"{where}: speech_stage: no stage {speech_stage!r}; {suggest(speech_stage, specs)}")
 
 
+def _check_outputs(
+    pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec], config: OmniConfig
+) -> None:
+    """Each output of a graph answers a name, and has what that name says."""
+    named = {output: name for name, output in (*pipeline.modalities.items(), *pipeline.extra_outputs.items())}
+    for name in pipeline.modalities.keys() & pipeline.extra_outputs:
+        raise GraphError(f"{_of(plans)}: extra_outputs: {name!r} is a modality")
+    for plan in plans:
+        for output, edge in plan.outputs.items():
+            if output not in named:
+                raise GraphError(
+                    f"graph {plan.name!r}: no modality names output {output!r}, so no request can ask for it; add it "
+                    f"to modalities or extra_outputs, which have {', '.join(named)}"
+                )
+            _check_answer(f"graph {plan.name!r}: modality {named[output]!r}", named[output], edge, plan, specs, config)
+
+
+def _check_answer(
+    where: str, modality: str, edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec], config: OmniConfig
+) -> None:
+    node = plan.nodes[edge.source]
+    spec, field = specs.get(node.role), node.outputs[edge.source_field]
+    made = field.modality if spec is None else spec.output_type
+    if made not in ANSWERS.get(modality, {made}) and (spec is not None or made in ANSWERS):
+        needed = " or ".join(sorted(ANSWERS[modality]))
+        raise GraphError(f"{where}: output {edge.target_field!r} is {made!r} of {node.role!r}; must be {needed}")
+    if modality == "text" and spec is not None and not config.stage(spec.name).is_autoregressive:
+        kind = config.stage(spec.name).engine_type
+        raise ConfigError(f"{where}: is that of stage {spec.name!r}, whose engine_type is {kind!r}: only 'ar' has text")
+
+
+def _check_publishing(plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec]) -> None:
+    """Each field that a stage publishes is read by a stage that can read tensors, and by no function."""
+    for name, spec in specs.items():
+        for field in sorted(spec.publishing_fields):
+            where = f"stage {name!r}: publishing_fields: {field!r}"
+            readers = {target for _, target in edges_between(plans, {name: frozenset({field})})}
+            for reader in sorted(readers - set(specs)):
+                raise GraphError(f"{where} is read by the function {reader!r}, which reads no tensors")
+            if not any(specs[reader].architecture for reader in readers):
+                listed = " and ".join(sorted(readers)) or "no stage"
+                raise GraphError(
+                    f"{where} is read by {listed}: tensors are read by a stage with a class of its own (architecture); "
+                    "leave the field out"
+                )
+
+
 def _check_spec(stage: StageConfig, spec: StageSpec) -> None:
-    """Properties that would do nothing in a stage of this kind, at this place."""
+    """Properties that a stage of this kind, at this place, cannot honour."""
+    where, kind = f"stage {stage.name!r}", stage.engine_type
+    if stage.is_diffusion != (spec.architecture == ARCHITECTURE):
+        needed = "diffusion" if spec.architecture == ARCHITECTURE else "ar, or generation"
+        raise ConfigError(f"{where}: engine_type = {kind!r}: its class {spec.architecture!r} needs {needed}")
+    if spec.output_type not in OUTPUT_TYPES[kind]:
+        kinds = [one for one, types in OUTPUT_TYPES.items() if spec.output_type in types]
+        raise ConfigError(
+            f"{where}: engine_type = {kind!r}: its output_type is {spec.output_type!r}, which is that of "
+            f"{' or '.join(kinds)}; this kind has {', '.join(sorted(OUTPUT_TYPES[kind]))}"
+        )
+    if kind == "generation" and not spec.architecture:
+        raise ConfigError(f"{where}: engine_type = 'generation': name its class in architecture of the StageSpec")
+    if stage.is_diffusion and spec.sampling_params:
+        raise GraphError(f"{where}: sampling_params: a diffusion stage has none; set DiffusionParams in the deployment")
     if spec.check_prompt is not None and stage.stage_id:
         raise GraphError(f"stage {stage.name!r}: check_prompt: only the first stage reads the user's prompt")
 
@@ -213,6 +314,14 @@ def _check_edge(edge: EdgeConfig, edges: Edges, publishing: Edges) -> None:
                 f"{where}: {key} = {value!r} has no effect: its requests are made in the front end, and no tensors "
                 f"travel on it; tensors travel on {_listed(publishing) or 'no edge'}"
             )
+
+
+def _check_credits(edge: EdgeConfig, config: OmniConfig) -> None:
+    if edge.credits != EdgeConfig.credits and not (edge.stream and config.stage(edge.target).is_autoregressive):
+        raise ConfigError(
+            f"edge {edge.source}->{edge.target}: credits = {edge.credits} has no effect: only rows that an ar stage "
+            "reads while they are made (stream: true) need them"
+        )
 
 
 def _listed(edges: Edges) -> str:

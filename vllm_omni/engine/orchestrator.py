@@ -31,6 +31,7 @@ from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
+from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
 from vllm_omni.engine.request_processor import RequestProcessor
@@ -80,6 +81,7 @@ class Orchestrator:
         envs.reject_unknown()
         self.config = config
         self.pipeline = _load_pipeline(config)
+        check_pipeline(self.pipeline)
         self.plans = parse_graphs([self.pipeline.graph, *self.pipeline.further_graphs])
         check_graph(config, self.pipeline, list(self.plans.values()))
         self._route = cache(lambda graph, outputs: self.plans[graph].route(outputs))

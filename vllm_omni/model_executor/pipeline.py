@@ -134,13 +134,13 @@ class Pipeline(ABC):
     """One model family on one checkpoint."""
 
     graph: Graph
-    # Others over the same stages and functions; a request names one of them as its model. Those of its outputs count
-    # that ``modalities`` and ``extra_outputs`` name.
+    # Others over the same stages and functions; a request names one of them as its model.
     further_graphs: Sequence[Graph] = ()
     stages: Sequence[StageSpec]
     functions: Sequence[FunctionSpec] = ()
     modalities: Mapping[str, str]  # modality of a request -> output of the graph
-    extra_outputs: Mapping[str, str] = {}  # likewise, only by name: intermediate results (codec ids)
+    # Likewise, only by name: intermediate results (codec ids). One of the two names each output of the graphs.
+    extra_outputs: Mapping[str, str] = {}
     sample_rate: int = 0  # of the audio output, Hz; 0: each output carries its own
     # Edges whose field is cut into chunks: (source, target) -> sizes, a dataclass with the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from vllm_omni.flow import CallInfo, Chunk, TransferFunction
+from vllm_omni.flow import CallInfo, Chunk
 from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.pipeline import StageRequest
 
 
-def pass_tensors(prompt: str = "", **inputs: str) -> TransferFunction:
+class pass_tensors:
     """Hand what a stage has published to a diffusion stage, which pulls it: one request, when the stage has ended.
 
     Args:
@@ -18,7 +18,12 @@ def pass_tensors(prompt: str = "", **inputs: str) -> TransferFunction:
             ``prompt_embeds="rows"`` of a language model, ``image="images"`` of a diffusion stage.
     """
 
-    async def transfer(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    def __init__(self, prompt: str = "", **inputs: str) -> None:
+        self._prompt = prompt
+        self._inputs = inputs
+        self.__qualname__ = "pass_tensors"
+
+    async def __call__(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         payloads = [
             encode(payload)
             async for chunk in chunks
@@ -27,7 +32,4 @@ def pass_tensors(prompt: str = "", **inputs: str) -> TransferFunction:
             if payload.tensors
         ]
         if payloads:
-            yield Chunk(StageRequest(prompt, {"payloads": payloads, "inputs": inputs}), last=True)
-
-    transfer.__qualname__ = "pass_tensors"
-    return transfer
+            yield Chunk(StageRequest(self._prompt, {"payloads": payloads, "inputs": self._inputs}), last=True)
