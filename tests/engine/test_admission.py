@@ -46,3 +46,18 @@ async def test_a_request_cancelled_at_the_gate_was_not_admitted() -> None:
         await waiting
     gate.open()
     assert gate.admitted == set()
+
+
+async def test_a_gate_that_closes_again_at_once_admits_nobody() -> None:
+    gate = AdmissionGate()
+    gate.close()
+    waiting = asyncio.ensure_future(gate.enter("request"))
+    await asyncio.sleep(0)
+    gate.open()
+    gate.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not gate.admitted
+    gate.open()
+    await waiting
+    assert gate.admitted == {"request"}

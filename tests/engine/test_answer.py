@@ -11,6 +11,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.answer import Answer
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.errors import StageFailed
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, GraphParser, OutputFrame, Role, StaticPlan, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.pipeline import RequestContext, StageSpec
@@ -162,3 +163,11 @@ def test_merging_the_users_pieces_leaves_the_stages_log_probabilities() -> None:
     output = answer.output_of(OutputFrame("reply", payload, 0, last=False))
     output.add(answer.output_of(OutputFrame("reply", payload, 1, last=False)), aggregate=True)
     assert len(output.outputs[0].logprobs) == 2 and len(payload.outputs[0].logprobs) == 1
+
+
+def test_a_function_that_emits_what_its_output_is_not_is_named(answer: Answer) -> None:
+    said = answer.output_of(OutputFrame("critique", "so-so", 0, last=False))
+    assert said.multimodal_output == {"critique": "so-so"}
+    for field, payload in (("image", "a cat"), ("reply", {"images": ()}), ("critique", 7)):
+        with pytest.raises(StageFailed, match=rf"emitted a {type(payload).__name__} as '"):
+            answer.output_of(OutputFrame(field, payload, 0, last=False))

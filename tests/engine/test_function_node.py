@@ -2,14 +2,26 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.function_node import FunctionNode
+from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.errors import DeadlineExceeded, InvalidRequest, StageFailed
-from vllm_omni.flow import Activation, Emission, Field, Graph, GraphParser, GraphRuntime, Role, interface
+from vllm_omni.flow import (
+    Activation,
+    Emission,
+    Field,
+    FlowStatistics,
+    Graph,
+    GraphParser,
+    GraphRuntime,
+    Role,
+    interface,
+)
 from vllm_omni.model_executor.pipeline import FunctionSpec, RequestContext
 
 
@@ -83,3 +95,23 @@ async def test_one_that_is_no_generator_may_fail_as_one() -> None:
 
     with pytest.raises(StageFailed, match=r"stage 'tool': the pipeline's function failed: .*no such tool"):
         await run(FunctionNode(FunctionSpec("tool", fail)))
+
+
+async def test_its_runs_and_failures_are_counted_for_the_metrics() -> None:
+    async def fail(activation: Activation) -> AsyncIterator[Emission]:
+        raise KeyError("bad")
+        yield Emission("result", "")
+
+    good, bad = FunctionNode(FunctionSpec("shout", shout)), FunctionNode(FunctionSpec("tool", fail))
+    await run(good)
+    with pytest.raises(StageFailed):
+        await run(bad)
+    runtime = SimpleNamespace(statistics=lambda: FlowStatistics(0, 0, 0, 0))
+    nothing = SimpleNamespace(collect=lambda: ())
+    metrics = collect(runtime, [], [good, bad], nothing)  # type: ignore[arg-type]
+    counted = {metric.name: metric.samples for metric in metrics if "function" in metric.name}
+    values = {name: {one.labels["stage"]: one.value for one in samples} for name, samples in counted.items()}
+    assert values == {
+        "vllm_omni:function_runs": {"shout": 1, "tool": 1},
+        "vllm_omni:function_failures": {"shout": 0, "tool": 1},
+    }

@@ -67,11 +67,15 @@ def test_ctrl_c_is_no_error_of_the_library_that_it_interrupts(
             raise ValueError("no schema") from exc
 
     monkeypatch.setattr("vllm_omni.entrypoints.cli.tiny.tiny", tiny)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["tiny"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores the signal
+    try:
+        with pytest.raises(SystemExit) as exit_info:
+            main(["tiny"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert exit_info.value.code == 130
     assert capsys.readouterr().err == "vllm-omni: error: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

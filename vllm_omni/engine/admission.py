@@ -28,7 +28,8 @@ class AdmissionGate:
     async def enter(self, request_id: str) -> None:
         """Wait until the gate is open. A request that was admitted before passes at once."""
         if request_id not in self.admitted:
-            await self._opened.wait()
+            while not self._opened.is_set():  # it may be closed again before this request resumes
+                await self._opened.wait()
             self.admitted.add(request_id)
             self._emptied.clear()
 

@@ -97,9 +97,9 @@ class Answer:
         if isinstance(payload, OmniRequestOutput):
             return payload
         output = OmniRequestOutput.of(RequestOutput(self._context.request_id, None, None, None, [], finished=False))
-        if isinstance(payload, str):
+        if isinstance(payload, str) and self._types[modality] in ("text", "latents"):
             output.outputs = [CompletionOutput(0, payload, [], None, None)]
-        elif isinstance(payload, Mapping):
+        elif isinstance(payload, Mapping) and modality != "text":
             output.multimodal_output = dict(payload)
         else:
             kind, role = type(payload).__name__, self._sources[modality].partition(".")[0]

@@ -25,7 +25,7 @@ class FunctionNode(ServedNode):
     def __init__(self, spec: FunctionSpec) -> None:
         self.name = spec.name
         self._spec = spec
-        self.num_failed = 0
+        self.num_runs = self.num_failed = 0
 
     async def forward(self, activation: Activation) -> AsyncGenerator[Yield, None]:
         """Run the function once.
@@ -48,6 +48,7 @@ class FunctionNode(ServedNode):
             logger.exception("request %s: function %s failed", context.request_id, self.name)
             raise StageFailed(self.name, f"the pipeline's function failed: {exc!r}") from exc
         finally:
+            self.num_runs += 1
             context.add_duration(self.name, time.monotonic() - started)
 
     def current_status(self) -> StageStatus:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics
@@ -26,6 +27,7 @@ def collect(
     yield from latency_metrics.collect()
     yield from _runtime_metrics(runtime)
     yield from _health_metrics(engines)
+    yield from _function_metrics(node for node in nodes if isinstance(node, FunctionNode))
     if groups := [node for node in nodes if isinstance(node, EngineGroup)]:
         yield from _group_metrics(groups)
     if instances := [node for node in groups if isinstance(node, InstanceGroup)]:
@@ -61,6 +63,15 @@ def _group_metrics(groups: Iterable[EngineGroup]) -> Iterator[Metric]:
             tasks.add_metric([name], number)
         redone.add_metric([group.name], statistics.num_redone)
     yield from (tasks, redone)
+
+
+def _function_metrics(functions: Iterable[FunctionNode]) -> Iterator[Metric]:
+    runs = _counter("function_runs", "Runs of a function of the pipeline that have ended.")
+    failed = _counter("function_failures", "Runs that ended with an error of the function's own.")
+    for function in functions:
+        runs.add_metric([function.name], function.num_runs)
+        failed.add_metric([function.name], function.num_failed)
+    yield from (runs, failed) if runs.samples else ()
 
 
 def _instance_metrics(groups: Iterable[InstanceGroup]) -> Iterator[Metric]:

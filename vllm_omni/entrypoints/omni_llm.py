@@ -73,6 +73,7 @@ class OmniLLM:
         lora_request: Any = None,
         priority: Sequence[int] | int | None = None,
         *,
+        graph: str | None = None,
         speaker: str | None = None,
     ) -> list[OmniRequestOutput]:
         """Answer prompts, all at once; the outputs come in the prompts' order.
@@ -88,6 +89,7 @@ class OmniLLM:
                 pipeline, over the denoise steps.
             lora_request: one for all prompts, or one for each.
             priority: one for each prompt.
+            graph: the name of one of the pipeline's graphs; its first by default.
             speaker: a voice of the checkpoint.
 
         Raises:
@@ -109,6 +111,7 @@ class OmniLLM:
                 prompt,
                 one_params,
                 modalities=modalities,
+                graph=graph,
                 speaker=speaker,
                 lora_request=lora,
                 priority=one_priority,
@@ -128,6 +131,7 @@ class OmniLLM:
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
         *,
+        graph: str | None = None,
         speaker: str | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -148,7 +152,14 @@ class OmniLLM:
         )
         prompts: list[EngineInput] = self.run(self._render(conversations, params, mm_processor_kwargs))
         return self.generate(
-            prompts, sampling_params_list, modalities, use_tqdm, lora_request, priority, speaker=speaker
+            prompts,
+            sampling_params_list,
+            modalities,
+            use_tqdm,
+            lora_request,
+            priority,
+            graph=graph,
+            speaker=speaker,
         )
 
     def speak(

@@ -133,7 +133,9 @@ class TitledPipeline(GraphsPipeline):
 
         self.graph = Graph("titled")
         painted = self.graph.role(Painter, "painter").paint(prompt=self.graph.placeholder("prompt"))
-        self.graph.output(image=painted.image, title=self.graph.role(Titler, "titler").name(image=painted.image).title)
+        titled = self.graph.role(Titler, "titler").name(image=painted.image)
+        outputs = {"image": painted.image, "title": titled.title}
+        self.graph.output(**{name: outputs[name] for name in self.modalities})
         self.further_graphs, self.stages = (), (diffusers_stage("painter", "image"),)
         self.functions = (FunctionSpec("titler", name_picture),)
 

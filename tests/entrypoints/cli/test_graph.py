@@ -134,3 +134,14 @@ def test_output_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, write(tmp_path, GOOD), "--output", str(tmp_path / "no" / "where"))
     assert code == 2
     assert "--output" in err
+
+
+def test_graphs_of_a_given_pipeline_are_printed_and_checked(
+    capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
+) -> None:
+    pipeline = "tests.e2e.graphs.pipelines:GraphsPipeline"
+    code, out, _ = run(capsys, str(tiny_checkpoint), "--pipeline", pipeline)
+    assert code == 0
+    assert "diamond" in out and "critique" in out
+    code, _, err = run(capsys, "graphs.py", "--pipeline", pipeline)
+    assert (code, "--pipeline: for a model" in err) == (2, True)

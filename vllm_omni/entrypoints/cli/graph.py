@@ -31,12 +31,13 @@ def graph(args: Sequence[str]) -> None:
     parser.add_argument(
         "--deploy-config", metavar="FILE", help="check a model's graph with this deployment, as a start"
     )
+    parser.add_argument("--pipeline", metavar="FILE.py:CLASS", help="a pipeline of your own for the model, as a start")
     parser.add_argument("--format", choices=FORMATS, default="text", help="%(choices)s (default: %(default)s)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="output file (default: stdout)")
     options = parser.parse_args(args)
     plans: list[StaticPlan] = []
     errors: list[GraphError] = []
-    for one in _read_graphs(options.source, options.deploy_config):
+    for one in _read_graphs(options.source, options.deploy_config, options.pipeline):
         try:
             plans.append(GraphParser(one).parse())
         except GraphError as exc:
@@ -48,11 +49,12 @@ def graph(args: Sequence[str]) -> None:
         raise errors[-1]
 
 
-def _read_graphs(source: str, deploy_config: str | None) -> list[Graph]:
+def _read_graphs(source: str, deploy_config: str | None, pipeline: str | None) -> list[Graph]:
     if not source.endswith(".py"):
-        return [_of_model(source, deploy_config)]
-    if deploy_config is not None:
-        raise ConfigError("--deploy-config: for a model; a file of graphs has no deployment")
+        return _of_model(source, deploy_config, pipeline)
+    if deploy_config is not None or pipeline is not None:
+        flag = "--deploy-config" if pipeline is None else "--pipeline"
+        raise ConfigError(f"{flag}: for a model; a file of graphs has no deployment")
     return _of_file(Path(source))
 
 
@@ -76,18 +78,18 @@ def _of_file(path: Path) -> list[Graph]:
     return list(graphs.values())
 
 
-def _of_model(model: str, deploy_config: str | None) -> Graph:
-    """The graph of a model; only those of other packages, and the checks of a deployment, need vLLM."""
+def _of_model(model: str, deploy_config: str | None, pipeline: str | None) -> list[Graph]:
+    """The graphs of a model; only those of other packages, and the checks of a deployment, need vLLM."""
     from vllm_omni.config import bundled_model_types, load_config, read_model_type
 
-    if deploy_config is None and (model_type := read_model_type(model)) in bundled_model_types():
+    if deploy_config is None and pipeline is None and (model_type := read_model_type(model)) in bundled_model_types():
         module = import_module(f"vllm_omni.model_executor.models.{model_type}.graph")
-        graph: Graph = module.graph_of(model)
-        return graph
+        return [module.graph_of(model)]
     require_vllm("vllm-omni graph MODEL")
     from vllm_omni.engine.orchestrator import Orchestrator
 
-    return Orchestrator(load_config(model, deploy_config=deploy_config)).pipeline.graph
+    made = Orchestrator(load_config(model, pipeline=pipeline, deploy_config=deploy_config)).pipeline
+    return [made.graph, *made.further_graphs]
 
 
 def _write(text: str, path: Path | None) -> None:
