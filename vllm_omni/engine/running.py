@@ -17,7 +17,7 @@ _has_arrived: ContextVar[bool] = ContextVar("has_arrived", default=False)
 
 
 class RunningRequests:
-    """Counts requests and, when the server is told to end, first rejects new ones, then all.
+    """Counts requests and, when the server shuts down, first rejects new ones, then all.
 
     A request of the HTTP server is counted from its arrival, before its body and its media are read, until its reply
     has been sent; another one while it is generated.

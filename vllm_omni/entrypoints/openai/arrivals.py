@@ -1,4 +1,4 @@
-"""``Arrivals``: a server that is told to end finishes requests that have arrived, and deadlines count from there."""
+"""``Arrivals``: a server that shuts down finishes requests that have arrived; deadlines count from their arrival."""
 
 from __future__ import annotations
 
