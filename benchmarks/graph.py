@@ -4,7 +4,8 @@
 
 Baseline: plain asyncio over the same ``AsyncLLM``, in the same process and run: ``asyncio.gather`` where the graph
 branches, one await after another where it does not. Both sides make the same requests of the engine, and their answers
-are compared.
+are compared. By hand, each reply is asked for in one piece, as nothing reads it before its end; the graph finds this
+out by itself, except for "loop", whose route reads pieces.
 
 * join: two replies at once, and a third one to both of them (three requests of the engine).
 * function: a function makes the prompt, and one reply (one request).
@@ -118,9 +119,10 @@ class Sides:
         self._omni = omni
         self._llm = omni.orchestrator.front("writer").llm
         self._num_calls = 0
-        self._params = SamplingParams(
-            temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
+        kind = RequestOutputKind.DELTA  # the graph finds out that nothing reads deltas
+        self._params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=kind)
+        self._whole = self._params.clone()
+        self._whole.output_kind = RequestOutputKind.FINAL_ONLY
 
     async def served(self, graph: str) -> list[int]:
         answer = await collect(self._omni.generate({"prompt_token_ids": PROMPT}, self._params, graph=graph))
@@ -140,7 +142,7 @@ class Sides:
     async def _ask(self, ids: list[int]) -> list[int]:
         self._num_calls += 1
         (prompt,) = await self._llm.renderer.render_cmpl_async([{"prompt_token_ids": ids}])
-        outputs = self._llm.generate(prompt, self._params.clone(), f"by-hand-{self._num_calls}")
+        outputs = self._llm.generate(prompt, self._whole.clone(), f"by-hand-{self._num_calls}")
         reply: list[int] = []
         async with aclosing(outputs):
             async for output in outputs:

@@ -19,10 +19,13 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "sides"),
     [
-        pytest.param(["--without-langgraph"], {"queues", "standing", "flow"}, id="without LangGraph"),
+        pytest.param(
+            ["--without-langgraph"], {"queues", "standing", "flow"}, id="without LangGraph", marks=pytest.mark.long
+        ),
         pytest.param([], {"queues", "standing", "flow", "langgraph"}, id="all sides", marks=needs_langgraph),
     ],
 )

@@ -24,9 +24,10 @@ async def make_runtime(request, tmp_path):
             link = ShufflingLink(random.Random(1)) if request.param == "shuffled" else InProcessLink()
             runtimes.append(GraphRuntime(plans, nodes, link=link, **options))
             return runtimes[-1]
-        names = {name: node.role for plan in plans for name, node in plan.nodes.items()}
+        nodes_of = {name: node for plan in plans for name, node in plan.nodes.items()}
         addresses = {ENTRY: f"ipc://{tmp_path}/entry"}
-        addresses |= {name: f"ipc://{tmp_path}/{role}" for name, role in names.items()}
+        for name, node in nodes_of.items():
+            addresses[name] = addresses[ENTRY] if node.graph else f"ipc://{tmp_path}/{node.role}"
         entry = ZmqLink(addresses[ENTRY], addresses, bytes(16))
         links.append(entry)
         for role in nodes:

@@ -19,7 +19,7 @@ from vllm_omni.flow.graph.dsl import FieldRef, Graph, Interface, Role, interface
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.frame import Emission
 
-TEXT = "text"
+VALUE = "value"  # of no modality: on engines, a field of any stage
 NEVER = 10**6  # frames that a count node waits for until their number is known
 MAX_DEPTH = 3  # of loops within loops
 MAX_RUNS = 40  # activations of a case
@@ -543,16 +543,20 @@ class _Builder:
             self.inputs[placeholder] = NEVER
         return groups, dict(counts), numbers
 
+    def output(self) -> Field:
+        streamed = self.chance(0.8)
+        return Field(VALUE, streamed=streamed, window=self.rng.choice((None, None, 1, 2)) if streamed else None)
+
     def declare(self, groups: list[list[str]], counts: dict[str, int | str], kind: str) -> Interface:
-        outputs = {each: Field(TEXT, streamed=self.chance(0.8)) for each in (("a", "b") if self.chance(0.7) else "a")}
+        outputs = {each: self.output() for each in (("a", "b") if self.chance(0.7) else "a")}
         inputs = {}
         for each in dict.fromkeys(each for group in groups for each in group):
             if each == "n":
                 continue
             if self.chance(self.forking):
-                inputs[each] = Field(TEXT)
+                inputs[each] = Field(VALUE)
             elif self.chance(0.5):
-                inputs[each] = Field(TEXT, streamed=True)
+                inputs[each] = Field(VALUE, streamed=True)
         session = self.chance(0.4 if kind == "or" else 0.15)
         self.features["session"] += session
         return interface(

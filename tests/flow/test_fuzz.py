@@ -20,7 +20,7 @@ from tests.flow.random_graphs import make_case
 from tests.flow.reference import TooLarge
 from tests.fuzz import ONLY_SEED, num_cases, seeds
 from vllm_omni.errors import CallAborted, GraphError
-from vllm_omni.flow import EndReason, FlowStatistics, GraphParser, GraphRuntime, InProcessLink
+from vllm_omni.flow import EndReason, FlowStatistics, Graph, GraphParser, GraphRuntime, InProcessLink, parse_graphs
 from vllm_omni.flow.run import credit
 
 FULL_SIZE = 6000
@@ -48,20 +48,33 @@ async def read_all(rng, call):
     return got, None, False
 
 
+def within_another(case, plan):
+    """The plans of a graph whose only node calls that of the case."""
+    case.graph.graph_call("all", sorted(case.outputs))
+    outer = Graph("outer")
+    inputs = {name: outer.placeholder(name) for name in sorted(plan.route(case.outputs).placeholders)}
+    called = outer.graph_ref(case.graph, "inner").all(**inputs)
+    outer.output(**{name: getattr(called, name) for name in sorted(case.outputs)})
+    return list(parse_graphs([outer]).values())
+
+
 async def run_case(number, counts):
     rng = random.Random(number)
     case = make_case(rng)
     try:
-        plan = GraphParser(case.graph).parse()
+        plans = [GraphParser(case.graph).parse()]
     except GraphError:
         counts["rejected"] += 1
         return
+    if rng.random() < 0.2:
+        plans = within_another(case, plans[0])
     nodes = case.make_nodes(rng)
     credit.WINDOW = rng.choice([1, 2, 3, 64])  # a small window shows deadlocks by back-pressure
     link = ShufflingLink(rng) if rng.random() < 0.6 else InProcessLink()
-    runtime = GraphRuntime(plan, nodes, link=link)
+    runtime = GraphRuntime(plans, nodes, link=link)
     session = "s" if rng.random() < 0.1 else None
-    call = runtime.open("c", case.inputs, case.outputs, deadline_s=DEADLINE_S, session=session)
+    inputs = {name: payload for name, payload in case.inputs.items() if name in plans[0].placeholders}
+    call = runtime.open("c", inputs, case.outputs, graph=plans[0].name, deadline_s=DEADLINE_S, session=session)
     got, error, has_left = await read_all(rng, call)
     await spin()  # duplicates are still in flight on the link
     if has_left:

@@ -2,7 +2,7 @@ import pytest
 
 from tests.flow.builders import Talker, Thinker, Token2Wav, make_speech_graph
 from vllm_omni.errors import GraphError
-from vllm_omni.flow import ENTRY, Field, Graph, GraphParser, Role, Scheduling, interface, parse_graphs
+from vllm_omni.flow import ENTRY, Field, GlobalParameters, Graph, GraphParser, Role, Scheduling, interface, parse_graphs
 
 
 class Echo(Role):
@@ -349,6 +349,15 @@ def test_role_ref_lets_two_graphs_share_a_role():
     two = Graph("h")
     two.output(y=two.role_ref(a).run(x=two.placeholder("x")).y)
     assert set(parse_graphs([one, two])) == {"g", "h"}
+
+
+def test_two_graphs_with_different_parameters_of_one_name_are_rejected():
+    graphs = [Graph("g"), Graph("h")]
+    for graph, make in zip(graphs, (list, dict), strict=True):
+        role = graph.role(Echo, f"in_{graph.name}", parameters=[GlobalParameters("history", make)])
+        graph.output(y=role.run(x=graph.placeholder("x")).y)
+    with pytest.raises(GraphError, match="graphs 'g' and 'h' have two different parameters named 'history'"):
+        parse_graphs(graphs)
 
 
 def test_two_graphs_of_one_name_are_rejected():

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -46,15 +47,15 @@ TOKEN = bytes(range(TOKEN_BYTES))
 class World:
     """An entry and a host for each role, in one event loop, over sockets."""
 
-    def __init__(self, directory, *, clock=None, local=(), **nodes):
+    def __init__(self, directory, *, clock=None, local=(), payloads=None, **nodes):
         plan = make_speech_plan()
         addresses = {ENTRY: f"ipc://{directory}/entry"}
         for name, node in plan.nodes.items():
             addresses[name] = addresses[ENTRY] if node.role in local else f"ipc://{directory}/{node.role}"
         self.nodes = make_speech_nodes(**nodes)
         remote = [role for role in ROLES if role not in local]
-        self.link = ZmqLink(addresses[ENTRY], addresses, TOKEN)
-        self.links = [ZmqLink(f"ipc://{directory}/{role}", addresses, TOKEN) for role in remote]
+        self.link = ZmqLink(addresses[ENTRY], addresses, TOKEN, payloads)
+        self.links = [ZmqLink(f"ipc://{directory}/{role}", addresses, TOKEN, payloads) for role in remote]
         self.hosts = [
             RoleHost(plan, {role: self.nodes[role]}, link) for role, link in zip(remote, self.links, strict=True)
         ]
@@ -139,6 +140,19 @@ async def test_context_and_session_reach_the_node(make_world):
     (activation,) = world.nodes["thinker"].activations
     assert activation.context == {"temperature": 0.5}
     assert activation.session == "s"
+
+
+async def test_reports_reach_the_reader_of_the_call(make_world):
+    async def think_and_report(activation):
+        activation.report({"seconds": 0.5})
+        yield Emission("text", "w", last=True)
+
+    world, reports = make_world(thinker=FunctionNode(think_and_report)), []
+    call = world.open({"text"}, on_report=reports.append)
+    assert (await anext(call)).payload == "w"
+    assert reports == [{"seconds": 0.5}]
+    await read(call)
+    await is_over(world)
 
 
 async def test_abort_returns_after_every_activation_has_cleaned_up(make_world):
@@ -229,12 +243,12 @@ async def test_context_that_cannot_be_encoded_is_rejected_and_leaves_nothing(mak
 
 NOT_MESSAGES = {
     "without the token": [b"", b"\xc1", bytes(TOKEN_BYTES) + b"\x90"],
-    "not valid messages": [
+    "not valid": [
         TOKEN + data
         for data in (
             b"",
             b"\xc1",
-            *map(msgspec.msgpack.encode, (["Frame", 1], [["Frame", 1]], {"a": 1})),
+            *map(msgspec.msgpack.encode, (["Frame"], [["Frame", 1]], {"a": 1})),
             msgspec.msgpack.encode([["CloseCall", "X", "Y"]]).replace(b"X", b"\xff"),  # no UTF-8
             b"\x91" * 100_000,
         )
@@ -251,7 +265,47 @@ async def test_invalid_message_is_dropped_and_the_next_one_read(make_world, tmp_
         for data in NOT_MESSAGES[complaint]:
             stranger.send(data)
         await until(lambda: caplog.text.count(complaint) == len(NOT_MESSAGES[complaint]))
+    assert world.links[0].num_dropped == len(NOT_MESSAGES[complaint])
     assert await read_payloads(world.open({"text"})) == {"text": ["w0", "w1", "w2"]}
+
+
+async def test_a_message_that_cannot_be_read_fails_its_call_and_the_others_sent_with_it_arrive(make_world, tmp_path):
+    world = make_world(thinker=FunctionNode(hang))
+    lost, other = world.open({"text"}, call_id="lost"), world.open({"text"}, call_id="other", context=[])
+    received = []
+    world.link.bind("other.run", received.append)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
+        peer.connect(f"ipc://{tmp_path}/entry")
+        peer.send(TOKEN + msgspec.msgpack.encode([["Frame", "lost", 7], ["CloseCall", "call", "other.run"]]))
+        with pytest.raises(LinkError, match="a message of call 'lost' cannot be read: Expected `array`"):
+            await read(lost)
+    assert [message.call_id for message in received] == ["call"]
+    assert world.link.num_dropped == 0
+    await other.aclose()
+    await is_over(world)
+
+
+class Torn:
+    """Loses what it encodes, unless it is text."""
+
+    def encode(self, value):
+        return msgspec.msgpack.encode(value if isinstance(value, str) else None)
+
+    def decode(self, data):
+        if (value := msgspec.msgpack.decode(data)) is None:
+            raise ValueError("torn")
+        return value
+
+
+@pytest.mark.parametrize(("context", "kind"), [({}, "OpenCall"), ("fine", "Frame")])
+async def test_a_payload_that_cannot_be_read_fails_its_call_at_once(make_world, context, kind):
+    async def emit(activation):
+        yield Emission("text", {"a": 1}, last=True)
+
+    world = make_world(thinker=FunctionNode(emit), payloads=Torn())
+    with pytest.raises(LinkError, match=f"call 'call' cannot be read: the payload of a {kind}: torn"):
+        await read(world.open({"text"}, context=context))
+    await is_over(world)
 
 
 async def test_message_of_a_stranger_beyond_the_bound_is_not_read(make_world, tmp_path):
@@ -269,9 +323,23 @@ async def test_message_of_a_stranger_beyond_the_bound_is_not_read(make_world, tm
 
 async def test_message_beyond_the_bound_fails_its_call_where_it_is_sent(make_world):
     world = make_world()
-    with pytest.raises(LinkError, match=r"has 16,777,2\d\d bytes, and may have 16,777,216"):
+    said = r"has 16,777,2\d\d bytes, and may have 16,777,216 \(max_message_bytes of the link\).* through the relay"
+    with pytest.raises(LinkError, match=said):
         world.open(context="x" * MAX_MESSAGE_BYTES)
     await is_over(world)
+
+
+async def test_a_link_carries_as_much_as_it_is_given(tmp_path):
+    text, received = "x" * MAX_MESSAGE_BYTES, []
+    addresses = {"other.run": f"ipc://{tmp_path}/other"}
+    there, here = (
+        ZmqLink(f"ipc://{tmp_path}/{name}", addresses, TOKEN, max_message_bytes=2 * MAX_MESSAGE_BYTES)
+        for name in ("other", "entry")
+    )
+    with closing(there), closing(here):
+        there.bind("other.run", lambda message: received.append(len(message.context)))
+        here.send(OpenCall("call", "other.run", "speech", [], text, None))
+        await until(lambda: received == [len(text)])
 
 
 async def test_long_messages_that_are_sent_together_arrive(make_world):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.flow.builders import (
     ManualClock,
     ShufflingLink,
     hang,
+    make_speech_graph,
     make_speech_nodes,
     make_speech_plan,
     read,
@@ -32,6 +34,7 @@ from vllm_omni.flow import (
     Role,
     interface,
 )
+from vllm_omni.flow.run.controller import CANCEL_TIMEOUT_S
 from vllm_omni.flow.run.credit import WINDOW
 
 ALL = {"text", "audio", "codec_ids"}
@@ -102,6 +105,25 @@ async def test_node_starts_while_its_producer_still_streams():
     assert (await anext(call)).payload == 10
     gate.set()
     assert [frame.payload async for frame in call] == [20]
+
+
+async def test_a_report_arrives_before_what_is_yielded_next_and_while_the_call_stops():
+    async def think_and_report(activation):
+        try:
+            activation.report("starts")
+            yield Emission("text", "w")
+            await asyncio.Event().wait()
+        finally:
+            activation.report("ends")
+
+    reports = []
+    runtime = make_runtime(thinker=FunctionNode(think_and_report))
+    call = open_call(runtime, {"text"}, on_report=reports.append)
+    assert (await anext(call)).payload == "w"
+    assert reports == ["starts"]
+    await call.aclose()
+    assert reports == ["starts", "ends"]
+    assert runtime.statistics() == NOTHING_LEFT
 
 
 async def test_branch_that_hangs_does_not_hold_back_its_sibling():
@@ -496,6 +518,56 @@ async def test_cancelled_reader_closes_the_call_by_its_with_block():
     assert runtime.statistics() == NOTHING_LEFT
 
 
+class Stubborn:
+    """Ignores every cancellation until ``may_end`` is set, and then yields."""
+
+    def __init__(self):
+        self.may_end = asyncio.Event()
+
+    async def forward(self, activation):
+        while not self.may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.may_end.wait()
+        yield Emission("text", "late")
+
+
+async def test_an_abort_waits_for_a_node_that_ignores_it_only_so_long_and_names_it(caplog):
+    clock, thinker = ManualClock(), Stubborn()
+    runtime = make_runtime(clock=clock, thinker=thinker)
+    call = open_call(runtime)
+    await spin()
+    aborting = asyncio.ensure_future(call.abort())
+    await spin()
+    clock.advance(CANCEL_TIMEOUT_S - 0.1)
+    await spin()
+    assert not aborting.done()
+    clock.advance(0.1)
+    await aborting
+    assert runtime.statistics() == NOTHING_LEFT
+    assert "call 'call': node 'thinker.generate' has not ended 10 s after it was cancelled" in caplog.text
+    again = open_call(runtime, {"text"})  # of the same id
+    await spin()
+    thinker.may_end.set()
+    assert await read_payloads(again) == {"text": ["late"]}
+    assert clock.num_armed == 0
+
+
+async def test_a_node_that_ignores_that_its_output_is_not_read_holds_no_call_up():
+    clock, talker, graph = ManualClock(), Stubborn(), make_speech_graph()
+    graph.graph_call("say", ["text", "audio"], until=["text"])
+    nodes = make_speech_nodes(talker=talker)
+    runtime = GraphRuntime(GraphParser(graph).parse(), nodes, clock=clock)
+    call = runtime.open("call", {"prompt": "w"}, entry="say")
+    reading = asyncio.ensure_future(read(call))
+    await spin()
+    assert not reading.done()
+    clock.advance(CANCEL_TIMEOUT_S)
+    await reading
+    assert runtime.statistics() == NOTHING_LEFT
+    talker.may_end.set()
+    await spin()
+
+
 async def test_call_leaves_no_reference_cycle_with_its_payload():
     class Payload:
         pass
@@ -730,6 +802,50 @@ async def test_slow_consumer_holds_its_producer_back():
     assert runtime.statistics().num_buffered_frames == WINDOW
     gate.set()
     assert await read_payloads(call) == {"codec_ids": list(range(1000))}
+
+
+class Painter(Role):
+    paint = interface([["prompt"]], {"image": Field("image", streamed=True, window=3)})
+
+
+class Framer(Role):
+    frame = interface([["image"]], {"framed": Field("image", streamed=True, window=2)})
+
+
+async def test_large_pieces_have_a_window_of_their_own_on_every_edge():
+    """Three pieces wait at the framer and three at the user, who reads them directly; two framed ones at the user."""
+    painted, framed = [], []
+
+    async def paint(activation):
+        for number in range(100):
+            yield Emission("image", number)
+            painted.append(number)
+
+    async def frame(activation):
+        async for chunk in activation.inputs["image"]:
+            yield Emission("framed", chunk.payload)
+            framed.append(chunk.payload)
+
+    graph = Graph("pictures")
+    images = graph.role(Painter, "painter").paint(prompt=graph.placeholder("prompt")).image
+    graph.output(framed=graph.role(Framer, "framer").frame(image=images).framed, image=images)
+    nodes = {"painter": FunctionNode(paint), "framer": FunctionNode(frame)}
+    runtime = GraphRuntime(GraphParser(graph).parse(), nodes)
+    alone = runtime.open("alone", {"prompt": "a cat"}, {"framed"})
+    await spin(100)
+    assert (len(painted), len(framed)) == (2 + 3 - 1, 2 - 1)  # the last of each waits in its yield
+    assert await read_payloads(alone) == {"framed": list(range(100))}
+    painted.clear()
+    both = runtime.open("both", {"prompt": "a cat"}, {"framed", "image"})
+    await spin(100)
+    assert len(painted) == 3 - 1
+    assert await read_payloads(both) == {"framed": list(range(100)), "image": list(range(100))}
+
+
+def test_a_window_is_that_of_a_stream():
+    for field in ({"window": 0, "streamed": True}, {"window": 3}):
+        with pytest.raises(GraphError, match="window"):
+            Field("image", **field)
 
 
 async def test_user_that_does_not_read_holds_the_whole_chain_back():

@@ -58,6 +58,17 @@ def test_field_is_full_when_one_of_its_readers_has_no_room():
     assert not limits.full
 
 
+def test_each_field_has_its_own_window():
+    limits = SendLimits({"out": (A,), "image": (B,)}, {"image": 1}, size=2)
+    limits.on_sent("image")
+    limits.on_sent("out")
+    assert limits.full == {"image"}
+    limits.on_credit(B, 2)
+    assert not limits.full
+    limits.on_sent("out")
+    assert limits.full == {"out"}
+
+
 def test_credit_that_comes_late_or_twice_changes_nothing():
     limits = SendLimits({"out": (A,)}, size=2)
     limits.on_credit(A, 5)

@@ -29,6 +29,15 @@ def check_outputs(draft: GraphDraft) -> None:
             )
 
 
+def check_graph_calls(draft: GraphDraft) -> None:
+    outputs = draft.declarations.outputs
+    for call in draft.declarations.graph_calls.values():
+        for name in sorted(call.outputs - set(outputs)):
+            raise GraphError(
+                f"graph {draft.name!r}, graph call {call.name!r}: no output {name!r}; {suggest(name, outputs)}"
+            )
+
+
 def check_sources(draft: GraphDraft) -> None:
     """Every group is connected as a whole or not at all, and types agree."""
     for name, node in draft.nodes.items():
@@ -39,6 +48,13 @@ def check_sources(draft: GraphDraft) -> None:
                 raise GraphError(
                     f"node {name!r}: input {field!r} wants {wanted}, but {source} is {source.spec}; "
                     "convert it on the edge with .via(transfer_function, yields=...)"
+                )
+            is_streamed = source.spec is not None and source.spec.streamed and source.transfer is None
+            if is_streamed and wanted is None and draft.declarations.roles[node.role].graph is not None:
+                raise GraphError(
+                    f"node {name!r}: input {field!r} is a placeholder of another graph, which takes one value, and "
+                    f"{source} is streamed: make one of it with .via(transfer_function), or declare the placeholder's "
+                    "Field, so that each piece starts a call"
                 )
 
 
@@ -153,7 +169,7 @@ def check_all_used(draft: GraphDraft, plan: StaticPlan) -> None:
                 f"its fields {quoted(node.outputs)}, or remove the call"
             )
     for role in draft.declarations.roles:
-        if role not in plan.roles:
+        if all(node.role != role for node in plan.nodes.values()):
             raise GraphError(f"role {role!r} is never called; call one of its interfaces, or remove it")
     for name in plan.placeholders:
         if not any(edge.source == ENTRY and edge.source_field == name for edge in plan.edges):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni.errors import GraphError
+
 
 class Scheduling(enum.Enum):
     """Which instance of a role serves an activation, and whether activations run in order.
@@ -28,11 +30,19 @@ class Field:
     one activation. An input declared without ``streamed`` gets one activation per piece of a streamed output, if it is
     alone in its group or is fed by the node above the whole group; otherwise it gathers the pieces that belong
     together. An undeclared input takes the type of the output that feeds it.
+
+    Args:
+        window: of a streamed output: pieces that it may be ahead of each reader; None: 64. Fewer for large pieces.
     """
 
     modality: str
     dtype: str | None = None
     streamed: bool = False
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.streamed):
+            raise GraphError(f"window = {self.window}: must be 1 or more, of a field that is streamed")
 
     def accepts(self, produced: Field) -> bool:
         """Whether the modalities agree, and the dtypes where both sides declare one."""

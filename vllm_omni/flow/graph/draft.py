@@ -210,17 +210,20 @@ class GraphDraft:
         counted = [edge for edge in edges if header is not None or not edge.is_constant]
         if any(edge.source == root and not self.could_be_per_frame(edge) for edge in counted):
             return False
-        above = {edge.source for edge in counted} | ({header} if header is not None else set())
-        groups = [
-            group
-            for name, node in self.nodes.items()
-            if not above.isdisjoint(self.paths.reaches(name, with_constants=False))
-            for group in node.choices
-        ]
+        groups = self._choices_above({edge.source for edge in counted} | ({header} if header is not None else set()))
         if any(group.counts is not None and group.root == root for group in groups):
             return False
-        edges = [edge for group in groups for edge in group.edges]
-        return not any(edge.source == root and not edge.per_frame and not edge.is_constant for edge in edges)
+        above = [edge for group in groups for edge in group.edges if not edge.is_constant]
+        return all(edge.per_frame for edge in above if edge.source == root)
+
+    def _choices_above(self, names: set[str]) -> list[GroupDraft]:
+        """The choices of all nodes from which there is a path to one of these, which are among them."""
+        above = [
+            node
+            for name, node in self.nodes.items()
+            if not names.isdisjoint(self.paths.reaches(name, with_constants=False))
+        ]
+        return [group for node in above for group in node.choices]
 
 
 def _edge(node: str, field: str, ref: FieldRef) -> Edge:

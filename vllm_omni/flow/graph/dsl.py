@@ -58,6 +58,7 @@ class RoleEntry:
 
     role_class: type[Role]
     parameters: tuple[GlobalParameters, ...]
+    graph: Graph | None = None  # the graph that it stands for
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,19 @@ def _add_call(role: Role, declared: Interface, /, **sources: FieldRef) -> NodeCa
         if name not in declared.input_names:
             raise GraphError(f"node {node!r} has no input {name!r}; {suggest(name, declared.input_names)}")
         _check_source(graph, f"node {node!r}, input {name!r}", source)
+    graph._check_open()
     graph.declarations.calls.append(CallEntry(node, role._name, declared, sources))
     return NodeCall(graph, node, declared)
+
+
+class GraphRole(Role):
+    """Another graph as a role: its graph calls are the interfaces, with its placeholders as inputs."""
+
+    def __getattr__(self, name: str) -> Callable[..., NodeCall]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        calls = [one for one, value in vars(type(self)).items() if isinstance(value, Interface)]
+        raise GraphError(f"graph {type(self).__name__!r} has no graph call {name!r}; {suggest(name, calls)}")
 
 
 class NodeCall:
@@ -224,12 +236,14 @@ class Graph:
     def __init__(self, name: str):
         self.name = name
         self.declarations = Declarations()
+        self._as_role: type[GraphRole] | None = None  # once another graph calls it
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r})"
 
     def placeholder(self, name: str, spec: Field | None = None) -> Placeholder:
         """Declare data that every call passes in, unless its outputs do not depend on it."""
+        self._check_open()
         if name in self.declarations.placeholders:
             raise GraphError(f"graph {self.name!r}: placeholder {name!r} is declared twice")
         made = self.declarations.placeholders[name] = Placeholder(self, ENTRY, name, spec)
@@ -241,6 +255,7 @@ class Graph:
         Args:
             parameters: the session state that its nodes may use.
         """
+        self._check_open()
         if name in self.declarations.roles:
             raise GraphError(f"graph {self.name!r}: role {name!r} is declared twice; give one of them another name")
         if not name or "." in name:
@@ -256,8 +271,30 @@ class Graph:
         """Use a role of another graph: one node serves it in both. From: Omni-Flow section 3.1, RoleRef."""
         if role._graph is self:
             raise GraphError(f"graph {self.name!r}: role {role._name!r} is its own; use it without role_ref")
-        parameters = role._graph.declarations.roles[role._name].parameters
-        return self.role(type(role), role._name, parameters=parameters)
+        entry = role._graph.declarations.roles[role._name]
+        made = self.role(type(role), role._name, parameters=entry.parameters)
+        self.declarations.roles[role._name] = entry
+        return made
+
+    def graph_ref(self, graph: Graph, name: str | None = None) -> Any:
+        """Call another graph: a role of which each graph call of the other is an interface.
+
+        ``graph_ref(other).look(picture=...)`` passes its placeholders; its outputs are the fields of the node. The
+        other graph must be complete, so that graphs cannot call one another in a circle.
+
+        Args:
+            name: of the role, which is that of the other graph by default; another one for a second node.
+        """
+        if graph is self:
+            raise GraphError(f"graph {self.name!r} calls itself: a graph cannot; repeat its nodes in a loop")
+        if not graph.declarations.graph_calls:
+            raise GraphError(f"graph {graph.name!r} has no graph calls: declare one, {graph.name}.graph_call(...)")
+        if graph._as_role is None:
+            interfaces = {call: _interface_of(graph, entry) for call, entry in graph.declarations.graph_calls.items()}
+            graph._as_role = type(graph.name, (GraphRole,), interfaces)
+        made = self.role(graph._as_role, graph.name if name is None else name)
+        self.declarations.roles[made._name] = RoleEntry(graph._as_role, (), graph)
+        return made
 
     def graph_call(self, name: str, outputs: Iterable[str], *, until: Iterable[str] = ()) -> None:
         """Declare an entry point: the outputs of a call by this name, and those that complete it.
@@ -268,6 +305,7 @@ class Graph:
 
         From: Omni-Flow section 3.1, graph_call entry points and completion conditions.
         """
+        self._check_open()
         entry = GraphCallEntry(name, frozenset(outputs), frozenset(until) or frozenset(outputs))
         where = f"graph {self.name!r}, graph call {name!r}"
         declared = self.declarations.outputs
@@ -285,12 +323,74 @@ class Graph:
 
     def output(self, **sources: FieldRef) -> None:
         """Name the fields that a call can ask for."""
+        self._check_open()
         declared = self.declarations.outputs
         for name, source in sources.items():
             _check_source(self, f"output {name!r}", source)
             if name in declared:
                 raise GraphError(f"graph {self.name!r}: output {name!r} is declared twice; it is {declared[name]}")
             declared[name] = source
+
+    def _check_open(self) -> None:
+        if self._as_role is not None:
+            raise GraphError(
+                f"graph {self.name!r} is called by another graph already: complete it before graph_ref; graphs cannot "
+                "call one another in a circle"
+            )
+
+
+def _interface_of(graph: Graph, entry: GraphCallEntry) -> Interface:
+    """The interface of a graph call."""
+    declared, calls = graph.declarations, graph.declarations.calls
+    fed: dict[str, None] = {}  # placeholders
+    outputs: dict[str, Field] = {}
+    for name in sorted(entry.outputs):
+        above = _above(calls, declared.outputs[name].node)
+        fed |= {ref.field: None for call in above for ref in call.sources.values() if isinstance(ref, Placeholder)}
+        spec = declared.outputs[name].spec or Field("")
+        outputs[name] = replace(spec, streamed=spec.streamed or _may_repeat(above))
+    inputs = [name for name in declared.placeholders if name in fed]
+    if not inputs:
+        raise GraphError(f"graph {graph.name!r}, graph call {entry.name!r}: no placeholder feeds its outputs")
+    types = {name: typed for name in inputs if (typed := declared.placeholders[name].spec) is not None}
+    return Interface([inputs], outputs, inputs=types)
+
+
+def _above(calls: Sequence[CallEntry], node: str) -> list[CallEntry]:
+    """The calls of a node and of those that it depends on."""
+    found, todo = {node}, [node]
+    while todo:
+        at = todo.pop()
+        new = {ref.node for call in calls if call.node == at for ref in call.sources.values()} - found
+        found |= new
+        todo += new
+    return [call for call in calls if call.node in found]
+
+
+def _may_repeat(calls: Sequence[CallEntry]) -> bool:
+    """Whether the last of these nodes may run several times in a call of its graph."""
+    sources: dict[str, set[str]] = {}
+    fields: dict[str, set[str]] = {}
+    for call in calls:
+        declared = call.interface
+        sources.setdefault(call.node, set()).update(ref.node for ref in call.sources.values())
+        connected = fields.setdefault(call.node, set())
+        connected.update(call.sources)
+        num_groups = sum(connected.issuperset(group) for group in declared.inputs_or)
+        if num_groups > 1 and not declared.first_wins and not declared.activate_by_count:
+            return True
+        if any(_may_start_each(declared.inputs.get(name), ref) for name, ref in call.sources.items()):
+            return True
+    while ends := [node for node, above in sources.items() if not above & sources.keys()]:
+        for node in ends:
+            del sources[node]
+    return bool(sources)  # a loop
+
+
+def _may_start_each(wanted: Field | None, source: FieldRef) -> bool:
+    """Whether each frame of a source may start an activation."""
+    is_one = isinstance(source, Placeholder) or wanted is None or wanted.streamed
+    return not is_one and (source.spec is None or source.spec.streamed)
 
 
 def _check_source(graph: Graph, where: str, source: Any) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph import checks
-from vllm_omni.flow.graph.declarations import Scheduling
+from vllm_omni.flow.graph.declarations import GlobalParameters, Scheduling
 from vllm_omni.flow.graph.draft import GraphDraft, GroupDraft, NodeDraft
 from vllm_omni.flow.graph.dsl import Graph, RoleEntry
 from vllm_omni.flow.graph.plan import Edge, GroupPlan, Needed, NodePlan, StaticPlan
@@ -29,6 +29,7 @@ class GraphParser:
         """
         draft = GraphDraft(self._graph)
         checks.check_outputs(draft)
+        checks.check_graph_calls(draft)
         checks.check_sources(draft)
         for loop in draft.loops.all:
             checks.check_loop(draft, loop)
@@ -40,16 +41,17 @@ class GraphParser:
 
 
 def parse_graphs(graphs: Iterable[Graph]) -> dict[str, StaticPlan]:
-    """Compile graphs that share nodes: roles of one name are one node.
+    """Compile graphs that share nodes: roles of one name are one node. Graphs that they call follow them.
 
     Raises:
-        GraphError: a graph is wrong, two have one name, or two disagree about a role.
+        GraphError: a graph is wrong, two have one name, or two disagree about a role or about parameters.
 
     From: Omni-Flow section 3.3, cross-graph consistency.
     """
     plans: dict[str, StaticPlan] = {}
     roles: dict[str, tuple[str, RoleEntry]] = {}  # role -> the first graph that has it, its entry there
-    for graph in graphs:
+    parameters: dict[str, tuple[str, GlobalParameters]] = {}  # likewise
+    for graph in with_called(graphs):
         if graph.name in plans:
             raise GraphError(f"two graphs are named {graph.name!r}; give one of them another name")
         for name, role in graph.declarations.roles.items():
@@ -65,8 +67,28 @@ def parse_graphs(graphs: Iterable[Graph]) -> dict[str, StaticPlan]:
                     f"{where}: its parameters are {[one.name for one in theirs.parameters]} in the one and "
                     f"{[one.name for one in role.parameters]} in the other"
                 )
+        for name, one in graph.declarations.parameters.items():
+            other, declared = parameters.setdefault(name, (graph.name, one))
+            if declared != one:
+                raise GraphError(
+                    f"graphs {other!r} and {graph.name!r} have two different parameters named {name!r}, and a session "
+                    "shares them: give both graphs the same ones, or one of them another name"
+                )
         plans[graph.name] = GraphParser(graph).parse()
+    for entry in (entry for plan in plans.values() for entry in plan.entries()):
+        if entry.name in plans:
+            raise GraphError(f"{entry.name!r} is a graph, and a graph call of another one; give the graph another name")
     return plans
+
+
+def with_called(graphs: Iterable[Graph]) -> list[Graph]:
+    """The graphs, and behind them those that they call."""
+    found = list(graphs)
+    for graph in found:
+        for role in graph.declarations.roles.values():
+            if role.graph is not None and role.graph not in found:
+                found.append(role.graph)
+    return found
 
 
 def _make_plan(draft: GraphDraft) -> StaticPlan:
@@ -76,7 +98,10 @@ def _make_plan(draft: GraphDraft) -> StaticPlan:
     roots |= {node.choice_root for node in draft.nodes.values()}
     roots |= {edge.target for group in groups for edge in group.edges if edge.is_back}
     nodes = {name: _plan_node(draft, name, node, roots) for name, node in draft.nodes.items()}
-    outputs = {name: Edge(source.node, source.field, ENTRY, name) for name, source in declared.outputs.items()}
+    outputs = {
+        name: Edge(source.node, source.field, ENTRY, name, window=nodes[source.node].outputs[source.field].window)
+        for name, source in declared.outputs.items()
+    }
     edges = (*(edge for node in nodes.values() for edge in node.slots), *outputs.values())
     return StaticPlan(
         name=draft.name,
@@ -92,7 +117,7 @@ def _make_plan(draft: GraphDraft) -> StaticPlan:
 
 
 def _plan_node(draft: GraphDraft, name: str, node: NodeDraft, roots: set[str | None]) -> NodePlan:
-    declared = node.declared
+    declared, role = node.declared, draft.declarations.roles[node.role]
     slots: list[Edge] = []
     groups = tuple(_plan_group(draft, name, node, index, slots) for index in range(len(node.groups)))
     below = draft.paths.reaches(name) - {name}
@@ -110,10 +135,11 @@ def _plan_node(draft: GraphDraft, name: str, node: NodeDraft, roots: set[str | N
         choice_per_frame=node.choice_per_frame,
         is_root=name in roots,
         is_optional=any(_has_alternatives(draft.nodes[each]) for each in below),
-        parameters=tuple(one.name for one in draft.declarations.roles[node.role].parameters),
+        parameters=tuple(one.name for one in role.parameters),
         loops=draft.loops_from(name),
         loops_around=_loops_around(draft, name),
         loop_depth=0 if (loop := draft.loops.of(name)) is None else loop.depth,
+        graph=None if role.graph is None else role.graph.name,
     )
 
 
@@ -124,7 +150,7 @@ def _plan_group(draft: GraphDraft, name: str, node: NodeDraft, index: int, slots
     first = len(slots)
     for edge in group.edges:
         fields[edge.target_field] = (*fields.get(edge.target_field, ()), len(slots))
-        slots.append(replace(edge, slot=len(slots), group=index))
+        slots.append(replace(edge, slot=len(slots), group=index, window=_window(draft, edge)))
     for indices in fields.values():
         for slot in indices[:-1]:
             slots[slot] = replace(slots[slot], is_last_of_field=False)
@@ -148,6 +174,12 @@ def _plan_group(draft: GraphDraft, name: str, node: NodeDraft, index: int, slots
     )
 
 
+def _window(draft: GraphDraft, edge: Edge) -> int | None:
+    if edge.source == ENTRY or edge.per_frame or not edge.is_declared:
+        return None
+    return draft.nodes[edge.source].declared.outputs[edge.source_field].window
+
+
 def _has_alternatives(node: NodeDraft) -> bool:
     """Whether one of several groups or sources is enough; groups that each fire by themselves are no alternatives."""
     if len(node.choices) > 1 and node.declared.first_wins:
@@ -163,15 +195,24 @@ def _limits_forks(draft: GraphDraft, name: str, node: NodeDraft, group: GroupDra
         return False
     if group.root is None or group.root == ENTRY:
         return True
-    sources = {edge.source for edge in group.edges}
-    below = draft.paths.reaches(group.root) - {group.root}
-    between = {each for each in below if not sources.isdisjoint(draft.paths.reaches(each))}
+    between = _between(draft, group.root, {edge.source for edge in group.edges})
     if any(draft.nodes[each].declared.scheduling is Scheduling.SESSION for each in between):
         return False
-    iterated = {each for loop in draft.loops.all if not between.isdisjoint(loop.nodes) for each in loop.nodes}
-    edges = [edge for each in iterated for one in draft.nodes[each].groups for edge in one.edges if edge.is_constant]
+    constants = _constants_of_loops(draft, between)
     forks = [each for each in draft.forks if group.root in draft.paths.reaches(each)]  # each holds back those above it
-    return not any(_reads_ahead(draft, edge, fork) for edge in edges for fork in forks)
+    return not any(_reads_ahead(draft, constant, fork) for constant in constants for fork in forks)
+
+
+def _between(draft: GraphDraft, root: str, sources: set[str]) -> set[str]:
+    """The nodes on the paths from a root to the sources of a group, which are among them."""
+    below = draft.paths.reaches(root) - {root}
+    return {each for each in below if not sources.isdisjoint(draft.paths.reaches(each))}
+
+
+def _constants_of_loops(draft: GraphDraft, nodes: set[str]) -> list[Edge]:
+    """The constants that the loops of these nodes read."""
+    iterated = {each for loop in draft.loops.all if not nodes.isdisjoint(loop.nodes) for each in loop.nodes}
+    return [edge for each in iterated for one in draft.nodes[each].groups for edge in one.edges if edge.is_constant]
 
 
 def _reads_ahead(draft: GraphDraft, constant: Edge, fork: str) -> bool:

@@ -1,7 +1,9 @@
 """The compiled graph: frozen tables, so that the runtime only looks things up. From: Omni-Flow section 3.3."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +37,7 @@ class Edge:
     is_constant: bool = False  # enters a loop: every iteration reads it again. `root`: of the loop and its source
     first_only: bool = False  # a constant that only the first iteration reads
     is_last_of_field: bool = True  # the last edge that is read of its field
+    window: int | None = None  # frames that the source may be ahead, unless per frame; None: ``credit.WINDOW``
 
     @property
     def is_declared(self) -> bool:
@@ -84,6 +87,7 @@ class NodePlan:
     loops: tuple[int, ...] = ()  # loops that this node is the header of
     loops_around: tuple[int, ...] = ()  # the innermost loop that this node is part of
     loop_depth: int = 0  # the number of loops that this node is part of
+    graph: str | None = None  # the graph that it calls, by its graph call of the interface's name
 
     @property
     def num_choices(self) -> int:
@@ -109,8 +113,10 @@ class Outlets:
     per_frame: Mapping[str, tuple[Edge, ...]]
     edges: tuple[Edge, ...]  # all edges
     fields: frozenset[str]  # the keys of both mappings, without STARTED
+    nodes: Mapping[str, tuple[str, ...]]  # field -> the nodes that read it, ENTRY for an output of the call
     has_joins: bool  # some whole edge leads into a bucket
     readers: Mapping[str, tuple[Reader, ...]]  # streamed field, or PER_FRAME -> the readers that grant credit
+    windows: Mapping[str, int]  # of those that are not ``credit.WINDOW``
     reports_start: bool  # STARTED has readers
 
 
@@ -123,6 +129,7 @@ class Route:
     nodes: Mapping[str, NodePlan]  # topological order
     placeholders: frozenset[str]
     outlets: Mapping[str, Outlets]  # by node, or ENTRY
+    windows: Mapping[str, int | None]  # graph output -> ``Edge.window``
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +145,29 @@ class StaticPlan:
     graph_calls: Mapping[str, GraphCallEntry]
     parameters: Mapping[str, GlobalParameters]
     findings: tuple[str, ...] = ()  # valid declarations that may be mistakes
+    until: frozenset[str] = frozenset()  # of a graph call: the outputs that complete it
 
     @property
     def roles(self) -> frozenset[str]:
-        return frozenset(node.role for node in self.nodes.values())
+        """The roles that need a node of their own; another graph does not."""
+        return frozenset(node.role for node in self.nodes.values() if node.graph is None)
+
+    def entries(self) -> list[StaticPlan]:
+        """The graph calls, each as a plan of its own over the same nodes; its name is that of both: "graph.call"."""
+        return [self._entry(call) for call in self.graph_calls.values()]
+
+    def _entry(self, call: GraphCallEntry) -> StaticPlan:
+        needed = {name: one for name, one in self.needed_by.items() if name in call.outputs}
+        fed = {edge.source_field for one in needed.values() for edge in one.edges if edge.source == ENTRY}
+        return replace(
+            self,
+            name=f"{self.name}.{call.name}",
+            placeholders=tuple(name for name in self.placeholders if name in fed),
+            outputs=MappingProxyType({name: self.outputs[name] for name in needed}),
+            needed_by=MappingProxyType(needed),
+            graph_calls=MappingProxyType({}),
+            until=call.until,
+        )
 
     def route(self, outputs: Iterable[str]) -> Route:
         """Reduce the plan to ``outputs``, which must exist. Costs a pass over the edges: keep the result."""
@@ -159,6 +185,7 @@ class StaticPlan:
             nodes=MappingProxyType({name: node for name, node in self.nodes.items() if name in nodes}),
             placeholders=outlets[ENTRY].fields,
             outlets=MappingProxyType(outlets),
+            windows=MappingProxyType({name: self.outputs[name].window for name in wanted}),
         )
 
 
@@ -166,6 +193,7 @@ def _make_outlets(edges: Sequence[Edge], node: NodePlan | None) -> Outlets:
     whole: dict[str, tuple[Edge, ...]] = {}
     per_frame: dict[str, tuple[Edge, ...]] = {}
     readers: dict[str, tuple[Reader, ...]] = {}
+    windows: dict[str, int] = {}
     for edge in edges:
         fields = per_frame if edge.per_frame else whole
         fields[edge.source_field] = (*fields.get(edge.source_field, ()), edge)
@@ -173,6 +201,9 @@ def _make_outlets(edges: Sequence[Edge], node: NodePlan | None) -> Outlets:
             continue
         key = PER_FRAME if edge.per_frame else edge.source_field
         readers[key] = (*readers.get(key, ()), (edge.target, edge.slot, edge.target_field))
+        if edge.window is not None:
+            windows[key] = edge.window
     has_joins = any(edge.root is not None for each in whole.values() for edge in each)
     names = (frozenset(whole) | frozenset(per_frame)) - {STARTED}
-    return Outlets(whole, per_frame, tuple(edges), names, has_joins, readers, STARTED in whole)
+    nodes = {name: tuple(dict.fromkeys(edge.target for edge in edges if edge.source_field == name)) for name in names}
+    return Outlets(whole, per_frame, tuple(edges), names, nodes, has_joins, readers, windows, STARTED in whole)

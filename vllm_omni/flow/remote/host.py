@@ -177,8 +177,11 @@ class RoleHost:
             node.controller.cancel(message.call_id, unfinished_only=message.unfinished_only)
             if not message.unfinished_only:
                 tracker.acknowledge()
+        elif not message.unfinished_only:  # nothing runs: the message that opens the call could not be read
+            _RemoteTracker(self.link, message.call_id, message.target).acknowledge()
 
     def _close(self, node: _HostedNode, message: CloseCall) -> None:
+        node.early.pop(message.call_id, None)
         if node.trackers.pop(message.call_id, None) is not None:
             node.controller.cancel(message.call_id)  # normally nothing runs
             node.controller.close(message.call_id)

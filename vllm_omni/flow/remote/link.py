@@ -9,13 +9,11 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from vllm_omni.complaints import Complaints
 from vllm_omni.descriptors import ZMQ_CONTEXT, check_free_descriptors
 from vllm_omni.errors import LinkError
 from vllm_omni.flow.graph.transfer import ENTRY
-from vllm_omni.flow.remote.messages import Fault, WireMessage
+from vllm_omni.flow.remote.messages import NOT_VALID, MessageCodec, PayloadCodec, Unreadable
 from vllm_omni.flow.run.frame import EndReason, Frame
 from vllm_omni.flow.run.link import InProcessLink, Message
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
-MAX_MESSAGE_BYTES = 16 << 20  # tensors travel by the relay
+MAX_MESSAGE_BYTES = 16 << 20  # large tensors travel by the relay
 MAX_TOGETHER = 64  # our messages in one message of ZMQ
 MAX_DRAIN = 64  # messages of ZMQ, before the loop's other callbacks run
 
@@ -51,7 +49,7 @@ class _Peer:
             return
         self._waiting.append(data)
         self._num_bytes += len(data)
-        if len(self._waiting) == MAX_TOGETHER or self._num_bytes >= MAX_MESSAGE_BYTES:
+        if len(self._waiting) == MAX_TOGETHER or self._num_bytes >= self._link.max_message_bytes:
             self._send_now(self._waiting)
             self._waiting = []
 
@@ -73,21 +71,34 @@ class ZmqLink(InProcessLink):
 
     Each process pulls from one socket and pushes into one per peer, so messages from one process to another stay in
     order. Sending never waits: credit bounds the number of messages in flight. The socket's file descriptor is drained
-    rather than awaited by ``zmq.asyncio``, which is twelve times slower. Messages are sent as an array of msgpack; a
-    payload must be a msgpack type, too, and a message is at most ``MAX_MESSAGE_BYTES`` long.
+    rather than awaited by ``zmq.asyncio``, which is twelve times slower. Messages are sent as an array of msgpack.
 
-    Whatever arrives without the token, or is not valid, is dropped with a warning. Nothing is encrypted.
+    A message that cannot be decoded fails its call. Where its call cannot be read either, or without the token, what
+    arrives is counted and dropped with a warning. Nothing is encrypted.
 
     Args:
         address: the address that this process listens on: ``ipc://...`` or ``tcp://host:port``.
         addresses: target -> the address of its process; targets bound here may be left out.
         token: ``TOKEN_BYTES`` random bytes, the same in all processes of a graph and known to them alone.
+        payloads: encodes payloads and contexts, the same in all processes; None: they are msgpack types.
+        max_message_bytes: of one message, the same in all processes.
+
+    Attributes:
+        num_dropped: what arrived here for no call that is known.
 
     Raises:
         LinkError: this process cannot listen on the address, or the token has another length.
     """
 
-    def __init__(self, address: str, addresses: Mapping[str, str], token: bytes) -> None:
+    def __init__(
+        self,
+        address: str,
+        addresses: Mapping[str, str],
+        token: bytes,
+        payloads: PayloadCodec | None = None,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         import zmq
 
         if len(token) != TOKEN_BYTES:
@@ -95,17 +106,18 @@ class ZmqLink(InProcessLink):
         super().__init__()
         self.zmq = zmq
         self.token = token
+        self.max_message_bytes = max_message_bytes
+        self.num_dropped = 0
         self._addresses = dict(addresses)
         self._peers: dict[str, _Peer] = {}  # by address
         self._peer_of: dict[str, _Peer] = {}  # by target
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[WireMessage])
+        self._codec = MessageCodec(payloads)
         self._complaints = Complaints(logger)
         self._context = zmq.Context()
         try:
             check_free_descriptors(ZMQ_CONTEXT)
             self._inbound = self._make_socket(zmq.PULL)
-            self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES + 64)  # of messages that are sent together
+            self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * max_message_bytes + 64)  # of messages that are sent together
             self._inbound.bind(address)
         except (OSError, zmq.ZMQError) as exc:
             self._context.destroy(linger=0)
@@ -123,12 +135,13 @@ class ZmqLink(InProcessLink):
         if message.target in self._receivers:
             super().send(message)
             return
-        if isinstance(message, Frame) and isinstance(message.payload, BaseException):
-            message = msgspec.structs.replace(message, payload=Fault.of(message.payload))
         try:
-            data = self._encoder.encode(message)
-            if len(data) > MAX_MESSAGE_BYTES:
-                raise ValueError(f"it has {len(data):,} bytes, and may have {MAX_MESSAGE_BYTES:,}")
+            data = self._codec.encode(message)
+            if len(data) > self.max_message_bytes:
+                raise ValueError(
+                    f"it has {len(data):,} bytes, and may have {self.max_message_bytes:,} (max_message_bytes of the "
+                    "link); a stage publishes large tensors through the relay, and sends references"
+                )
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
             raise LinkError(f"a message for {message.target!r} cannot leave this process: {exc}") from exc
         peer = self._peer_of.get(message.target)
@@ -172,41 +185,49 @@ class ZmqLink(InProcessLink):
             except self.zmq.Again:
                 return
             for message in self._decode(data):
-                self._dispatch(message)
+                if isinstance(message, Unreadable):
+                    self._reject(message)
+                else:
+                    self._dispatch(message)
         self.loop.call_soon(self._drain)
 
-    def _decode(self, data: bytes) -> list[Message]:
+    def _decode(self, data: bytes) -> list[Message | Unreadable]:
         if not secrets.compare_digest(data[:TOKEN_BYTES], self.token):
-            self._complaints.warn("dropped %d bytes without the token of this link", len(data))
+            self._drop("dropped %d bytes without the token of this link", len(data))
             return []
         try:
-            return [_with_error(message) for message in self._decoder.decode(memoryview(data)[TOKEN_BYTES:])]
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # Unicode's errors are ValueErrors
-            self._complaints.warn("dropped %d bytes that are not valid messages: %s", len(data), exc)
+            return self._codec.decode(memoryview(data)[TOKEN_BYTES:])
+        except NOT_VALID as exc:
+            self._drop("dropped %d bytes that are not valid messages: %s", len(data), exc)
             return []
+
+    def _reject(self, message: Unreadable) -> None:
+        """Fail the call of a message that is lost: it would wait for it until its deadline."""
+        if message.call_id is None:
+            self._drop("dropped a message that is not valid: %s", message.reason)
+        else:
+            error = LinkError(f"a message of call {message.call_id!r} cannot be read: {message.reason}")
+            self._report(message.call_id, "", error)
+
+    def _drop(self, text: str, *args: object) -> None:
+        self.num_dropped += 1
+        self._complaints.warn(text, *args)
 
     def _dispatch(self, message: Message) -> None:
         receive = self._receivers.get(message.target)
         if receive is None:
-            self._complaints.warn("dropped a message for %r, which is not bound in this process", message.target)
+            self._drop("dropped a message for %r, which is not bound in this process", message.target)
             return
         try:
             receive(message)
         except Exception as exc:  # the remaining messages must be delivered
             logger.exception("call %r: delivering a message to %r failed", message.call_id, message.target)
             if message.target != ENTRY:
-                self._fail(message, exc)
+                self._report(message.call_id, message.target, exc)
 
-    def _fail(self, message: Message, error: Exception) -> None:
-        reason = EndReason.ERROR
+    def _report(self, call_id: str, node: str, error: Exception) -> None:
+        """Report to the entry what ends a call."""
         try:
-            self.send(Frame(message.call_id, message.target, ENTRY, 0, "", 0, 0, True, error, reason))
+            self.send(Frame(call_id, node, ENTRY, 0, "", 0, 0, True, error, EndReason.ERROR))
         except LinkError as exc:
-            logger.warning("call %r: the entry cannot be notified of an error: %s", message.call_id, exc)
-
-
-def _with_error(message: Message) -> Message:
-    if isinstance(message, Frame) and message.reason in (EndReason.ERROR, EndReason.CANCEL) and message.payload:
-        fault = msgspec.convert(message.payload, Fault)
-        return msgspec.structs.replace(message, payload=fault.to_error())
-    return message
+            logger.warning("call %r: the entry cannot be notified of an error: %s", call_id, exc)

@@ -12,6 +12,7 @@ from vllm_omni.flow.graph.plan import NodePlan
 from vllm_omni.flow.graph.transfer import CallInfo, Chunk
 from vllm_omni.flow.run.activity import Activity
 from vllm_omni.flow.run.bucket import Bucket, Slot
+from vllm_omni.flow.run.clock import TimerHandle
 from vllm_omni.flow.run.frame import ITERATION, EdgeCredit, EndReason, Trace
 from vllm_omni.flow.run.node import Activation, Node
 from vllm_omni.flow.run.outbound import Outbound
@@ -33,6 +34,8 @@ class ActivationRun:
     task: asyncio.Task[None] | None = None
     has_started: bool = False
     cancelled: bool = False  # by its call
+    timer: TimerHandle | None = None  # until which a cancelled one may clean up
+    is_abandoned: bool = False  # it took longer
     reads_constants: bool = False  # the header of its loop has started
     is_over: bool = False  # its state is dropped
     credited: asyncio.Future[None] | None = None  # while it waits for credit
@@ -97,6 +100,8 @@ class ActivationRun:
                 {name: scope.parameters[name] for name in plan.parameters} if plan.parameters else NO_PARAMETERS,
                 self.num_iterations(plan) if plan.loops_around else 0,
                 self.bucket.is_of_producer,
+                out.report,
+                scope.route.outlets[plan.name].nodes,
             )
         )
         is_over = False

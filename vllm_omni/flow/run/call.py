@@ -13,7 +13,7 @@ from vllm_omni.flow.graph.plan import Route
 from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.activity import Activity, ActivityTracker
 from vllm_omni.flow.run.clock import Clock, TimerHandle
-from vllm_omni.flow.run.frame import Frame, OutputFrame, Root, SlotEos, Trace
+from vllm_omni.flow.run.frame import Frame, OutputFrame, Report, Root, SlotEos, Trace
 from vllm_omni.flow.run.identity import activation_id
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.outputs import CallOutputs
@@ -32,24 +32,30 @@ class GraphCall:
     alone leaves the call running.
 
     Args:
+        within: the call that this one is part of, if any.
         until: the outputs that complete the call.
         controllers: of the nodes of the route.
         on_closed: called when the call is over.
+        on_report: called with what its activations report.
     """
 
     def __init__(
         self,
         call_id: str,
         session: str | None,
+        within: GraphCall | None,
         route: Route,
         until: frozenset[str],
         controllers: Sequence[Controller],
         link: Link,
         clock: Clock,
         on_closed: Callable[[GraphCall], None],
+        on_report: Callable[[Any], None],
     ):
         self.call_id = call_id
         self.session = session
+        self.within = within
+        self.parameters: Mapping[str, Any] = {}  # see GlobalParameters; once it has started
         self.route = route
         self.error: Exception | None = None  # that ended it early
         self._until = until
@@ -57,13 +63,17 @@ class GraphCall:
         self._link = link
         self._clock = clock
         self._on_closed = on_closed
+        self._on_report = on_report
         self._tracker = ActivityTracker(self._close)
-        self._outputs = CallOutputs(call_id, route.outputs, link, self._on_output_end, self._fail)
+        self._outputs = CallOutputs(call_id, route.windows, link, self._on_output_end, self._fail)
         self._timer: TimerHandle | None = None
         self._opened: list[Controller] = []
+        self._parts: list[GraphCall] = []  # open calls within this one
         self._started = False  # False while it waits for another call of its session
         self._stopping = False
         self._closed = asyncio.Event()
+        if within is not None:
+            within._parts.append(self)
 
     def __aiter__(self) -> GraphCall:
         return self
@@ -101,8 +111,9 @@ class GraphCall:
 
     @property
     def running_nodes(self) -> frozenset[str]:
-        """The nodes with activations in flight."""
-        return frozenset(activity.node for activity in self._tracker.inflight) - {ENTRY}
+        """The nodes with activations in flight; those of a call within this one as "graph.call > node"."""
+        inner = {f"{part.route.graph} > {node}" for part in self._parts for node in part.running_nodes}
+        return frozenset(activity.node for activity in self._tracker.inflight) - {ENTRY} | inner
 
     # ---- for the runtime ----
 
@@ -117,7 +128,8 @@ class GraphCall:
     def start(self, inputs: Mapping[str, Any], context: Any, parameters: Mapping[str, Any]) -> None:
         """Open the call at its controllers, and send the placeholders."""
         self._started = True
-        scope = CallScope(self.call_id, self.route, self._tracker, context, self.session, parameters)
+        self.parameters = parameters
+        scope = CallScope(self.call_id, self.route, self._tracker, context, self.session, parameters, self._clock)
         for name in self.route.outputs:
             self._tracker.start(Activity(ENTRY, output=name))
         for controller in self._controllers:
@@ -137,6 +149,8 @@ class GraphCall:
             case SlotEos():
                 if not self._stopping:
                     self._outputs.receive_count(message)
+            case Report():  # also while it stops: it may concern what must be released
+                self._on_report(message.payload)
             case _:  # from a host
                 message.report_to(self._tracker)
 
@@ -174,7 +188,7 @@ class GraphCall:
         """Cancel the activations that still produce: all outputs that complete the call have ended."""
         if not self._stopping and not self._closed.is_set():
             unread = self._outputs.open
-            self._outputs.drop_open()
+            self._outputs.cancel_open()
             for controller in self._opened:
                 controller.cancel(self.call_id, unfinished_only=True)
             for name in unread:
@@ -204,6 +218,8 @@ class GraphCall:
             self._timer.cancel()
         for controller in self._opened:
             controller.close(self.call_id)
+        if self.within is not None:
+            self.within._parts.remove(self)
         self._on_closed(self)
         self._outputs.drop_open()
         self._outputs.finish(self.error)

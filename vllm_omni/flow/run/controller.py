@@ -35,6 +35,9 @@ from vllm_omni.flow.run.session_order import SessionOrder
 
 logger = logging.getLogger(__name__)
 
+CANCEL_TIMEOUT_S = 10.0
+"""How long the clean-up of a cancelled activation may take. Its call does not wait for it any longer than that."""
+
 
 @dataclass(slots=True)
 class _Choice:
@@ -89,7 +92,8 @@ class NodeController:
             call.order = SessionOrder(functools.partial(self._start, call), call.credit)
 
     def cancel(self, call_id: str, *, unfinished_only: bool = False) -> None:
-        """Cancel the activations of a call; each acknowledges by ending its activity. No further activation fires.
+        """Cancel the activations of a call; each acknowledges by ending its activity, within ``CANCEL_TIMEOUT_S``. No
+        further activation fires.
 
         Args:
             unfinished_only: let activations finish their clean-up if they have ended all of their wanted fields, and
@@ -109,9 +113,14 @@ class NodeController:
                 assert run.out is not None
                 if run.out.next_seq or not unfinished_only:
                     run.cancelled = True
-                    run.task.cancel()
-                    if not run.has_started:  # its task never runs, so only a callback sees its end
-                        run.task.add_done_callback(functools.partial(self._on_never_started, call, run))
+                    self._cancel(call, run, run.task)
+
+    def _cancel(self, call: _CallState, run: ActivationRun, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        if run.has_started:
+            run.timer = call.scope.clock.call_later(CANCEL_TIMEOUT_S, functools.partial(self._abandon, call, run))
+        else:  # its task never runs, so only a callback sees its end
+            task.add_done_callback(functools.partial(self._on_never_started, call, run))
 
     def close(self, call_id: str) -> None:
         """Forget a call without activations in flight; late frames are dropped."""
@@ -344,8 +353,21 @@ class NodeController:
     def _on_never_started(self, call: _CallState, run: ActivationRun, _: asyncio.Task[None]) -> None:
         self._on_done(call, run, None)
 
+    def _abandon(self, call: _CallState, run: ActivationRun) -> None:
+        """End an activation although its task runs: the node ignores its cancellation. Nothing it yields is sent."""
+        where = f"call {call.scope.call_id!r}: node {self.name!r}"
+        logger.warning(
+            "%s has not ended %g s after it was cancelled; the call no longer waits for it", where, CANCEL_TIMEOUT_S
+        )
+        self._on_done(call, run, None)
+        run.is_abandoned = True
+
     def _on_done(self, call: _CallState, run: ActivationRun, error: BaseException | None) -> None:
         assert run.out is not None
+        if run.timer is not None:
+            run.timer.cancel()
+        if run.is_abandoned:
+            return
         self._forget(call, run)
         if isinstance(error, Exception):
             error.add_note(f"in node {self.name!r} of call {call.scope.call_id!r}")

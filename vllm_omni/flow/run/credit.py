@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from vllm_omni.flow.graph.plan import Reader
 
-WINDOW = 64  # frames; the same in all processes
+WINDOW = 64  # frames, unless the field declares another; the same in all processes
 UNLIMITED = 1 << 62  # granted when the reader has stopped reading
+NO_WINDOWS: Mapping[str, int] = {}
 
 
 class ReceiveWindow:
@@ -66,15 +67,24 @@ class SendLimits:
 
     Args:
         readers: streamed output field -> its readers.
+        windows: the fields whose window is not ``size``.
     """
 
-    __slots__ = ("_limits", "_readers", "_room", "_size", "full")
+    __slots__ = ("_limits", "_readers", "_room", "_size", "_windows", "full")
 
-    def __init__(self, readers: Mapping[str, tuple[Reader, ...]], size: int | None = None):
+    def __init__(
+        self,
+        readers: Mapping[str, tuple[Reader, ...]],
+        windows: Mapping[str, int] = NO_WINDOWS,
+        size: int | None = None,
+    ):
         self._readers = readers
+        self._windows = windows
         self._size = size = size or WINDOW
         self._limits: dict[Reader, int] = {}  # readers that have granted credit -> their limit
         self._room = dict.fromkeys(readers, size)  # frames that may still be sent
+        if windows:
+            self._room.update(windows)
         self.full: set[str] | None = None  # fields without room
 
     def on_sent(self, field: str) -> None:
@@ -86,16 +96,14 @@ class SendLimits:
 
     def on_credit(self, reader: Reader, limit: int) -> None:
         """Raise the limit of a reader; a limit below an earlier one is out of date."""
-        old = self._limits.get(reader, self._size)
-        if limit <= old:
-            return
         for field, readers in self._readers.items():
-            if reader in readers:
-                before = self._lowest(readers)
+            size = self._windows.get(field, self._size)
+            if reader in readers and limit > self._limits.get(reader, size):
+                before = self._lowest(readers, size)
                 self._limits[reader] = limit
-                self._room[field] += self._lowest(readers) - before
+                self._room[field] += self._lowest(readers, size) - before
                 if self.full and self._room[field] > 0:
                     self.full.discard(field)
 
-    def _lowest(self, readers: tuple[Reader, ...]) -> int:
-        return min(self._limits.get(reader, self._size) for reader in readers)
+    def _lowest(self, readers: tuple[Reader, ...], size: int) -> int:
+        return min(self._limits.get(reader, size) for reader in readers)

@@ -20,6 +20,11 @@ iterations of inner loops in it are REPEATED, as they are none of the inner loop
 """
 
 
+def place_of(path: Path) -> str:
+    """A path as a part of an id: ".2" for a yield, "+0" for an iteration of the first loop."""
+    return "".join(f"+{key - ITERATION}" if key >= ITERATION else f".{key}" for key in path)
+
+
 class EndReason(enum.Enum):
     """The reason for which a frame without a payload ends its field.
 
@@ -113,6 +118,14 @@ class EdgeCredit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     slot: int  # of the reader, see Frame
     field: str  # its input field, or the graph output
     limit: int  # the number of frames that may be sent on this edge in total
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What an activation reports to the reader of its call, in order with its other reports; see ``Activation``."""
+
+    call_id: str
+    target: str  # ENTRY
+    payload: Any  # opaque to flow, as in Frame
 
 
 class Emission(msgspec.Struct, frozen=True):

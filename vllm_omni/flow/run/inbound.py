@@ -79,7 +79,7 @@ class InboundCredit:
         return window
 
     def _make_window(self, edge: Edge, origin: int) -> ReceiveWindow:
-        return ReceiveWindow(functools.partial(self._grant, edge, origin))
+        return ReceiveWindow(functools.partial(self._grant, edge, origin), edge.window)
 
     def _grant(self, edge: Edge, origin: int, limit: int) -> None:
         self._link.send(

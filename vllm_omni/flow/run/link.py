@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 
 class Message(Protocol):
-    """A ``Frame``, ``SlotEos`` or ``EdgeCredit``, or a message of ``flow.remote``."""
+    """A ``Frame``, ``SlotEos``, ``EdgeCredit`` or ``Report``, or a message of ``flow.remote``."""
 
     @property
     def call_id(self) -> str: ...

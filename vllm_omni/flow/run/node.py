@@ -25,6 +25,10 @@ class Activation(msgspec.Struct, frozen=True):
     iteration: int = 0  # of the loop that the node is part of; the first one is 0
     # Whether an error raised by ``inputs`` is that of a producer, whose stream broke off; else a transfer function's.
     is_of_producer: Callable[[Exception], bool] = lambda error: True
+    # Sends something to the ``on_report`` of GraphRuntime.open, at any time until the activation is over. It arrives
+    # before what is yielded next.
+    report: Callable[[Any], None] = lambda payload: None
+    readers: Mapping[str, Sequence[str]] = {}  # field of ``wanted`` -> the nodes that read it, ENTRY for an output
 
 
 Yield: TypeAlias = Emission | Sequence[Emission]
@@ -38,7 +42,7 @@ class Node(Protocol):
 
         It is cancelled, at most once, when its call is aborted or fails, or when its outputs have no reader left:
         ``CancelledError`` at its current await (possibly in its ``finally``), or ``GeneratorExit`` at a yield where a
-        slow reader holds it back. The call waits for the end of its clean-up. An exception fails the call, unless a
-        node further down has another source for the missing input (several edges into one field, or groups of which
-        the first one wins).
+        slow reader holds it back. The call waits for the end of its clean-up, for at most ``CANCEL_TIMEOUT_S``
+        (``controller.py``). An exception fails the call, unless a node further down has another source for the missing
+        input (several edges into one field, or groups of which the first one wins).
         """

@@ -10,8 +10,19 @@ import msgspec
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow.graph.plan import PER_FRAME, STARTED, Edge, NodePlan
+from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.credit import SendLimits
-from vllm_omni.flow.run.frame import NO_BUCKET, Emission, EndReason, Frame, Root, SlotEos, Trace, leads_nowhere
+from vllm_omni.flow.run.frame import (
+    NO_BUCKET,
+    Emission,
+    EndReason,
+    Frame,
+    Report,
+    Root,
+    SlotEos,
+    Trace,
+    leads_nowhere,
+)
 from vllm_omni.flow.run.identity import activation_id, bucket_for, find_root, targets
 from vllm_omni.flow.run.link import Link
 from vllm_omni.flow.run.scope import CallScope
@@ -42,13 +53,17 @@ class Outbound:
         self._num_yields = 0  # on per-frame edges
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
-        self.limits = SendLimits(outlets.readers) if outlets.readers else NO_LIMITS
+        self.limits = SendLimits(outlets.readers, outlets.windows) if outlets.readers else NO_LIMITS
 
     def report_start(self) -> None:
         """Let the nodes of the loop read their constants."""
         del self.next_seq[STARTED]
         for edge, target_id in self._whole[STARTED]:
             self._send(edge, target_id, self._trace, 0, True, None, EndReason.NONE)
+
+    def report(self, payload: Any) -> None:
+        """Report to the reader of the call."""
+        self._link.send(Report(self._call_id, ENTRY, payload))
 
     def emit(self, emissions: Emission | Sequence[Emission]) -> None:
         """Send one yield.

@@ -1,6 +1,6 @@
 """The outputs of a call: frames of all producing activations, in order, for one reader."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,7 @@ from vllm_omni.flow.run.sequence import Stream
 class _Output:
     """A graph output that has not ended."""
 
+    window: int | None  # frames that a producer may be ahead; None: ``credit.WINDOW``
     order: PathOrder[Frame] = field(default_factory=PathOrder)
     num_frames: int = 0
     reason: EndReason = EndReason.UNREACHABLE  # for which its last part ended
@@ -26,6 +27,7 @@ class CallOutputs:
     """The outputs of a call that have not ended, and the frames that wait to be read.
 
     Args:
+        names: output -> frames that a producer may be ahead of the reader; None: ``credit.WINDOW``.
         on_end: called with the name of an output that has ended.
         on_error: called with the node and the error that ended an output.
     """
@@ -33,7 +35,7 @@ class CallOutputs:
     def __init__(
         self,
         call_id: str,
-        names: Iterable[str],
+        names: Mapping[str, int | None],
         link: Link,
         on_end: Callable[[str], None],
         on_error: Callable[[str, Exception], None],
@@ -42,7 +44,7 @@ class CallOutputs:
         self._link = link
         self._on_end = on_end
         self._on_error = on_error
-        self._open = {name: _Output() for name in sorted(names)}
+        self._open = {name: _Output(names[name]) for name in sorted(names)}
         self._frames: Stream[OutputFrame] = Stream(self._on_wait)
 
     @property
@@ -65,7 +67,7 @@ class CallOutputs:
         window = output.windows.get(frame.origin)
         if window is None:
             grant = partial(self._grant, frame.source, frame.origin, frame.field)
-            window = output.windows[frame.origin] = ReceiveWindow(grant)
+            window = output.windows[frame.origin] = ReceiveWindow(grant, output.window)
         window.on_received(frame.seq)
         self._deliver(frame.source, frame.field, output, output.order.push(frame.trace.path, frame, frame.trace.loops))
         if self._frames.is_waited_for:  # an early frame must not hold back those before it
@@ -79,6 +81,12 @@ class CallOutputs:
 
     def drop_open(self) -> None:
         """Ignore further frames of all outputs."""
+        self._open.clear()
+
+    def cancel_open(self) -> None:
+        """End all outputs, and ignore further frames."""
+        for name, output in self._open.items():
+            self._frames.put_nowait(OutputFrame(name, None, output.num_frames, True, EndReason.CANCEL))
         self._open.clear()
 
     def drop_unread(self) -> None:

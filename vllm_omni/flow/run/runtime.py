@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ from vllm_omni.flow.graph.transfer import ENTRY
 from vllm_omni.flow.run.call import GraphCall
 from vllm_omni.flow.run.clock import Clock, LoopClock
 from vllm_omni.flow.run.controller import NodeController
+from vllm_omni.flow.run.frame import place_of
+from vllm_omni.flow.run.graph_node import GraphNode
 from vllm_omni.flow.run.link import InProcessLink, Link
-from vllm_omni.flow.run.node import Node
+from vllm_omni.flow.run.node import Activation, Node
 from vllm_omni.flow.run.scope import Controller, RemoteNode, check_names, index_plans
 from vllm_omni.flow.run.session import GCScheduler, ParameterStore
 from vllm_omni.names import suggest
@@ -55,8 +57,9 @@ class GraphRuntime:
         clock: Clock | None = None,
         link: Link | None = None,
     ):
-        self.plans, node_plans = index_plans(plans)
-        roles = {node.role for node in node_plans.values()}
+        self._graphs, node_plans = index_plans(plans)
+        self.plans = {name: plan for name, plan in self._graphs.items() if not plan.until}
+        roles = {node.role for node in node_plans.values() if node.graph is None}
         graphs = ", ".join(map(repr, self.plans))
         check_names(f"graph {graphs}: no node is bound to role", roles, nodes, GraphError)
         check_names(f"graph {graphs}: has no role", nodes, roles, GraphError)
@@ -69,9 +72,34 @@ class GraphRuntime:
         self._closing = False
         self._lost: dict[str, str] = {}  # role whose process died -> the reason
         self._controllers = {
-            name: self._make_controller(node_plan, nodes[node_plan.role]) for name, node_plan in node_plans.items()
+            name: self._make_controller(node_plan, self._node_of(node_plan, nodes))
+            for name, node_plan in node_plans.items()
         }
         self.link.bind(ENTRY, self._receive)
+
+    def _node_of(self, node_plan: NodePlan, nodes: Mapping[str, Node | RemoteNode]) -> Node | RemoteNode:
+        if node_plan.graph is None:
+            return nodes[node_plan.role]
+        plan = self._graphs.get(f"{node_plan.graph}.{node_plan.interface}")
+        if plan is None:
+            raise GraphError(
+                f"node {node_plan.name!r} calls graph {node_plan.graph!r}, whose plan is missing: compile the graphs "
+                "with parse_graphs, which adds those that they call"
+            )
+        return GraphNode(node_plan.name, partial(self._open_within, plan.name))
+
+    def _open_within(self, graph: str, activation: Activation, inputs: Mapping[str, Any]) -> GraphCall:
+        """Open the call of a graph that a node calls."""
+        return self.open(
+            f"{activation.call_id}/{activation.node}{place_of(activation.path)}",
+            inputs,
+            activation.wanted,
+            graph=graph,
+            context=activation.context,
+            session=activation.session,
+            within=self._calls[activation.call_id],
+            on_report=activation.report,
+        )
 
     def _make_controller(self, node_plan: NodePlan, node: Node | RemoteNode) -> Controller:
         if isinstance(node, RemoteNode):
@@ -96,24 +124,30 @@ class GraphRuntime:
         context: Any = None,
         deadline_s: float | None = None,
         session: str | None = None,
+        within: GraphCall | None = None,
+        on_report: Callable[[Any], None] = lambda payload: None,
     ) -> GraphCall:
         """Start a call. On return, the nodes that its inputs feed have been fired, unless its session is busy.
 
         Args:
             inputs: placeholder -> payload. Placeholders that ``outputs`` do not depend on may be left out.
-            outputs: the wanted outputs; nodes that none of them depends on are never activated.
-            graph: its name, if there are several.
-            entry: instead of ``outputs``: a graph call that the graph declares.
+            outputs: the wanted outputs; nodes that none of them depends on are never activated. By default all of the
+                graph call.
+            graph: its name, if there are several; or "graph.call".
+            entry: a graph call that the graph declares.
             context: passed unchanged to every activation and transfer function.
             deadline_s: a call not over by then is aborted, and raises ``DeadlineExceeded``.
             session: calls of one session run one after the other, in the order in which they were opened.
+            within: the open call that this one is part of; it has the same session, and shares its parameters.
+            on_report: called with what activations report (``Activation.report``), the last time before the call is
+                over.
 
         Raises:
             InvalidRequest: a graph, entry, output or input does not exist or is missing, or ``call_id`` is in use.
             RoleUnavailable: the process of a role that the outputs need has died.
             OmniError: the runtime is closed.
         """
-        plan = self._choose(call_id, graph)
+        plan = self._choose(call_id, graph, entry)
         where = f"call {call_id!r} of graph {plan.name!r}"
         if self._closing:
             raise OmniError(f"{where}: the runtime is closed")
@@ -121,15 +155,18 @@ class GraphRuntime:
             raise InvalidRequest(f"{where}: a call of this id is still open; abort it, or use another id")
         if deadline_s is not None and deadline_s <= 0:
             raise InvalidRequest(f"{where}: deadline_s is {deadline_s}, but must be greater than 0, or None")
-        wanted, until = _wanted(where, plan, frozenset(outputs), entry)
+        wanted = _wanted(where, plan, frozenset(outputs))
         route = self._route(where, plan, wanted, inputs)
         controllers = [self._controllers[name] for name in route.nodes]
-        call = GraphCall(call_id, session, route, until, controllers, self.link, self.clock, self._forget)
+        until = plan.until & wanted or wanted
+        call = GraphCall(
+            call_id, session, within, route, until, controllers, self.link, self.clock, self._forget, on_report
+        )
         self._calls[call_id] = call
         if deadline_s is not None:
             call.start_timer(deadline_s)
         start = partial(self._start, call, inputs, context)
-        if session is None:
+        if session is None or within is not None:
             start()
         else:
             self._scheduler.enter(session, call_id, start)
@@ -137,13 +174,17 @@ class GraphRuntime:
             raise call.error
         return call
 
-    def _choose(self, call_id: str, graph: str | None) -> StaticPlan:
+    def _choose(self, call_id: str, graph: str | None, entry: str | None) -> StaticPlan:
+        if graph is None and len(self.plans) > 1:
+            raise InvalidRequest(f"call {call_id!r}: there are several graphs, name one; {suggest('', self.plans)}")
         if graph is None:
-            if len(self.plans) > 1:
-                raise InvalidRequest(f"call {call_id!r}: there are several graphs, name one; {suggest('', self.plans)}")
-            return next(iter(self.plans.values()))
-        check_names(f"call {call_id!r}: no graph", [graph], self.plans, InvalidRequest)
-        return self.plans[graph]
+            graph = next(iter(self.plans))
+        check_names(f"call {call_id!r}: no graph", [graph], self._graphs, InvalidRequest)
+        plan = self._graphs[graph]
+        if entry is None:
+            return plan
+        check_names(f"call {call_id!r} of graph {graph!r}: no graph call", [entry], plan.graph_calls, InvalidRequest)
+        return self._graphs[f"{graph}.{entry}"]
 
     def _route(self, where: str, plan: StaticPlan, wanted: frozenset[str], inputs: Mapping[str, Any]) -> Route:
         check_names(f"{where}: no input", inputs, plan.placeholders, InvalidRequest)
@@ -179,7 +220,8 @@ class GraphRuntime:
     async def aclose(self) -> None:
         """Reject new calls, abort the open ones, and wait until all have cleaned up."""
         self._closing = True
-        await asyncio.gather(*(call.abort("the runtime was closed") for call in self._calls.values()))
+        calls = [call for call in self._calls.values() if call.within is None]  # these end those within them
+        await asyncio.gather(*(call.abort("the runtime was closed") for call in calls))
         self._parameters.end_all()
 
     def shutdown_hosts(self) -> None:
@@ -208,27 +250,23 @@ class GraphRuntime:
 
     def _start(self, call: GraphCall, inputs: Mapping[str, Any], context: Any) -> None:
         try:
-            call.start(inputs, context, self._parameters.of(call.session, call.call_id))
+            parameters = None if call.within is None else call.within.parameters
+            call.start(inputs, context, parameters or self._parameters.of(call.session, call.call_id))
         except Exception as exc:  # the link failed; activations that have been fired must end
             call.stop(exc)
 
     def _forget(self, call: GraphCall) -> None:
         del self._calls[call.call_id]
+        if call.within is not None:
+            return
         self._parameters.leave(call.session, call.call_id)
         if call.session is not None:
             self._scheduler.leave(call.session, call.call_id)
 
 
-def _wanted(
-    where: str, plan: StaticPlan, outputs: frozenset[str], entry: str | None
-) -> tuple[frozenset[str], frozenset[str]]:
-    """The outputs that a call asks for, and those that complete it."""
-    if entry is not None:
-        check_names(f"{where}: no graph call", [entry], plan.graph_calls, InvalidRequest)
-        if outputs:
-            raise InvalidRequest(f"{where}: graph call {entry!r} names its outputs; leave outputs out")
-        return plan.graph_calls[entry].outputs, plan.graph_calls[entry].until
-    if not outputs:
+def _wanted(where: str, plan: StaticPlan, outputs: frozenset[str]) -> frozenset[str]:
+    """The outputs that a call asks for."""
+    if not outputs and not plan.until:
         raise InvalidRequest(f"{where}: asks for no output; {suggest('', plan.outputs)}")
     check_names(f"{where}: no output", outputs, plan.outputs, InvalidRequest)
-    return outputs, outputs
+    return outputs or frozenset(plan.outputs)

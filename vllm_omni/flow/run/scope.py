@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from vllm_omni.errors import OmniError
 from vllm_omni.flow.graph.plan import NodePlan, Route, StaticPlan
 from vllm_omni.flow.run.activity import Tracker
+from vllm_omni.flow.run.clock import Clock, LoopClock
 from vllm_omni.flow.run.link import Link
 from vllm_omni.names import suggest
 
@@ -22,6 +23,7 @@ class CallScope:
     context: Any
     session: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    clock: Clock = field(default_factory=LoopClock)
 
 
 class Controller(Protocol):
@@ -43,8 +45,9 @@ class Controller(Protocol):
 
 
 def index_plans(plans: StaticPlan | Sequence[StaticPlan]) -> tuple[dict[str, StaticPlan], dict[str, NodePlan]]:
-    """Index plans that may share nodes: by graph, and their nodes by name."""
-    by_graph = {plan.name: plan for plan in ([plans] if isinstance(plans, StaticPlan) else plans)}
+    """Index plans that may share nodes: by graph or graph call ("graph.call"), and their nodes by name."""
+    plans = [plans] if isinstance(plans, StaticPlan) else plans
+    by_graph = {one.name: one for plan in plans for one in (plan, *plan.entries())}
     return by_graph, {name: node for plan in by_graph.values() for name, node in plan.nodes.items()}
 
 

@@ -18,7 +18,7 @@ BOX_LETTERS = 34  # in a line below the name of a node
 
 def traits(node: NodePlan) -> list[str]:
     """Properties of a node as a whole that are not the default."""
-    found: list[str] = []
+    found: list[str] = [] if node.graph is None else [f"calls graph {node.graph}"]
     if node.scheduling is not Scheduling.LEAST_OUTSTANDING:
         found.append(node.scheduling.value.replace("_", " "))
     if node.first_wins:
