@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     VLLM_OMNI_MAX_MEDIA_BYTES: int
     VLLM_OMNI_MAX_WAITING_MEDIA: int
     VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S: float
+    VLLM_OMNI_VOICES_DIR: Path
+    VLLM_OMNI_MAX_VOICES: int
+    VLLM_OMNI_MAX_VOICE_BYTES: int
+    VLLM_OMNI_MAX_VOICE_SECONDS: float
+    VLLM_OMNI_MAX_STREAMED_CHARACTERS: int
+    VLLM_OMNI_SPEECH_STREAM_IDLE_S: float
 
 
 class Variable(NamedTuple):
@@ -81,6 +87,12 @@ def _existing_directory(text: str) -> Path:
     return path
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("the path of a directory")
+    return Path(text).expanduser()
+
+
 VARIABLES: Mapping[str, Variable] = {
     "VLLM_OMNI_STAGE_READY_TIMEOUT_S": Variable(
         _positive_seconds,
@@ -116,7 +128,7 @@ VARIABLES: Mapping[str, Variable] = {
     "VLLM_OMNI_RELAY_BYTES": Variable(
         _slab_bytes,
         lambda: 256 << 20,
-        "shared memory of each stage that publishes tensors for the next stage, bytes",
+        "memory of each stage that publishes tensors, for each transport of its edges, bytes",
     ),
     "VLLM_OMNI_RELAY_HOST": Variable(
         _address,
@@ -138,6 +150,37 @@ VARIABLES: Mapping[str, Variable] = {
         _positive_seconds,
         lambda: 30.0,
         "deadline to fetch one image, sound or video of a prompt, repetitions included",
+    ),
+    "VLLM_OMNI_VOICES_DIR": Variable(
+        _path,
+        lambda: Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "vllm_omni" / "voices",
+        "where uploaded voices are kept: a directory that is created, and that no other user can read",
+    ),
+    "VLLM_OMNI_MAX_VOICES": Variable(
+        _count,
+        lambda: 100,
+        "uploaded voices, at most; 0: none can be uploaded",
+    ),
+    "VLLM_OMNI_MAX_VOICE_BYTES": Variable(
+        _positive_count,
+        lambda: 256 << 20,
+        "bytes of the recordings of all uploaded voices, at most",
+    ),
+    "VLLM_OMNI_MAX_VOICE_SECONDS": Variable(
+        _positive_seconds,
+        lambda: 60.0,
+        "length of one recording of a voice, uploaded or in a request, at most; each second takes 12.5 positions of a "
+        "prompt",
+    ),
+    "VLLM_OMNI_MAX_STREAMED_CHARACTERS": Variable(
+        _positive_count,
+        lambda: 100_000,
+        "characters of a text that a client of /v1/audio/speech/stream sends in pieces, at most",
+    ),
+    "VLLM_OMNI_SPEECH_STREAM_IDLE_S": Variable(
+        _positive_seconds,
+        lambda: 60.0,
+        "how long such a client may send nothing before the end of its text, seconds",
     ),
 }
 

@@ -4,6 +4,8 @@ Wrong input raises ``InvalidRequest`` or ``ConfigError`` (both are ``ValueError`
 ``Unavailable`` can be tried again. Other failures raise a plain ``OmniError``.
 """
 
+from typing import Self
+
 
 class OmniError(Exception):
     """Base of all errors of this project."""
@@ -26,6 +28,14 @@ class InvalidRequest(OmniError, ValueError):
 
 class UnknownModel(InvalidRequest):
     """A request names a model that is not served. HTTP 404."""
+
+
+class UnknownVoice(InvalidRequest):
+    """A request names an uploaded voice that is not there. HTTP 404."""
+
+
+class VoiceExists(InvalidRequest):
+    """A voice cannot be uploaded under the name of another one. HTTP 409."""
 
 
 class GraphError(OmniError, ValueError):
@@ -61,11 +71,7 @@ class RoleUnavailable(OmniError):
 
 
 class RegistryUnavailable(OmniError):
-    """The registry of instances did not answer in time."""
-
-
-class NoInstance(OmniError):
-    """No instance of a role is registered that could serve the activation."""
+    """The registry of replicas did not answer in time."""
 
 
 class RelayError(OmniError):
@@ -99,6 +105,10 @@ class StageFailed(OmniError):
         super().__init__(f"stage {stage!r}: {reason}")
         self.stage = stage
         self.reason = reason
+
+    def within(self, node: str) -> Self:
+        """The same error of a stage of the graph that a node calls."""
+        return type(self)(f"{node} > {self.stage}", self.reason)
 
 
 class Unavailable(OmniError):

@@ -10,9 +10,16 @@ import functools
 import logging
 
 ARCHITECTURES = {
+    "MiMoAudioDecoder": "vllm_omni.model_executor.models.mimo_audio.decoder:MiMoAudioDecoder",
+    "MiMoAudioLanguageModel": "vllm_omni.model_executor.models.mimo_audio.language_model:MiMoAudioLanguageModel",
     "Qwen2_5OmniThinker": "vllm_omni.model_executor.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "Qwen2_5OmniTalker": "vllm_omni.model_executor.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "Qwen2_5OmniToken2Wav": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Qwen2_5OmniToken2Wav",
+    "Qwen3OmniThinker": "vllm_omni.model_executor.models.qwen3_omni_moe.thinker:Qwen3OmniThinker",
+    "Qwen3OmniTalker": "vllm_omni.model_executor.models.qwen3_omni_moe.talker:Qwen3OmniTalker",
+    "Qwen3OmniCode2Wav": "vllm_omni.model_executor.models.qwen3_omni_moe.code2wav:Qwen3OmniCode2Wav",
+    "Qwen3TTSTalker": "vllm_omni.model_executor.models.qwen3_tts.talker:Qwen3TTSTalker",
+    "Qwen3TTSCodec": "vllm_omni.model_executor.models.qwen3_tts.codec:Qwen3TTSCodec",
     # vLLM inspects this class before it starts an engine, and never instantiates it: diffusers loads the pipeline.
     "DiffusersPipeline": "vllm_omni.model_executor.generation_model:GenerationModel",
 }
@@ -24,11 +31,13 @@ def register() -> None:
 
     In a process of a stage, also end the process with its parent.
     """
+    from transformers import AutoConfig
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.config import register_config_parser
 
     from vllm_omni.config import DIFFUSERS
     from vllm_omni.model_executor.models.diffusers.hf_config import DiffusersConfigParser
+    from vllm_omni.model_executor.models.qwen3_tts.hf_config import MODEL_TYPE, Qwen3TTSConfig
 
     known = ModelRegistry.get_supported_archs()
     for architecture, location in ARCHITECTURES.items():
@@ -36,6 +45,7 @@ def register() -> None:
             ModelRegistry.register_model(architecture, location)
 
     register_config_parser(DIFFUSERS)(DiffusersConfigParser)
+    AutoConfig.register(MODEL_TYPE, Qwen3TTSConfig, exist_ok=True)
 
     # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")

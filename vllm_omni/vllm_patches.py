@@ -10,6 +10,8 @@ Function, and what it replaces  Why                                           Up
  the registry's connector       budget of memory; a fetch has one deadline    names one for the process)
 ``wrap_renderer``               Prompts with media are counted and hold a     a limit in the renderer
  a renderer's two methods       budget, for the engine and HTTP handlers
+``decline_chats``               A model without a chat template starts        a warm-up of the template for models
+ a renderer's method            without a traceback in the log                that have one
 ``limit_media_threads``         More threads than cores, decoding media,      a pool given to ``MediaConnector``; the
  the size of vLLM's media pool  delay the event loop                          environment variable is read at import
 ``replace_sender_cache``        Media count as sent when they have been       a cache that is notified of what has
@@ -41,7 +43,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,6 +91,16 @@ def wrap_renderer(renderer: BaseRenderer, wrap: Callable[[Any, Any], tuple[Any, 
     renderer.render_cmpl_async, renderer.render_chat_async = wrap(
         renderer.render_cmpl_async, renderer.render_chat_async
     )
+
+
+def decline_chats(renderer: BaseRenderer) -> None:
+    """Let a renderer say that its model has no chat template; the server then does not warm it up."""
+    from vllm.renderers.chat_utils import ChatTemplateResolutionError
+
+    def render_chat(*_: Any, **__: Any) -> NoReturn:
+        raise ChatTemplateResolutionError("this model speaks a text: it has no chat template")
+
+    renderer.render_chat = render_chat
 
 
 def replace_media_connector(connector: type) -> None:

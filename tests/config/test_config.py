@@ -46,7 +46,7 @@ def test_bundled_configuration_of_qwen2_5_omni(model):
     assert {s.model for s in omni.stages} == {model}
     assert omni.stage("talker").default_sampling_params["top_k"] == 40
     edge = omni.edge("thinker", "talker")
-    assert (edge.transport, edge.stream, edge.credits) == ("auto", True, 256)
+    assert (edge.transport, edge.stream, edge.credits) == ("auto", "auto", 256)
 
 
 def test_user_yaml_overlays_key_by_key(model, deploy):
@@ -311,7 +311,7 @@ def test_misspelt_environment_variable_is_rejected_at_load(model, monkeypatch):
 def test_unsupported_model_type_says_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(
-        ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, language, qwen2_5_omni"
+        ConfigError, match=r"model_type = 'llama' is not supported: valid: diffusers, language, mimo_audio"
     ):
         load_config(tmp_path)
 
@@ -335,7 +335,7 @@ def test_missing_checkpoint(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"]:
         with rejected(
-            ConfigError, r"no such directory, .*supported model types: diffusers, language, qwen2_5_omni", name
+            ConfigError, r"no such directory, .*supported model types: diffusers, language, mimo_audio", name
         ):
             load_config(name)
 
@@ -379,7 +379,7 @@ def test_omni_config_from_stage_configs():
     assert omni.stage("talker") is stages[1]
     assert omni.stage(0) is stages[0]
     edge = omni.edge("thinker", "talker")
-    assert (edge.transport, edge.stream, edge.credits) == ("auto", True, 256)
+    assert (edge.transport, edge.stream, edge.credits) == ("auto", "auto", 256)
     with pytest.raises(ConfigError, match=r"did you mean 'talker'"):
         omni.stage("talke")
 
@@ -477,6 +477,12 @@ def test_every_bundled_file_loads(tmp_path):
     for model_type in config.supported_model_types():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert load_config(tmp_path).model_type == model_type
+
+
+@pytest.mark.parametrize("architecture", ["MiMoAudioModel", "MiMoV2ASRForCausalLM"])
+def test_an_architecture_tells_a_model_from_that_whose_layers_it_has(architecture, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": [architecture]}))
+    assert load_config(tmp_path).model_type == "mimo_audio"
 
 
 # --- diffusion stages

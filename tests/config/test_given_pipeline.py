@@ -23,6 +23,7 @@ class Mine(GraphsPipeline):
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_own_pipeline", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     path = tmp_path / "my_own_pipeline.py"
     path.write_text(FILE)
@@ -61,6 +62,25 @@ def test_a_file_that_another_module_hides_is_rejected(file: Path) -> None:
     hidden.write_text(FILE)
     with pytest.raises(ConfigError, match=r"a module 'json' is imported already; rename the file"):
         find_pipeline(f"{hidden}:Mine")
+
+
+@pytest.mark.parametrize("body", ["import nothing_of_this_name", "class Other: ...", "Mine = 7", "raise SystemExit"])
+def test_a_file_that_fails_leaves_the_path_of_modules_as_it_was(file: Path, body: str) -> None:
+    before = list(sys.path), os.environ["PYTHONPATH"]
+    file.write_text(body)
+    with pytest.raises((ConfigError, SystemExit)):
+        find_pipeline(f"{file}:Mine")
+    assert (list(sys.path), os.environ["PYTHONPATH"]) == before
+    file.write_text(FILE + "# repaired\n")
+    assert find_pipeline(f"{file}:Mine").__name__ == "Mine"
+
+
+def test_a_relative_file_is_found_from_the_working_directory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.rename(file.with_name("relative_pipeline.py"))
+    monkeypatch.chdir(file.parent)
+    for given in ("relative_pipeline.py:Mine", "./relative_pipeline.py:Mine"):
+        assert find_pipeline(given).__module__ == "relative_pipeline"
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(file.parent), "absolute, for other processes"
 
 
 def test_a_pipeline_without_stages_or_with_a_model_type_is_rejected() -> None:

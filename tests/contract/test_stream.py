@@ -231,6 +231,17 @@ async def test_credits_can_be_asked_for_by_reference(pair: Pair) -> None:
     assert await until(lambda: count() == CREDITS)
 
 
+async def test_until_its_reader_comes_a_stream_has_all_credits(pair: Pair) -> None:
+    writer = pair.producer.open_stream("request", (2,), torch.float32, credits=CREDITS)
+    count = pair.producer.credits_of(writer.ref)
+    assert count is not None
+    writer.write_nowait(rows_of(1, 2, 3))
+    assert (count(), writer.num_credits) == (CREDITS, 1)
+    reader = await pair.consumer.read_stream(writer.ref, timeout_s=5)
+    assert await until(lambda: count() == 1)
+    reader.close()
+
+
 async def test_a_ring_larger_than_the_pool_is_rejected(pair: Pair) -> None:
     with pytest.raises(PoolExhausted):
         pair.producer.open_stream("request", (NUM_BYTES,), torch.uint8, credits=2)

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 
 from vllm_omni.engine.answer import Answer
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import StageFailed
 from vllm_omni.flow import CallInfo, Chunk, Field, Graph, GraphParser, OutputFrame, Role, StaticPlan, interface
-from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.model_executor.pipeline import RequestContext, StageSpec
+from vllm_omni.messages.stage_output import StageOutput
+from vllm_omni.model_executor.pipeline import StageSpec
 
 OUTPUTS = {"text": "reply", "audio": "speech", "codec_ids": "codes", "critique": "critique", "picture": "image"}
 STREAMED = Field("any", streamed=True)
@@ -49,6 +50,7 @@ def make_plan(*, is_loop: bool = False) -> StaticPlan:
 def make_pipeline() -> Any:
     types = {"thinker": "latents", "talker": "text", "vocoder": "audio", "critic": "text", "painter": "image"}
     return SimpleNamespace(
+        speaks_first=False,
         stages=[StageSpec(name, "", output_type) for name, output_type in types.items()],
         sample_rate=24_000,
         modalities={name: output for name, output in OUTPUTS.items() if name != "codec_ids"},
@@ -58,9 +60,9 @@ def make_pipeline() -> Any:
 
 
 def make_answer(outputs: Mapping[str, str] = OUTPUTS, *, is_loop: bool = False) -> Answer:
-    context = RequestContext("user-1", {}, {}, stage_durations={"thinker": 2.0})
-    latency = RequestLatency(context, "thinker", {}, LatencyMetrics())
-    return Answer(make_pipeline(), make_plan(is_loop=is_loop), context, outputs, latency)
+    record = RequestRecord(stage_durations={"thinker": 2.0})
+    latency = RequestLatency(record, "thinker", {}, LatencyMetrics())
+    return Answer(make_pipeline(), make_plan(is_loop=is_loop), "user-1", record, outputs, latency)
 
 
 @pytest.fixture
@@ -68,11 +70,9 @@ def answer() -> Answer:
     return make_answer()
 
 
-def make_payload(text: str = "a", finish_reason: str | None = None, index: int = 0, **values: Any) -> OmniRequestOutput:
+def make_payload(text: str = "a", finish_reason: str | None = None, index: int = 0, **values: Any) -> StageOutput:
     completion = CompletionOutput(index, text, [7], None, None, finish_reason=finish_reason)
-    payload = OmniRequestOutput.of(RequestOutput("stage-1", None, [1], None, outputs=[completion], finished=False))
-    payload.multimodal_output = values
-    return payload
+    return StageOutput("stage-1", [completion], [1], multimodal_output=values)
 
 
 def test_text_is_the_stages_output_under_the_users_id(answer: Answer) -> None:
@@ -171,3 +171,110 @@ def test_a_function_that_emits_what_its_output_is_not_is_named(answer: Answer) -
     for field, payload in (("image", "a cat"), ("reply", {"images": ()}), ("critique", 7)):
         with pytest.raises(StageFailed, match=rf"emitted a {type(payload).__name__} as '"):
             answer.output_of(OutputFrame(field, payload, 0, last=False))
+
+
+# -- several outputs of one stage --------------------------------------------------------------------------------------
+
+
+def make_answer_of_one_stage(output_type: str, **fields: str) -> Answer:
+    """One stage with an output of each field, declared as of this kind; each answers the modality of its name."""
+
+    class Artist(Role):
+        make = interface([["prompt"]], {name: Field(kind, streamed=True) for name, kind in fields.items()})
+
+    graph = Graph("artist")
+    made = graph.role(Artist, "artist").make(prompt=graph.placeholder("prompt"))
+    graph.output(**{name: getattr(made, name) for name in fields})
+    outputs = {name: name for name in fields}
+    spec = StageSpec("artist", "", output_type)
+    pipeline: Any = SimpleNamespace(
+        stages=[spec], sample_rate=24_000, modalities=outputs, extra_outputs={}, speaks_first=False
+    )
+    record = RequestRecord()
+    latency = RequestLatency(record, "artist", {}, LatencyMetrics())
+    return Answer(pipeline, GraphParser(graph).parse(), "user-1", record, outputs, latency)
+
+
+def test_a_stage_of_texts_and_images_answers_both_under_their_names() -> None:
+    answer = make_answer_of_one_stage("text+image", caption="text", picture="image")
+    payload = make_payload("a cat", images=torch.ones(1, 2, 2, 3))
+    merged = answer.output_of(OutputFrame("caption", payload, 0, last=True))
+    merged.add(answer.output_of(OutputFrame("picture", payload, 0, last=True)), aggregate=True)
+    assert merged.multimodal_output["caption"] == "a cat"
+    assert merged.multimodal_output["images"].shape == (1, 2, 2, 3)
+    untaken = answer.output_of(OutputFrame("caption", None, 0, last=True)).multimodal_output
+    assert untaken == {"caption": ""}
+
+
+def test_a_sound_beside_a_video_of_one_stage_is_in_the_answer_once() -> None:
+    payload = make_payload(frames=torch.ones(1, 4, 2, 2, 3), audio=torch.ones(3), fps=8)
+    answer = make_answer_of_one_stage("video", video="video", sound="audio")
+    merged = answer.output_of(OutputFrame("video", payload, 0, last=True))
+    merged.add(answer.output_of(OutputFrame("sound", payload, 0, last=True)), aggregate=True)
+    assert merged.multimodal_output["frames"].shape == (1, 4, 2, 2, 3)
+    assert merged.multimodal_output["audio"].tolist() == [1, 1, 1]
+    alone = make_answer_of_one_stage("video", video="video").output_of(OutputFrame("video", payload, 0, last=True))
+    assert {"frames", "audio", "fps"} <= alone.multimodal_output.keys(), "a video alone keeps its sound"
+
+
+# -- outputs of one kind by several stages -----------------------------------------------------------------------------
+
+
+def make_answer_of_stages(*outputs: str, **kinds: str) -> Answer:
+    """A stage for each modality, of these kinds, which declares nothing; the request asks for ``outputs``."""
+    graph = Graph("studio")
+    prompt = graph.placeholder("prompt")
+    graph.output(**{name: graph.role(Maker, name).make(source=prompt).made for name in kinds})
+    pipeline: Any = SimpleNamespace(
+        stages=[StageSpec(name, "", kind) for name, kind in kinds.items()],
+        sample_rate=24_000,
+        modalities={name: name for name in kinds},
+        extra_outputs={},
+        speaks_first=False,
+    )
+    record = RequestRecord()
+    latency = RequestLatency(record, "artist", {}, LatencyMetrics())
+    wanted = {name: name for name in outputs or kinds}
+    return Answer(pipeline, GraphParser(graph).parse(), "user-1", record, wanted, latency)
+
+
+def test_two_sounds_and_two_pictures_of_a_request_stay_apart() -> None:
+    kinds = {"music": "audio", "audio": "audio", "sketch": "image", "drawing": "image"}
+    answer, merged = make_answer_of_stages(**kinds), None
+    values = {"music": {"audio": torch.ones(2), "sample_rate": 16_000}, "audio": {"audio": torch.zeros(3)}}
+    for name in kinds:
+        made = values.get(name, {"images": torch.full((1, 2, 2, 3), float(len(name)))})
+        output = answer.output_of(OutputFrame(name, make_payload(**made), 0, last=True))
+        if merged is None:
+            merged = output
+        else:
+            merged.add(output, aggregate=True)
+    assert merged is not None
+    media = merged.multimodal_output
+    assert media["audio"].tolist() == [0, 0, 0] and media["sample_rate"] == 24_000
+    assert media["music.audio"].tolist() == [1, 1] and media["music.sample_rate"] == 16_000
+    assert media["images"].flatten()[0] == len("sketch") and media["drawing.images"].flatten()[0] == len("drawing")
+
+
+def test_a_picture_that_is_asked_for_alone_has_the_plain_key() -> None:
+    answer = make_answer_of_stages("drawing", sketch="image", drawing="image")
+    output = answer.output_of(OutputFrame("drawing", make_payload(images=torch.ones(1, 2, 2, 3)), 0, last=True))
+    assert set(output.multimodal_output) == {"images"}
+
+
+@pytest.mark.parametrize("order", [("audio", "video"), ("video", "audio")])
+def test_the_sound_of_a_video_is_not_the_speech_beside_it(order: tuple[str, str]) -> None:
+    answer = make_answer_of_stages(**{name: name for name in order})
+    filmed = make_payload(frames=torch.ones(1, 2, 2, 2, 3), fps=8, audio=torch.ones(1, 1, 5), sample_rate=16_000)
+    merged = answer.output_of(OutputFrame("video", filmed, 0, last=True))
+    merged.add(answer.output_of(OutputFrame("audio", make_payload(audio=torch.zeros(3)), 0, last=True)), aggregate=True)
+    media = merged.multimodal_output
+    assert (media["audio"].shape, media["video.audio"].shape, media["video.sample_rate"]) == ((3,), (1, 1, 5), 16_000)
+    assert {"frames", "fps"} <= media.keys()
+
+
+def test_an_extra_output_that_fails_is_the_pipelines_fault() -> None:
+    answer = make_answer({"codec_ids": "codes"})
+    answer._pipeline.extra_output = lambda name, output: [][0]
+    with pytest.raises(StageFailed, match="'talker': the pipeline's extra_output of 'codec_ids' failed: IndexError"):
+        answer.output_of(OutputFrame("codes", make_payload(), 0, last=True))

@@ -10,6 +10,7 @@ import pytest
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.graph_metrics import collect
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.flow import (
     Activation,
@@ -29,13 +30,15 @@ class Tool(Role):
     use = interface([["call"]], {"result": Field("text")})
 
 
-async def run(node: FunctionNode, deadline_s: float | None = None) -> tuple[list[Any], RequestContext]:
+async def run(node: FunctionNode, deadline_s: float | None = None) -> tuple[list[Any], RequestRecord]:
     graph = Graph("g")
     graph.output(result=graph.role(Tool, "tool").use(call=graph.placeholder("call")).result)
-    context = RequestContext("request", {}, {})
+    context, record = RequestContext("request", {}, {}), RequestRecord()
     runtime = GraphRuntime(GraphParser(graph).parse(), {"tool": node})
-    call = runtime.open("request", {"call": "abc"}, ["result"], context=context, deadline_s=deadline_s)
-    return [frame.payload async for frame in call], context
+    call = runtime.open(
+        "request", {"call": "abc"}, ["result"], context=context, deadline_s=deadline_s, on_report=record.add
+    )
+    return [frame.payload async for frame in call], record
 
 
 async def shout(activation: Activation) -> AsyncIterator[Emission]:
@@ -43,10 +46,10 @@ async def shout(activation: Activation) -> AsyncIterator[Emission]:
         yield Emission("result", chunk.payload.upper())
 
 
-async def test_it_emits_and_its_time_is_noted() -> None:
-    payloads, context = await run(FunctionNode(FunctionSpec("tool", shout)))
+async def test_it_emits_and_reports_its_time() -> None:
+    payloads, record = await run(FunctionNode(FunctionSpec("tool", shout)))
     assert payloads == ["ABC"]
-    assert context.stage_durations.keys() == {"tool"}
+    assert record.stage_durations.keys() == {"tool"}
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("bad"), KeyError("bad")], ids=repr)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.graphs.pipelines import GraphsPipeline
 from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.pipeline_checks import check_pipeline
@@ -21,7 +22,9 @@ from vllm_omni.flow import (
     GraphParser,
     Role,
     Scheduling,
+    StaticPlan,
     interface,
+    parse_graphs,
 )
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.frames import Tokens
@@ -90,6 +93,10 @@ def without_transfer(graph: Graph) -> None:
     graph.output(text=reply.text, codes=graph.role(Talker, "talker").generate(rows=reply.rows).codes)
 
 
+def roles_of(plans: list[StaticPlan]) -> set[str]:
+    return {role for plan in plans for role in plan.roles}
+
+
 def check(
     build: Callable[[Graph], Any] = chain,
     *,
@@ -101,10 +108,11 @@ def check(
 ) -> None:
     graph = Graph("speech")
     build(graph)
-    plan = GraphParser(graph).parse()
-    functions = pipeline.pop("functions", {})
+    plans = list(parse_graphs([graph]).values())
+    plan = plans[0]
+    functions, processes = pipeline.pop("functions", {}), pipeline.pop("processes", 0)
     spec = {"thinker": {"publishing_fields": frozenset({"rows"})}} | (specs or {})
-    names = stages or sorted(plan.roles - set(functions), key=["thinker", "talker", "joiner"].index)
+    names = stages or sorted(roles_of(plans) - set(functions), key=["thinker", "talker", "joiner"].index)
 
     class Made(Pipeline):
         modalities = {"text": "text"}
@@ -113,7 +121,7 @@ def check(
         def __init__(self) -> None:
             self.graph = graph
             self.stages = [StageSpec(name, "Class", **{"output_type": "text"} | spec.get(name, {})) for name in names]
-            self.functions = [FunctionSpec(name, one) for name, one in functions.items()]
+            self.functions = [FunctionSpec(name, one, processes) for name, one in functions.items()]
 
         def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
             return {}
@@ -133,7 +141,7 @@ def check(
     ]
     config = OmniConfig(model="m", model_type="speech", stages=tuple(deployed), edges=tuple(edges))
     check_pipeline(made)
-    check_graph(config, made, [plan])
+    check_graph(config, made, plans)
 
 
 def test_a_chain_of_stages_is_served() -> None:
@@ -157,6 +165,43 @@ def test_a_function_reads_and_makes_any_field() -> None:
     check(without_transfer, functions={"talker": emit}, specs={"thinker": {}})
     with pytest.raises(GraphError, match="'rows' is read by the function 'talker', which reads no tensors"):
         check(without_transfer, functions={"talker": emit})
+
+
+class Emitter:
+    async def emit(self, activation: Activation) -> AsyncIterator[Emission]:
+        yield Emission("codes", None)
+
+    @staticmethod
+    async def emit_alone(activation: Activation) -> AsyncIterator[Emission]:
+        yield Emission("codes", None)
+
+
+def test_a_function_of_a_module_may_have_processes_of_its_own() -> None:
+    check(join, functions={"joiner": emit}, processes=2)
+    check(join, functions={"joiner": Emitter.emit_alone}, processes=2)
+
+
+def test_a_function_that_no_other_process_finds_has_no_processes_of_its_own() -> None:
+    async def closure(activation: Activation) -> AsyncIterator[Emission]:
+        yield Emission("codes", None)
+
+    for function in (closure, Emitter().emit):
+        with pytest.raises(GraphError, match=r"function 'joiner': .* cannot run in a process of its own: .*:.*; use a"):
+            check(join, functions={"joiner": function}, processes=1)
+        check(join, functions={"joiner": function})
+    with pytest.raises(GraphError, match=r"function 'joiner': processes = -1: must be a number of processes, or 0"):
+        check(join, functions={"joiner": emit}, processes=-1)
+
+
+def test_a_function_that_shares_parameters_has_no_processes_of_its_own() -> None:
+    def build(graph: Graph) -> None:
+        reply, codes = chain(graph)
+        joiner = graph.role(Joiner, "joiner", parameters=[GlobalParameters("history", list)])
+        graph.output(joined=joiner.join(text=reply.text.via(convert), codes=codes.via(convert)).codes)
+
+    check(build, functions={"joiner": emit})
+    with pytest.raises(GraphError, match=r"function 'joiner' shares the GlobalParameters history, which are in the fr"):
+        check(build, functions={"joiner": emit}, processes=1)
 
 
 def test_sessions_and_further_placeholders_are_served() -> None:
@@ -190,6 +235,42 @@ def loop(graph: Graph) -> None:
     graph.output(text=reply.text, codes=graph.role(Talker, "talker").generate(rows=reply.rows.via(convert)).codes)
 
 
+def calling(transfer: Any = convert, each: bool = False) -> Callable[[Graph], None]:
+    """The talker is in a graph of its own, which reads the rows of the thinker."""
+
+    def build(graph: Graph) -> None:
+        speech = Graph("speaking")
+        rows = speech.placeholder("rows", Field("rows") if each else None)
+        speech.output(codes=speech.role(Talker, "talker").generate(rows=rows).codes)
+        speech.graph_call("speak", ["codes"])
+        reply = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt"))
+        rows = reply.rows if transfer is None else reply.rows.via(transfer)
+        graph.output(text=reply.text, codes=graph.graph_ref(speech).speak(rows=rows).codes)
+
+    return build
+
+
+def test_graph_calls_are_served() -> None:
+    check(with_call)
+    check(calling())
+    edge = EdgeConfig(source="thinker", target="talker", transport="tcp")
+    check(calling(), edges=[edge])
+    with pytest.raises(ConfigError, match="stream = True: it leads from one graph into another, which reads whole"):
+        check(calling(), edges=[replace(edge, stream=True)])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (calling(each=True, transfer=None), r"thinker.generate.rows -> talker.generate.rows: its reader runs once for"),
+        (calling(print), r"edge thinker.generate.rows -> speaking.speak.rows: print: must be an async generator"),
+    ],
+)
+def test_an_edge_into_another_graph_is_checked_with_what_reads_it(build: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        check(build)
+
+
 def test_a_loop_of_stages_is_served() -> None:
     check(loop)
 
@@ -206,18 +287,18 @@ def constant(graph: Graph, field: str = "rows") -> None:
 
 
 def test_a_loop_of_stages_reads_constants() -> None:
-    check(lambda graph: constant(graph, "text"), specs={"thinker": {}, "talker": {"combine": {"generate": combine}}})
+    talker = {"combine": {"generate": combine}}
+    check(lambda graph: constant(graph, "text"), specs={"thinker": {}, "talker": talker})
+    check(constant, specs={"talker": talker})
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (constant, r"edge thinker.generate.rows -> talker.generate.source enters a loop, .* tensors of 'rows' can be"),
-        (with_call, r"graph 'speech' has graph calls \(speak\), which a server does not support"),
         (lambda graph: chain(graph, Spread), r"'talker.generate': scheduling BROADCAST: .* a server answers it once"),
         (lambda graph: chain(graph, prompt="question"), r"has the placeholders question: .* override Pipeline.inputs"),
     ],
-    ids=["constant", "graph call", "scheduling", "placeholder"],
+    ids=["scheduling", "placeholder"],
 )
 def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -247,6 +328,18 @@ def test_what_a_server_does_not_support_is_rejected(build: Any, message: str) ->
             r"modalities 'text' and 'reply' both name the output 'text'",
         ),
         ({"extra_outputs": {"ids": "ids"}}, r"modality 'ids': the graph has no output 'ids'"),
+        (
+            {"modalities": {"text": "text", "audio": "codes"}, "extra_outputs": {}, "sample_rate": 8000},
+            r"modality 'audio': output 'codes' is 'text' of 'talker'; must be audio",
+        ),
+        (
+            {"specs": {"talker": {"output_type": "text+image"}}},
+            r"stage 'talker' has text and images: declare which of them field 'codes' is",
+        ),
+        (
+            {"specs": {"thinker": {"output_type": "audio"}}, "kinds": {"thinker": "generation"}},
+            r"field 'text' is declared 'text', and the output_type of stage 'thinker' is 'audio', which has audio or",
+        ),
         ({"specs": {"talker": {"check_prompt": print}}}, r"'talker': check_prompt: only the first stage reads"),
         (
             {"chunks": {("talker", "thinker"): WindowSizes()}},
@@ -263,18 +356,72 @@ def test_a_pipeline_that_contradicts_itself_is_rejected(wrong: Any, message: str
         check(**wrong)
 
 
+def spoken(graph: Graph) -> None:
+    class Vocoder(Role):
+        decode = interface([["codes"]], {"audio": Field("audio", streamed=True)})
+
+    reply = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt"))
+    made = graph.role(Vocoder, "talker").decode(codes=reply.rows.via(convert))
+    graph.output(text=reply.text, audio=made.audio)
+
+
+def test_sound_needs_the_rate_of_its_samples() -> None:
+    rest: dict[str, Any] = {
+        "specs": {"talker": {"output_type": "audio"}},
+        "kinds": {"talker": "generation"},
+        "modalities": {"text": "text", "audio": "audio"},
+        "extra_outputs": {},
+    }
+    check(spoken, sample_rate=24_000, **rest)
+    with pytest.raises(GraphError, match=r"Made.sample_rate = 0: modality 'audio' needs the samples per second"):
+        check(spoken, **rest)
+
+
+def test_a_served_name_cannot_be_that_of_a_further_graph_or_a_graph_call() -> None:
+    pipeline = GraphsPipeline("model", Any)  # type: ignore[arg-type]
+    plans = list(parse_graphs([pipeline.graph, *pipeline.further_graphs]).values())
+    kinds: dict[str, Any] = {"writer": "ar", "critic": "ar", "painter": "diffusion"}
+    cases: dict[Any, Any] = {"diamond": ["tiny", "diamond"], "agent": "agent", "critique.review": ["critique.review"]}
+    for wrong, names in (*cases.items(), (None, ["tiny"]), (None, ["plain"])):
+        stages = [
+            StageConfig(stage_id=index, name=name, model="m", engine_type=kind)
+            for index, (name, kind) in enumerate(kinds.items())
+        ]
+        stages[0] = replace(stages[0], engine_args={"served_model_name": names})
+        config = OmniConfig(model="m", model_type="graphs", stages=tuple(stages))
+        if wrong is None:
+            check_graph(config, pipeline, plans)
+            continue
+        with pytest.raises(ConfigError, match=f"served_model_name = '{wrong}': one of the pipeline's graphs has this"):
+            check_graph(config, pipeline, plans)
+
+
 def test_settings_of_an_edge_without_tensors_are_rejected() -> None:
     edge = EdgeConfig(source="thinker", target="talker", transport="tcp", stream=False, credits=8)
     check(edges=[replace(edge, credits=256)])
     check(edges=[replace(edge, stream=True)])
-    with pytest.raises(
-        ConfigError, match="edge thinker->talker: credits = 8 has no effect: only rows that an ar stage"
-    ):
+    check(edges=[replace(edge, stream="auto")])
+    with pytest.raises(ConfigError, match="edge thinker->talker: credits = 8 has no effect: stream is false"):
         check(edges=[edge])
     for key in ("transport", "stream", "credits"):
         one = EdgeConfig(source="thinker", target="talker", **{key: getattr(edge, key)})
         with pytest.raises(ConfigError, match=rf"edge thinker->talker: {key} = .* has no effect.*travel on no edge"):
             check(specs={"thinker": {}}, edges=[one])
+
+
+@pytest.mark.parametrize(
+    ("setting", "kinds", "message"),
+    [
+        ({"stream": True, "transport": "inline"}, {}, "stream = True: the transport 'inline' has no streams"),
+        ({"credits": 8, "transport": "cuda_ipc"}, {}, "credits = 8 has no effect: the transport 'cuda_ipc' has no"),
+        ({"stream": True}, {"talker": "generation"}, "stream = True: rows are streamed between two ar stages, and tal"),
+        ({"credits": 8}, {"talker": "generation"}, "credits = 8 has no effect: rows are streamed between two ar"),
+    ],
+)
+def test_a_stream_where_none_is_possible_is_rejected(setting: Any, kinds: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"edge thinker->talker: {message}"):
+        specs = {name: {"output_type": "latents"} for name in kinds}
+        check(kinds=kinds, specs=specs, edges=[EdgeConfig(source="thinker", target="talker", **setting)])
 
 
 def test_an_edge_that_the_graph_has_not_is_rejected() -> None:

@@ -14,7 +14,7 @@ from vllm_omni.model_executor.pipeline import RequestContext
 
 
 def make_request(**params: Any) -> InstanceRequest:
-    context = RequestContext("r", {"prompt": "w"}, {}, {})
+    context = RequestContext("r", {}, {})
     state = RequestState(RequestSize(0, 3, 10))
     return InstanceRequest(context, "r-llm", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(**params), state)
 

@@ -19,6 +19,7 @@ from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.errors import RelayBroken, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, TensorRef, encode
+from vllm_omni.messages.report import NodeReport, Reporter
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.process.status import StageState, StageStatus
 
@@ -37,19 +38,26 @@ def output_of(**more: Any) -> OmniRequestOutput:
 
 
 class Engine:
-    """One instance without an engine: an encode publishes both images; ``before`` runs before each output."""
+    """One instance without an engine: an encode publishes both images; ``before`` runs before each output, ``after``
+    behind it.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.name = instance, instance.name
-        self.spec = SimpleNamespace(publishing_fields=frozenset())
+        self.spec = SimpleNamespace(publishing_fields=frozenset(), frame_fields=frozenset())
         self.llm = SimpleNamespace(input_processor=SimpleNamespace(_get_mm_identifier=lambda name, adapter: name))
         self.status = StageStatus()
         self.before: Step | None = None
+        self.after: Step | None = None
+        self.prompts: list[list[int]] = []  # of its requests
         self.packed = {name: encode(payload) for name, payload in IMAGES.items()}
         self.num_running = 0
 
     def current_status(self) -> StageStatus:
         return self.status
+
+    def termination_reason(self) -> str:
+        return "its engine has died"
 
     async def prepare(self, request: StageRequest, *args: Any) -> tuple[Any, SamplingParams]:
         place = PlaceholderRange(offset=0, length=1)
@@ -61,19 +69,22 @@ class Engine:
         return {"prompt_token_ids": [1], **media}, SamplingParams(max_tokens=1)
 
     async def run(
-        self, prompt: Any, params: SamplingParams, request_id: str, context: Any, published: list[Payload]
+        self, prompt: Any, params: SamplingParams, request_id: str, context: Any, report: Reporter
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         self.num_running += 1
+        self.prompts.append(prompt["prompt_token_ids"])
         try:
             if self.before is not None:
                 await self.before()
             is_encode = (params.extra_args or {}).get(EC, {}).get("encode_only")
             yield output_of(ec_transfer_params={"images": self.packed}) if is_encode else output_of()
+            if self.after is not None:
+                await self.after()
         finally:
             await asyncio.sleep(0)  # the acknowledgement of an abort
             self.num_running -= 1
             if str(self.instance.kind) == "E":
-                published += IMAGES.values()
+                report(NodeReport("s", published=list(IMAGES.values())))
 
 
 class Group(InstanceGroup):
@@ -81,8 +92,8 @@ class Group(InstanceGroup):
 
     engines: Any
 
-    def __init__(self) -> None:
-        config = StageConfig(stage_id=0, name="s", engine_type="ar", model="m", epd={"instances": "E:1,PD:1"})
+    def __init__(self, instances: str = "E:1,PD:1") -> None:
+        config = StageConfig(stage_id=0, name="s", engine_type="ar", model="m", epd={"instances": instances})
         self.ended: list[Payload] = []
         hub: Any = SimpleNamespace(release_payload=lambda payload, for_all: self.ended.append(payload))
         engines: Any = [Engine(one) for one in make_instances(config)]
@@ -184,3 +195,18 @@ async def test_references_that_cannot_be_read_hold_nothing(group: Group) -> None
     with pytest.raises(RelayBroken):
         await group.ask()
     assert group.holds_nothing() and group.ended
+
+
+async def test_the_prompt_of_a_resumed_reply_is_prefilled_with_the_tokens_that_the_user_has() -> None:
+    """The instance that decodes would reject pages of a shorter prompt, and compute it all itself."""
+    group = Group("EP:1,D:2")
+    decoding = [group.engines["s/D0"], group.engines["s/D1"]]
+
+    async def die() -> None:
+        decoding[0].status = StageStatus(StageState.FAILED, "died")
+        raise StageFailed("s/D0", "died")
+
+    decoding[0].after = die
+    await group.ask()
+    assert group.engines["s/EP0"].prompts == [[1], [1, 5]]
+    assert [engine.prompts for engine in decoding] == [[[1]], [[1, 5]]]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni.engine.latency import PARTS, break_down
-from vllm_omni.messages.timeline import Mark, StageTimes, Task, TaskNotes, Timeline, task_of
+from vllm_omni.messages.timeline import Mark, StageTimes, Task, TaskTimes, Timeline, task_of
 
 
 def make_timeline(task: Task, *marks: tuple[Mark, float]) -> Timeline:
@@ -186,10 +186,9 @@ def test_the_task_follows_from_the_transfer_parameters():
 
 
 def test_tokens_of_a_prefill_task_are_not_counted():
-    notes = TaskNotes({"a": make_timeline(Task.PREFILL, (Mark.QUEUED, 0))}, [(0, 1, 1.0)])
     times = StageTimes(0, 0)
-    times.add(Task.PREFILL, 0, 1, notes)
-    times.add(Task.DECODE, 1, 5, TaskNotes(token_times=[(0, 1, 4.0)]))
+    times.add(TaskTimes(Task.PREFILL, 0, 1, [make_timeline(Task.PREFILL, (Mark.QUEUED, 0))], [(0, 1, 1.0)]))
+    times.add(TaskTimes(Task.DECODE, 1, 5, token_times=[(0, 1, 4.0)]))
     assert times.token_times == [(0, 1, 4.0)]
     assert [timeline.task for timeline in times.timelines] == [Task.PREFILL, Task.DECODE]
     assert times.ended_at == 5

@@ -3,27 +3,27 @@
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.latency import PARTS
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import CallAborted, InvalidRequest, StageFailed
+from vllm_omni.messages.report import NodeReport
 from vllm_omni.messages.slo import Slo
-from vllm_omni.messages.timeline import Mark, Task, TaskNotes, Timeline
-from vllm_omni.model_executor.pipeline import RequestContext
+from vllm_omni.messages.timeline import Mark, Task, TaskTimes, Timeline
 
 SLOS = {"thinker": Slo(ttft_ms=1000, tpot_ms=100)}
 
 
-def make_context() -> RequestContext:
+def make_record() -> RequestRecord:
     """A request whose first token came after 0.5 s, with gaps of 0.05 s."""
-    context = RequestContext("a", {"thinker": SamplingParams()}, {}, arrived_at=100.0)
+    record = RequestRecord(arrived_at=100.0)
     timeline = Timeline(Task.WHOLE, [(Mark.QUEUED, 100.1), (Mark.SCHEDULED, 100.2), (Mark.TOKEN, 100.5)])
     token_times = [(0, 1, 100.5 + 0.05 * number) for number in range(11)]
-    context.note_task("thinker", Task.WHOLE, 100.1, 101.0, TaskNotes({"a": timeline}, token_times))
+    record.add(NodeReport("thinker", task=TaskTimes(Task.WHOLE, 100.1, 101.0, [timeline], token_times)))
     talker = Timeline(Task.WHOLE, [(Mark.QUEUED, 100.6), (Mark.SCHEDULED, 100.6), (Mark.TOKEN, 100.7)])
-    context.note_task("talker", Task.WHOLE, 100.6, 103.0, TaskNotes({"b": talker}))
-    return context
+    record.add(NodeReport("talker", task=TaskTimes(Task.WHOLE, 100.6, 103.0, [talker])))
+    return record
 
 
 def values(metrics: LatencyMetrics) -> dict[str, float]:
@@ -36,13 +36,13 @@ def values(metrics: LatencyMetrics) -> dict[str, float]:
     }
 
 
-def make_latency(context: RequestContext) -> tuple[RequestLatency, LatencyMetrics]:
+def make_latency(record: RequestRecord) -> tuple[RequestLatency, LatencyMetrics]:
     metrics = LatencyMetrics()
-    return RequestLatency(context, "thinker", SLOS, metrics), metrics
+    return RequestLatency(record, "thinker", SLOS, metrics), metrics
 
 
 def test_an_answer_has_its_latency_by_part_and_stage() -> None:
-    latency, metrics = make_latency(make_context())
+    latency, metrics = make_latency(make_record())
     parts, reports = latency.end()
     assert sum(parts["thinker"].values()) == pytest.approx(1.0)  # from the arrival
     assert sum(parts["talker"].values()) == pytest.approx(2.4)  # from its first task
@@ -66,18 +66,18 @@ def test_an_answer_has_its_latency_by_part_and_stage() -> None:
     ],
 )
 def test_requests_that_meet_their_slo_are_counted(change: dict[str, Any], counted: set[str]) -> None:
-    context = make_context()
-    context.arrived_at = change.get("arrived_at", 100.0)
-    times = context.stage_times["thinker"].token_times
+    record = make_record()
+    record.arrived_at = change.get("arrived_at", 100.0)
+    times = record.stage_times["thinker"].token_times
     for number in range(change.get("late", 0)):
         times[number + 6 :] = [(index, n, at + 0.2) for index, n, at in times[number + 6 :]]
-    latency, metrics = make_latency(context)
+    latency, metrics = make_latency(record)
     latency.end()
     assert {name for name in values(metrics) if name.startswith("slo_")} == {f"slo_{one}_total" for one in counted}
 
 
 def test_each_log_line_covers_the_requests_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    latency, metrics = make_latency(make_context())
+    latency, metrics = make_latency(make_record())
     with caplog.at_level("INFO", "vllm_omni.engine.latency_metrics"):
         metrics.log()
         assert not caplog.messages
@@ -93,13 +93,13 @@ def test_each_log_line_covers_the_requests_since_the_last(caplog: pytest.LogCapt
 
 
 def test_a_failed_request_misses_its_slo() -> None:
-    latency, metrics = make_latency(RequestContext("a", {}, {}))
+    latency, metrics = make_latency(RequestRecord())
     latency.fail(StageFailed("thinker", "died"))
     assert values(metrics) == {"slo_requests_total": 1, "slo_missed_ttft_total": 1, "slo_failed_total": 1}
 
 
 @pytest.mark.parametrize("exc", [CallAborted("by its owner"), InvalidRequest("no prompt")])
 def test_aborted_and_invalid_requests_are_not_counted(exc: Exception) -> None:
-    latency, metrics = make_latency(make_context())
+    latency, metrics = make_latency(make_record())
     latency.fail(exc)
     assert values(metrics) == {}

@@ -10,6 +10,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import CallAborted, DeadlineExceeded, GraphError, InvalidRequest, StageFailed
 from vllm_omni.flow import (
     Activation,
@@ -25,6 +26,8 @@ from vllm_omni.flow import (
     interface,
 )
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.report import Reporter, ignore
+from vllm_omni.messages.stage_output import StageOutput
 from vllm_omni.model_executor.frames import Images, Sentences, Tokens
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.model_executor.routes import ByKind
@@ -47,11 +50,18 @@ class Stage(StageNode):
 
     def __init__(self) -> None:
         self.suffixes: list[str] = []
+        self.args: list[Any] = []
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         self.suffixes.append(suffix)
+        self.args.append(request.args)
         yield OmniRequestOutput.of(RequestOutput("id", request.prompt, None, None, outputs=[], finished=True))
 
     def current_status(self) -> StageStatus:
@@ -71,17 +81,42 @@ class BreakingStage(Stage):
         raise self.error
 
 
-async def run(stage: Stage, to_prompt: Any, to_draft: Any) -> RequestContext:
+class PublishingStage(Stage):
+    spec = StageSpec("writer", "", "text", publishing_fields=frozenset({"text"}))
+
+
+async def test_a_request_names_the_nodes_that_read_what_its_stage_publishes() -> None:
+    graph = Graph("g")
+    prompt = graph.placeholder("prompt").via(to_request)
+    reply = graph.role(Writer, "writer").write(prompt=prompt)
+    editors = [graph.role(Editor, name).edit(draft=reply.text.via(to_request)) for name in ("first", "second")]
+    graph.output(text=reply.text, **{f"edited{n}": editor.text for n, editor in enumerate(editors)})
+    wanted = {"edited0": ["first.edit"], "edited1": ["second.edit"], "text": ["entry"]}
+    for outputs in (["edited0"], ["edited1"], ["edited0", "edited1"], list(wanted)):
+        writer, others = PublishingStage(), {"first": Stage(), "second": Stage()}
+        runtime = GraphRuntime(GraphParser(graph).parse(), {"writer": writer, **others})
+        async for _ in runtime.open("call", {"prompt": 2}, outputs, context=RequestContext("request", {}, {})):
+            pass
+        assert writer.args == [{"readers": sorted(node for name in outputs for node in wanted[name])}]
+        assert all(args == {} for stage in others.values() for args in stage.args)
+
+
+async def to_request(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    async for _ in chunks:
+        yield Chunk(StageRequest("draft"), last=True)
+
+
+async def run(stage: Stage, to_prompt: Any, to_draft: Any) -> RequestRecord:
     graph = Graph("g")
     writer = graph.role(Writer, "writer")
     reply = writer.write(prompt=graph.placeholder("prompt").via(to_prompt))
     writer.write(draft=reply.text.via(to_draft))
     graph.output(text=reply.text)
-    context = RequestContext("request", {}, {})
+    context, record = RequestContext("request", {}, {}), RequestRecord()
     runtime = GraphRuntime(GraphParser(graph).parse(), {"writer": stage})
-    async for _ in runtime.open("request", {"prompt": 2}, ["text"], context=context):
+    async for _ in runtime.open("request", {"prompt": 2}, ["text"], context=context, on_report=record.add):
         pass
-    return context
+    return record
 
 
 async def twice(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
@@ -110,8 +145,8 @@ async def test_every_request_of_a_call_has_an_id_of_its_own() -> None:
 
 
 async def test_durations_of_the_requests_and_iterations_of_a_stage_add_up(seconds: None) -> None:
-    context = await run(Stage(), twice, again)
-    assert context.stage_durations == {"writer": 4.0}
+    record = await run(Stage(), twice, again)
+    assert record.stage_durations == {"writer": 4.0}
 
 
 async def run_behind(first: Stage, to_last: Any) -> None:
@@ -195,14 +230,21 @@ class Scripted(Stage):
     def __init__(self, outputs: Sequence[OmniRequestOutput], **spec: Any) -> None:
         super().__init__()
         self.prompts: list[Any] = []
+        self.are_read_whole: list[bool] = []
         self.outputs = outputs
         self.spec = StageSpec("speaker", "", "text", **spec)
         self.whole_fields = {"answer": {"call"}}
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         self.prompts.append(request.prompt)
+        self.are_read_whole.append(request.is_read_whole)
         for one in self.outputs:
             yield one
 
@@ -235,7 +277,7 @@ async def test_a_join_makes_its_requests_of_all_fields() -> None:
 
 
 async def test_an_engine_chooses_a_branch_and_the_other_is_not_reached() -> None:
-    async def route(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+    async def route(outputs: AsyncIterator[StageOutput], activation: Activation) -> AsyncIterator[Emission]:
         async for one in outputs:
             yield Emission("call" if one.outputs[0].text.startswith("use") else "text", one)
 
@@ -266,6 +308,26 @@ async def test_a_field_that_is_not_streamed_gets_everything_at_once() -> None:
     assert [one.outputs[0].text for one in got["text"]] == ["a", "b"]
 
 
+async def test_a_reply_is_read_whole_where_nothing_reads_a_piece() -> None:
+    async def route(outputs: AsyncIterator[StageOutput], activation: Activation) -> AsyncIterator[Emission]:
+        async for one in outputs:
+            yield Emission("call", one)
+
+    pieces: Mapping[str, dict[str, Any]] = {
+        "read by a route": {"route": {"answer": route}},
+        "cut into frames": {"frames": {"call": Tokens}},
+        "published": {"publishing_fields": frozenset({"call"})},
+    }
+    for spec, outputs, is_whole in (
+        ({}, ["call"], True),
+        ({}, ["call", "text"], False),
+        *((one, ["call"], False) for one in pieces.values()),
+    ):
+        stage = Scripted([output("yes")], **spec)
+        await speak(stage, {"prompt": StageRequest("?")}, outputs)
+        assert stage.are_read_whole == [is_whole], (spec, outputs)
+
+
 async def test_frames_do_not_depend_on_how_the_engine_cuts_its_outputs() -> None:
     text = "One. Two... three? 3.5!\nrest"
     for size in (1, 3, 7, len(text)):
@@ -287,7 +349,7 @@ async def test_a_request_of_another_type_is_the_pipelines_fault() -> None:
 
 
 async def test_an_error_of_a_route_is_the_pipelines_and_one_of_the_engine_stays() -> None:
-    async def broken(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+    async def broken(outputs: AsyncIterator[StageOutput], activation: Activation) -> AsyncIterator[Emission]:
         async for one in outputs:
             raise InvalidRequest("no such field")
             yield Emission("text", one)
@@ -311,7 +373,7 @@ async def test_nodes_of_one_stage_have_request_ids_of_their_own() -> None:
     suffixes: list[str] = []
 
     async def generate(
-        request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str, report: Reporter
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         suffixes.append(suffix)
         yield output("a")
@@ -340,7 +402,7 @@ async def test_the_clean_up_of_combine_and_route_is_part_of_an_activation_that_i
         finally:
             closed.append("combine")
 
-    async def route(outputs: AsyncIterator[OmniRequestOutput], activation: Activation) -> AsyncIterator[Emission]:
+    async def route(outputs: AsyncIterator[StageOutput], activation: Activation) -> AsyncIterator[Emission]:
         try:
             async for one in outputs:
                 for _ in range(1000):  # until it waits for its reader, who does not come
@@ -414,3 +476,20 @@ async def test_frames_are_those_of_the_first_of_several_answers() -> None:
     assert [one.outputs[0].text for one in got["text"]] == ["One. ", "Two."]
     got = await speak(Scripted(outputs, frames={"text": Tokens}), {"prompt": StageRequest("?")}, ["text"])
     assert [one.outputs[0].token_ids for one in got["text"]] == [[0], [0]]
+
+
+async def test_frames_of_fields_that_are_cut_alike_stay_together() -> None:
+    """So that a join below meets what was made of the same token; other fields have frames of their own."""
+
+    async def prompt() -> AsyncIterator[Chunk]:
+        yield Chunk(StageRequest("?"), last=True)
+
+    frames = {"left": Tokens, "right": Tokens, "line": Sentences}
+    stage = Scripted([output("a ", [1, 2]), output("b.", [3])], frames=frames)
+    stage.whole_fields = {}
+    inputs, context = {"prompt": prompt()}, RequestContext("request", {}, {})
+    activation = Activation("request", "speaker.answer", "answer", 1, inputs, frozenset(frames), context)
+    yields = [[(one.field, one.payload.outputs[0]) for one in together] async for together in stage.forward(activation)]
+    assert [[field for field, _ in one] for one in yields if len(one) == 1] == [["line"]]
+    pairs = [{field: list(made.token_ids) for field, made in one} for one in yields if len(one) == 2]
+    assert pairs == [{"left": [token], "right": [token]} for token in (1, 2, 3)]

@@ -1,9 +1,10 @@
 """Requests through the orchestrator, on a stage without an engine: errors of the pipeline, and the end of a server."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.outputs import RequestOutput
@@ -13,10 +14,14 @@ from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.running import RunningRequests
-from vllm_omni.errors import GraphError, InvalidRequest, OmniError, ShuttingDown
-from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface
+from vllm_omni.engine.streamed_reply import StreamedReplies
+from vllm_omni.entrypoints.openai.errors import body_of
+from vllm_omni.errors import ConfigError, GraphError, InvalidRequest, OmniError, ShuttingDown
+from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface, parse_graphs
+from vllm_omni.flow.run.scope import index_plans
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
-from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
+from vllm_omni.messages.report import Reporter, ignore
+from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageRequest, StageSpec
 from vllm_omni.process.status import StageStatus
 
 
@@ -35,7 +40,12 @@ class Stage(StageNode):
         self.error: Exception | None = None
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         if self.error is not None:
             raise self.error
@@ -62,12 +72,48 @@ async def orchestrator() -> Orchestrator:
     )
     made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer")])  # type: ignore[assignment]
     made.plans = {"g": GraphParser(graph).parse()}
+    made.models = made._graphs = made.plans
     made._route, made.sessions = lambda name, outputs: made.plans[name].route(outputs), None
     made.engines, made.nodes = {}, {"writer": Stage()}
     made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
+    made.streamed_replies = StreamedReplies()
     made.runtime = GraphRuntime(made.plans["g"], made.nodes)
     made.nodes["writer"].gate, made.requests = made.gate, RunningRequests()
     return made
+
+
+class Choosy(Pipeline):
+    """Checks the options of a request with ``check``."""
+
+    def __init__(self, check: Callable[[Any], Any]) -> None:
+        self._check = check
+
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self._check(options))
+
+
+async def test_only_what_validate_rejects_is_the_clients_fault(orchestrator: Orchestrator) -> None:
+    def reject(options: Any) -> Any:
+        raise InvalidRequest("option 'x': unknown", param="x")
+
+    orchestrator.pipeline.check_options = Choosy(reject).check_options  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match=r"^option 'x': unknown$"):
+        await ask(orchestrator)
+    for error in (ValueError("x"), KeyError("x"), ConfigError("x")):
+        orchestrator.pipeline.check_options = Choosy(Mock(side_effect=error)).check_options  # type: ignore[method-assign]
+        with pytest.raises(OmniError, match=r"the pipeline failed: Choosy.validate: .*Error\('x'\)") as failed:
+            await ask(orchestrator)
+        assert not isinstance(failed.value, ValueError)
+        assert body_of(failed.value)["error"]["code"] == 500
+
+
+async def test_a_prompt_that_inputs_rejects_is_the_clients_fault(orchestrator: Orchestrator) -> None:
+    orchestrator.pipeline.inputs = Mock(side_effect=InvalidRequest("no text"))  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match=r"^no text$"):
+        await ask(orchestrator)
+    orchestrator.pipeline.inputs = Mock(side_effect=ValueError("x"))  # type: ignore[method-assign]
+    with pytest.raises(OmniError, match="did not fill its placeholders"):
+        await ask(orchestrator)
 
 
 def ask(orchestrator: Orchestrator, request_id: str = "request") -> "asyncio.Task[OmniRequestOutput]":
@@ -173,3 +219,18 @@ async def test_a_request_whose_clean_up_is_cancelled_again_leaves_nothing(orches
         await asyncio.sleep(0)
     assert not orchestrator.gate.admitted
     await asyncio.wait_for(orchestrator.requests.wait_until_none(), 1)
+
+
+def test_a_graph_needs_the_stages_of_the_graphs_that_it_calls(orchestrator: Orchestrator) -> None:
+    inner, outer = orchestrator.pipeline.graph, Graph("outer")
+    inner.output(more=inner.role(Writer, "other").write(prompt=inner.placeholder("more")).text)
+    inner.graph_call("both", ["text", "more"])
+    called = outer.graph_ref(inner).both(prompt=outer.placeholder("prompt"), more=outer.placeholder("more"))
+    outer.output(text=called.text, more=called.more)
+    plans = parse_graphs([outer])
+    orchestrator._graphs, _ = index_plans(list(plans.values()))
+    orchestrator.models = {"outer": plans["outer"]}
+    orchestrator._route = lambda graph, outputs: orchestrator._graphs[graph].route(outputs)
+    assert orchestrator.stages_of(["text"], "outer") == ["writer"]
+    assert sorted(orchestrator.stages_of(["text", "more"], "outer")) == ["other", "writer"]
+    assert [orchestrator.stage_of(output, "outer") for output in ("text", "more")] == ["writer", "other"]

@@ -1,5 +1,6 @@
-"""How a stage publishes, by the edges of its graph and the deployment; without engines."""
+"""How a stage publishes, by the edges of its graph, where its readers run and the deployment; without engines."""
 
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,18 @@ import pytest
 from transformers import AutoConfig
 
 from vllm_omni.config import OmniConfig, load_config
+from vllm_omni.engine import relay_options
 from vllm_omni.engine.kinds import ENGINE_KINDS
-from vllm_omni.engine.relay_options import make_relay_options
+from vllm_omni.engine.relay_options import make_relay_options, place
 from vllm_omni.errors import ConfigError
-from vllm_omni.flow import GraphParser
+from vllm_omni.flow import ENTRY, CallInfo, Chunk, Field, Graph, Role, interface, parse_graphs
 from vllm_omni.model_executor.pipeline import find_pipeline_cls
-from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, RelayOptions
+from vllm_omni.relay.hub import EdgeOptions, RelayOptions
+from vllm_omni.relay.select import Placement
 from vllm_omni.testing import qwen2_5_omni as tiny
+
+STREAM = Field("text", streamed=True)
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 @pytest.fixture(scope="module")
@@ -22,40 +28,142 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("checkpoint"))
 
 
-def options_of(config: OmniConfig, stage: str, instance: object = None) -> RelayOptions:
+def make_engine(device_type: str = "cpu", executor: str = UNIPROC, **more: Any) -> Any:
+    parallel = SimpleNamespace(world_size=1, tensor_parallel_size=2, distributed_executor_backend=executor)
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), parallel_config=parallel)
+    return SimpleNamespace(**{"vllm_config": vllm_config, "kind": ENGINE_KINDS["ar"]} | more)
+
+
+def options_of(config: OmniConfig, stage: str, instance: object = None, graph: Graph | None = None) -> RelayOptions:
     pipeline = find_pipeline_cls(config.model_type)(config.model, AutoConfig.from_pretrained(config.model))
-    engine: Any = SimpleNamespace(
-        name=stage,
-        config=config.stage(stage),
-        kind=ENGINE_KINDS[config.stage(stage).engine_type],
-        spec=next(spec for spec in pipeline.stages if spec.name == stage),
-        instance=instance,
-        vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")),
-    )
-    return make_relay_options(engine, [GraphParser(pipeline.graph).parse()], config, lambda _: 2)
+    engines: dict[str, Any] = {}
+    for spec in pipeline.stages:
+        stage_config = config.stage(spec.name)
+        kind = ENGINE_KINDS[stage_config.engine_type]
+        engines[spec.name] = make_engine(name=spec.name, config=stage_config, spec=spec, instance=instance, kind=kind)
+    plans = list(parse_graphs([graph or pipeline.graph]).values())
+    return make_relay_options(engines[stage], lambda name: [engines[name]], plans, config)
 
 
 def test_a_stage_publishes_for_each_rank_of_its_reader_or_for_the_user(model: Path) -> None:
     config = load_config(model)
     thinker = options_of(config, "thinker")
-    assert (thinker.num_readers, thinker.stream, thinker.transport) == (2, True, "shm")
+    assert thinker.edges == {"talker": EdgeOptions("shm", num_ranks=2, stream=True)}
     assert options_of(config, "talker") == RelayOptions()  # it publishes token ids alone
-    vocoder = options_of(config, "token2wav")
-    assert (vocoder.num_readers, vocoder.stream) == (1, False)
+    assert options_of(config, "token2wav") == RelayOptions("shm")
 
 
 def test_what_a_replica_may_have_to_read_again_stays(model: Path) -> None:
     replicas = ["talker.replicas=2", "thinker.replicas=2"]
-    thinker = options_of(load_config(model, stage_overrides=replicas), "thinker", SimpleNamespace(kind=None))
-    assert (thinker.num_readers, thinker.stream, thinker.transport) == (2, True, "shm")
+    config = load_config(model, stage_overrides=replicas)
+    assert not options_of(config, "thinker", SimpleNamespace(kind=None)).edges["talker"].stays
     edges = {"edges": {"thinker->talker": {"stream": False}}}
-    thinker = options_of(load_config(model, overrides=edges, stage_overrides=replicas), "thinker")
-    assert (thinker.num_readers, thinker.stream) == (UNTIL_RELEASED_FOR_ALL, False)
-    assert options_of(load_config(model, overrides=edges), "thinker").num_readers == 2
+    config = load_config(model, overrides=edges, stage_overrides=replicas)
+    edge = options_of(config, "thinker").edges["talker"]
+    assert (edge.stream, edge.stays) == (False, True)
+    assert not options_of(load_config(model, overrides=edges), "thinker").edges["talker"].stays
 
 
-def test_an_instance_publishes_over_one_transport(model: Path) -> None:
-    edges = {"thinker->talker": {"transport": "tcp"}}
+def test_what_each_iteration_of_a_loop_reads_again_stays(model: Path) -> None:
+    class Thinker(Role):
+        generate = interface([["prompt"]], {"text": STREAM, "rows": STREAM})
+
+    class Talker(Role):
+        generate = interface([["rows"], ["rows", "again"]], {"codes": STREAM})
+
+    graph = Graph("loop")
+    rows = graph.role(Thinker, "thinker").generate(prompt=graph.placeholder("prompt")).rows
+    talker = graph.role(Talker, "talker")
+    codes = talker.generate(rows=rows).codes
+    talker.generate(again=codes)
+    graph.output(codes=codes)
+    edge = options_of(load_config(model), "thinker", graph=graph).edges["talker"]
+    assert (edge.stays, edge.stream) == (True, False)
+
+
+def test_what_another_graph_reads_stays_and_is_not_streamed(model: Path) -> None:
+    class Thinker(Role):
+        generate = interface([["prompt"]], {"rows": STREAM})
+
+    class Talker(Role):
+        generate = interface([["rows"]], {"codes": STREAM})
+
+    async def first(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        yield Chunk(await anext(chunks), last=True)
+
+    thinking, talking, graph = Graph("thinking"), Graph("talking"), Graph("outer")
+    thinking.output(rows=thinking.role(Thinker, "thinker").generate(prompt=thinking.placeholder("prompt")).rows)
+    thinking.graph_call("think", ["rows"])
+    talking.output(codes=talking.role(Talker, "talker").generate(rows=talking.placeholder("rows")).codes)
+    talking.graph_call("talk", ["codes"])
+    prompt = graph.placeholder("prompt")
+    inner = graph.graph_ref(thinking).think(prompt=prompt)
+    outer = graph.role(Thinker, "thinker").generate(prompt=prompt)
+    codes = graph.graph_ref(talking).talk(rows=inner.rows.via(first))
+    again = graph.graph_ref(talking, "again").talk(rows=outer.rows.via(first))
+    graph.output(codes=codes.codes, again=again.codes)
+    edges = options_of(load_config(model), "thinker", graph=graph).edges
+    assert edges[ENTRY] == EdgeOptions("inline", stays=True)
+    assert edges["again"] == EdgeOptions("shm", stays=True)
+    assert not edges["talker"].stream
+    config = load_config(model, overrides={"edges": {"thinker->talker": {"transport": "tcp"}}})
+    with pytest.raises(ConfigError, match=r"edge thinker->talker: transport = 'tcp': .* leads from one graph into ano"):
+        options_of(config, "thinker", graph=graph)
+
+
+def test_an_edge_and_the_instances_of_its_source_have_a_transport_each(model: Path) -> None:
+    edges = {"thinker->talker": {"transport": "tcp", "credits": 8}}
     config = load_config(model, overrides={"edges": edges}, epd={"instances": {"P": 1, "D": 1}, "transport": "shm"})
-    with pytest.raises(ConfigError, match=r"epd.transport = 'shm', but edge thinker->talker has 'tcp'"):
-        options_of(config, "thinker", instance=SimpleNamespace(kind="P"))
+    thinker = options_of(config, "thinker", instance=SimpleNamespace(kind="P"))
+    assert thinker.transport == "shm"
+    assert thinker.edges == {"talker": EdgeOptions("tcp", num_ranks=2, stream=True, credits=8)}
+
+
+@pytest.mark.parametrize(("transport", "reason"), [("local", "different processes"), ("cuda_ipc", "cpu and cpu")])
+def test_a_transport_that_cannot_work_where_the_stages_run_names_the_edge(
+    model: Path, transport: str, reason: str
+) -> None:
+    config = load_config(model, overrides={"edges": {"thinker->talker": {"transport": transport}}})
+    with pytest.raises(
+        ConfigError, match=f"edge thinker->talker: transport = '{transport}' cannot work here: .*{reason}"
+    ):
+        options_of(config, "thinker")
+
+
+CPU, OTHER_CPU = make_engine(), make_engine()
+RANKS = make_engine(executor="mp")
+GPUS = {name: make_engine("cuda", device=name) for name in ("cuda:0", "cuda:1")}
+SAME_GPU = make_engine("cuda", device="cuda:0")
+PAINTER = make_engine("cuda", device="cuda:0", kind=ENGINE_KINDS["diffusion"])
+SPREAD = make_engine("cuda", device=["cuda:0", "cuda:1"])
+
+
+@pytest.mark.parametrize(
+    ("source", "targets", "placement"),
+    [
+        (CPU, [OTHER_CPU], Placement()),
+        (CPU, [CPU], Placement(same_process=True)),
+        (CPU, [CPU, OTHER_CPU], Placement()),  # replicas
+        (RANKS, [RANKS], Placement()),
+        (GPUS["cuda:0"], [SAME_GPU], Placement(devices=("cuda", "cuda"), same_gpu=True)),
+        (GPUS["cuda:0"], [GPUS["cuda:1"]], Placement(devices=("cuda", "cuda"))),
+        (GPUS["cuda:0"], [SPREAD], Placement(devices=("cuda", "cuda"))),
+        (GPUS["cuda:0"], [CPU], Placement(devices=("cuda", "cpu"))),
+        (PAINTER, [SAME_GPU], Placement(devices=("cpu", "cuda"))),  # its pictures are on the host
+    ],
+    ids=[
+        *("apart", "itself", "a replica of itself", "ranks", "one GPU", "two GPUs", "ranks on two GPUs", "GPU and CPU"),
+        "pictures",
+    ],
+)
+def test_an_edge_is_placed_by_the_processes_and_devices_of_its_engines(
+    source: Any, targets: Sequence[Any], placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = {id(one.vllm_config): getattr(one, "device", "cpu") for one in (source, *targets)}
+
+    def devices_of(vllm_config: Any) -> list[str]:
+        found = devices[id(vllm_config)]
+        return found if isinstance(found, list) else [found]
+
+    monkeypatch.setattr(relay_options, "devices_of", devices_of)
+    assert place(source, targets) == placement

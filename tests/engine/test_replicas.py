@@ -16,12 +16,14 @@ from vllm_omni.engine.engine_args import config_of_instance
 from vllm_omni.engine.group import balance_of
 from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
 from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.streamed_reply import StreamedReplies
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.epd.router import MAX_TERMINATIONS
 from vllm_omni.errors import ConfigError, GraphError, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import Field, Graph, GraphParser, Role, Scheduling, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, TensorRef, encode
+from vllm_omni.messages.report import Reporter
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.testing import qwen2_5_omni
@@ -40,6 +42,7 @@ class Replica:
     is_open: asyncio.Event = field(default_factory=asyncio.Event)  # outputs wait for it
     has_died: bool = False
     got: list[str] = field(default_factory=list)  # ids of requests
+    params: Any = None  # of the last one
 
     # The real ones, of a real status.
     current_status = StageEngine.current_status
@@ -61,10 +64,11 @@ class Replica:
 
     async def prepare(self, request: StageRequest, *_: Any) -> tuple[Any, SamplingParams]:
         prompt = {"prompt_token_ids": request.prompt}
-        return prompt, SamplingParams(max_tokens=10)
+        return prompt, SamplingParams(max_tokens=10, extra_args=dict(request.args))
 
     async def run(self, prompt: Any, params: Any, request_id: str, *_: Any) -> AsyncGenerator[OmniRequestOutput, None]:
         self.got.append(request_id)
+        self.params = params
         if self.rejects:
             raise StageFailed(self.name, "failed the request: no")
         self.num_requests += 1
@@ -167,13 +171,56 @@ async def test_after_its_first_output_a_request_fails_with_the_replica_that_died
     assert not second.got and not any(group.router.statistics().work.values())
 
 
-async def test_a_request_that_reads_a_stream_is_not_repeated() -> None:
-    group, (first, second) = make_group()
-    first.dies_after = 0
-    stream = encode(Payload({}, {}, {"rows": TensorRef("shm", (8, 2), "float32", b"")}))
-    with pytest.raises(StageFailed, match=r"'talker/0': .* they cannot be read again"):
-        await ask(group, "a", payloads=[stream])
-    assert not second.got
+STREAM = TensorRef("shm", (8, 2), "float32", b"", 1)
+
+
+@dataclass
+class Reply:
+    """One whose rows are streamed, and can be computed again."""
+
+    failure: Exception | None = None
+    num_repeats: int = 0
+
+    async def compute_rows_again(self, stream: TensorRef, report: Reporter) -> list[Payload]:
+        assert stream == STREAM
+        if self.failure is not None:
+            raise self.failure
+        self.num_repeats += 1
+        return [Payload(values=self.num_repeats)]
+
+
+def replies_of(reply: Reply | None) -> StreamedReplies:
+    replies = StreamedReplies()
+    if reply is not None:
+        replies.add("a", STREAM, reply)  # type: ignore[arg-type]
+    return replies
+
+
+async def test_rows_that_were_read_while_they_were_made_are_computed_again_for_each_other_replica() -> None:
+    group, (first, third, second) = make_group(3)  # in the order in which they get it
+    first.dies_after = second.dies_after = 0
+    whole, streamed = encode(Payload(values="whole")), encode(Payload({}, {}, {"rows": STREAM}))
+    group.streamed_replies = replies_of(Reply())
+    assert await ask(group, "a", payloads=[whole, streamed], index=3) == ["0", "1", "2"]
+    assert first.params.extra_args == {"payloads": [whole, streamed], "index": 3}
+    assert second.params.extra_args == {"payloads": [whole, encode(Payload(values=1))], "index": 3}
+    assert third.params.extra_args == {"payloads": [whole, encode(Payload(values=2))], "index": 3}
+    assert not any(group.router.statistics().work.values())
+
+
+async def test_a_request_whose_rows_cannot_be_computed_again_fails_with_the_stage_that_cannot() -> None:
+    stream = encode(Payload({}, {}, {"rows": STREAM}))
+    for reply, message in (
+        (None, "'talker/0': its engine has died: killed; it had the rows .* and no stage can repeat them"),
+        (Reply(StageFailed("thinker", "its engine has died")), "'thinker': its engine has died"),
+        (Reply(StageUnavailable("thinker", "restarting: killed")), "'thinker': restarting: killed"),
+    ):
+        group, (first, second) = make_group()
+        group.streamed_replies = replies_of(reply)
+        first.dies_after = 0
+        with pytest.raises((StageFailed, StageUnavailable), match=message):
+            await ask(group, "a", payloads=[stream])
+        assert not second.got and not any(group.router.statistics().work.values())
 
 
 async def test_a_request_that_the_model_fails_on_is_not_repeated() -> None:

@@ -5,14 +5,14 @@ from typing import Any, get_args
 
 import pytest
 from transformers import AutoConfig
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config import load_config
 from vllm_omni.config.model import EngineType
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError, InvalidRequest
-from vllm_omni.model_executor.pipeline import find_pipeline_cls
+from vllm_omni.model_executor.pipeline import StageRequest, StageSpec, find_pipeline_cls
 from vllm_omni.testing import llava as llava
 from vllm_omni.testing import qwen2_5_omni
 
@@ -84,6 +84,18 @@ def test_a_parameter_that_the_model_needs_otherwise_is_rejected(talker: StageEng
     make_stage(path, "token2wav", {"max_tokens": 1, "seed": 3})
     with pytest.raises(ConfigError, match=r"default_sampling_params: .*'token2wav': max_tokens = 5: .* max_tokens = 1"):
         make_stage(path, "token2wav", {"max_tokens": 5})
+
+
+async def test_an_engine_answers_in_one_piece_where_nothing_reads_pieces(talker: StageEngine) -> None:
+    given = SamplingParams(max_tokens=5, extra_args={"mine": 1})
+    kinds = {True: RequestOutputKind.FINAL_ONLY, False: RequestOutputKind.DELTA}
+    for is_whole, kind in kinds.items():
+        request = StageRequest({"prompt_token_ids": [1]}, {"readers": []}, is_read_whole=is_whole)
+        args = talker.config, StageSpec("talker", "", "text"), request, given, frozenset({"text"})
+        _, params = await talker.kind.engine_request(*args)
+        assert params.output_kind is kind
+    assert (given.output_kind, given.extra_args) == (RequestOutputKind.CUMULATIVE, {"mine": 1})
+    assert not given.skip_clone, "it may be another request's, too"
 
 
 def test_without_a_compiler_a_model_is_not_compiled(

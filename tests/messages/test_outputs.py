@@ -6,7 +6,7 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 
 from tests.cases import case
 from tests.media.test_audio import decode
@@ -15,7 +15,7 @@ from tests.media.test_video import decode as decode_video
 from tests.media.test_video import decode_sound, make_frames, make_sound
 from vllm_omni.errors import OmniError
 from vllm_omni.media.audio import AUDIO_SUFFIXES
-from vllm_omni.messages.outputs import OmniRequestOutput, Progress
+from vllm_omni.messages.outputs import OmniRequestOutput, Progress, copy_completion, join_multimodal, merge_multimodal
 
 
 def make_output(audio: torch.Tensor | None = None) -> OmniRequestOutput:
@@ -34,6 +34,29 @@ def test_deltas_add_up_without_loss() -> None:
     assert output.multimodal_output["audio"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert output.multimodal_output["codec_ids"] == [4, 5, 4, 5]
     assert later.multimodal_output["codec_ids"] == [4, 5]
+
+
+def test_joining_pieces_is_merging_them_one_by_one() -> None:
+    pieces = [
+        {"audio": torch.tensor([float(number)]), "codes": [number], "notes": str(number), "sample_rate": number}
+        for number in range(3)
+    ]
+    merged: dict[str, Any] = {}
+    for piece in pieces:
+        merge_multimodal(merged, piece)
+    joined = join_multimodal(pieces)
+    assert joined.pop("audio").tolist() == merged.pop("audio").tolist() == [0, 1, 2]
+    assert joined == merged == {"codes": [0, 1, 2], "notes": "012", "sample_rate": 2}
+    assert pieces[0]["codes"] == [0]
+
+
+def test_merging_into_a_copy_leaves_the_original() -> None:
+    original = CompletionOutput(0, "a", [1], None, None, sampling_mask=SamplingMask([[1, 2]]))
+    whole = RequestOutput("a", None, [1], None, [copy_completion(original)], finished=False)
+    whole.add(RequestOutput("a", None, [1], None, [original], finished=True), aggregate=True)
+    assert (whole.outputs[0].text, whole.outputs[0].token_ids) == ("aa", [1, 1])
+    assert whole.outputs[0].sampling_mask == SamplingMask([[1, 2], [1, 2]])
+    assert (original.text, original.token_ids, original.sampling_mask) == ("a", [1], SamplingMask([[1, 2]]))
 
 
 def test_saved_audio_is_playable(tmp_path: Path) -> None:

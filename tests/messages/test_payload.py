@@ -2,6 +2,7 @@ import pickle
 
 import pytest
 import torch
+from msgspec import structs
 
 from vllm_omni.errors import RelayBroken
 from vllm_omni.messages import payload as payload_module
@@ -28,6 +29,19 @@ def test_a_slice_of_a_tensor_is_unpacked() -> None:
 
 def test_a_reference_tells_the_number_of_rows() -> None:
     assert make_payload().tensors["rows"].num_rows == 2
+
+
+def test_each_reader_gets_its_own_references_and_its_own_stream() -> None:
+    ref = TensorRef("shm", (2, 3), "float32", b"here", 1)
+    other = structs.replace(ref, location=b"there")
+    streams = {name: structs.replace(ref, lease=number) for number, name in enumerate(("a.read", "b.read"), 2)}
+    payload = decode(encode(Payload({"rows": ref}, {"rows": None}, streams, {"b.read": {"rows": other}, "c.read": {}})))
+    assert payload.of("a.read") == Payload({"rows": ref}, {"rows": None}, {"rows": streams["a.read"]})
+    assert payload.of("b.read") == Payload({"rows": other}, {"rows": None}, {"rows": streams["b.read"]})
+    assert payload.of("c.read") == Payload({}, {"rows": None})
+    assert payload.of("d.read") == Payload({"rows": ref}, {"rows": None})
+    assert payload.refs() == [ref, *streams.values(), other]
+    assert payload.of("a.read").of("a.read") == payload.of("a.read")
 
 
 def test_malformed_bytes_are_rejected() -> None:

@@ -20,7 +20,7 @@ def add_pipeline(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 def test_an_added_model_type_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     add_pipeline(monkeypatch, "my_package.pipeline:MyPipeline")
-    assert set(checkpoint.supported_model_types()) == {"mine", "diffusers", "language", "qwen2_5_omni"}
+    assert set(checkpoint.supported_model_types()) == {"mine", *checkpoint.bundled_model_types()}
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> None:
@@ -40,7 +40,5 @@ def test_a_package_without_a_deployment_reports_where_it_is_expected(
 
 
 def test_a_model_type_without_a_pipeline_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match="no pipeline for model type 'other'; known: diffusers, language, qwen2_5_omni"
-    ):
+    with pytest.raises(ConfigError, match="no pipeline for model type 'other'; known: diffusers, language, mimo_audio"):
         find_pipeline_cls("other")

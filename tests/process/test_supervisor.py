@@ -64,6 +64,7 @@ class Engine:
     """An engine that a supervisor watches; ``outcomes``: what each restart does."""
 
     name = "talker"
+    was_ended = False
 
     def __init__(self, outcomes: list[Callable[[], None]]) -> None:
         self.has_died = False

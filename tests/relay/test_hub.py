@@ -1,5 +1,7 @@
 """``RelayHub``: all relays of a process."""
 
+import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,13 +9,21 @@ import torch
 
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
-from vllm_omni.relay.hub import INLINE_BYTES, RelayHub, RelayOptions
+from vllm_omni.relay.hub import INLINE_BYTES, EdgeOptions, RelayHub, RelayOptions
 
 SMALL, LARGE = torch.arange(10.0), torch.arange(float(INLINE_BYTES))
 
 
 def make_hub(transport: str = "shm", num_bytes: int = 1 << 20, **options: object) -> RelayHub:
     return RelayHub(RelayOptions(transport, num_bytes, **options))
+
+
+def make_publisher(num_bytes: int = 1 << 20, **edges: EdgeOptions) -> RelayHub:
+    return RelayHub(RelayOptions(num_bytes=num_bytes, edges=edges))
+
+
+def streaming(transport: str = "shm", credits: int = 8) -> EdgeOptions:
+    return EdgeOptions(transport, stream=True, credits=credits)
 
 
 @pytest.fixture
@@ -80,42 +90,127 @@ def test_an_unknown_backend_is_rejected(consumer: RelayHub) -> None:
         consumer.get_blocking(TensorRef("carrier", (1,), "uint8", b""))
 
 
-def test_a_stream_goes_over_the_chosen_backend(producer: RelayHub, consumer: RelayHub) -> None:
-    writer = producer.open_stream("request", SMALL)
-    assert writer is not None
-    reader = consumer.read_stream(writer.ref).result(10)
-    writer.write_nowait(SMALL[None])
-    producer.finish_stream(writer)
-    assert torch.equal(reader.read_nowait(), SMALL[None])
-    assert reader.has_ended
-    reader.close()
-    consumer.release_payload(Payload(streams={"rows": writer.ref}))
+# -- readers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_ended_behind_the_rows_that_had_no_credit() -> None:
-    hub = make_hub(credits=2)
-    writer = hub.open_stream("request", SMALL)
-    assert writer is not None
-    reader = hub.read_stream(writer.ref).result(10)
-    writer.write_nowait(SMALL.expand(2, -1))
-    hub.finish_stream(writer, SMALL.expand(1, -1))
-    rows = 0
-    while not reader.has_ended or reader.num_unread:
-        rows += len(reader.read_nowait())
-    assert rows == 3
+def test_readers_of_one_transport_share_a_tensor_that_ends_with_the_last_of_them() -> None:
+    hub, *readers = (
+        make_publisher(a=EdgeOptions("shm"), b=EdgeOptions("shm", num_ranks=2)),
+        *map(make_hub, ["shm"] * 3),
+    )
+    payload = decode(encode(hub.publish("request", {"rows": LARGE}, ["a.read", "b.read"])))
+    assert hub.statistics()["shm"].num_puts == 1 and not payload.apart
+    for number, reader in enumerate(readers):
+        assert hub.statistics()["shm"].num_leases == 1, number
+        own = payload.of("a.read" if number == 0 else "b.read")
+        assert torch.equal(reader.pull_blocking(own)["rows"], LARGE)
+        reader.release_payload(own)
+    assert hub.statistics()["shm"].num_leases == 0
+    for one in (hub, *readers):
+        one.close()
+
+
+def test_each_edge_has_its_own_transport(consumer: RelayHub) -> None:
+    hub = make_publisher(a=EdgeOptions("shm"), b=EdgeOptions("tcp"))
+    payload = decode(encode(hub.publish("request", {"rows": LARGE, "small": SMALL}, ["a.read", "b.read"])))
+    for node, backend in (("a.read", "shm"), ("b.read", "tcp")):
+        own = payload.of(node)
+        assert {path: ref.backend for path, ref in own.tensors.items()} == {"rows": backend, "small": "inline"}
+        assert torch.equal(consumer.pull_blocking(own)["rows"], LARGE)
+    consumer.release_payload(payload, for_all=True)
+    assert leases_end(hub)
     hub.close()
 
 
-@pytest.mark.parametrize("transport", ["inline", "local"])
-def test_a_backend_without_streams_has_none(transport: str) -> None:
-    hub = make_hub(transport)
-    assert hub.open_stream("request", SMALL) is None
+def test_a_reader_that_a_request_does_not_need_holds_nothing(consumer: RelayHub) -> None:
+    hub = make_publisher(a=EdgeOptions("shm"), b=EdgeOptions("tcp"))
+    payload = hub.publish("request", {"rows": LARGE}, ["b.read", "function.read"])
+    assert payload.tensors["rows"].backend == "tcp" and "shm" not in hub.statistics()
+    consumer.release_payload(payload, for_all=True)
+    assert leases_end(hub)
+    hub.close()
+
+
+def test_what_the_front_end_opens_has_one_more_reader(consumer: RelayHub) -> None:
+    hub, reader = RelayHub(RelayOptions("shm", 1 << 20, {"a": EdgeOptions("shm")})), make_hub()
+    payload = hub.publish("request", {"images": LARGE}, ["a.read", "entry"], is_opened=True)
+    consumer.pull_blocking(payload)
+    consumer.release_payload(payload)
+    assert hub.statistics()["shm"].num_leases == 1
+    reader.pull_blocking(payload.of("a.read"))
+    reader.release_payload(payload.of("a.read"))
+    assert hub.statistics()["shm"].num_leases == 0
+    hub.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("edge", "nodes"), [(EdgeOptions("shm", stays=True), ["a.read"]), (EdgeOptions("shm"), ["a.read", "a.repeat"])]
+)
+def test_what_one_process_reads_again_stays(edge: EdgeOptions, nodes: list[str], consumer: RelayHub) -> None:
+    hub = make_publisher(a=edge)
+    payload = hub.publish("request", {"rows": LARGE}, nodes)
+    for _ in range(2):
+        assert torch.equal(consumer.pull_blocking(payload)["rows"], LARGE)
+        consumer.release_payload(payload)
+    consumer.release_payload(payload, for_all=True)
+    assert leases_end(hub)
+    hub.close()
+
+
+def leases_end(hub: RelayHub) -> bool:
+    """Whether a release that travels over a connection arrives, too."""
+    deadline = time.monotonic() + 10
+    while any(one.num_leases for one in hub.statistics().values()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_goes_over_the_backend_of_its_edge(consumer: RelayHub) -> None:
+    for transport in ("shm", "tcp"):
+        hub = make_publisher(a=streaming(transport))
+        writer = hub.open_stream("request", SMALL, "a.read")
+        assert writer is not None and writer.ref.backend == transport
+        reader = consumer.read_stream(writer.ref).result(10)
+        writer.write_nowait(SMALL[None])
+        hub.finish_stream(writer)
+        rows = asyncio.run(reader.read(timeout_s=10))
+        assert torch.equal(rows, SMALL[None])
+        reader.close()
+        consumer.release_payload(Payload(streams={"a.read": writer.ref}), for_all=True)
+        assert leases_end(hub)
+        hub.close()
+
+
+def test_a_stream_is_ended_behind_all_rows_that_had_no_credit() -> None:
+    hub = make_publisher(a=streaming(credits=2))
+    writer = hub.open_stream("request", SMALL, "a.read")
+    assert writer is not None
+    reader = hub.read_stream(writer.ref).result(10)
+    writer.write_nowait(SMALL.expand(2, -1))
+    hub.finish_stream(writer, SMALL.expand(5, -1))
+    rows = 0
+    while not reader.has_ended or reader.num_unread:
+        rows += len(reader.read_nowait())
+    assert rows == 7
+    hub.close()
+
+
+@pytest.mark.parametrize("edge", [EdgeOptions("shm"), streaming("inline"), streaming("local"), None])
+def test_an_edge_without_streams_has_none(edge: EdgeOptions | None) -> None:
+    hub = make_publisher(**({} if edge is None else {"a": edge}))
+    assert hub.open_stream("request", SMALL, "a.read") is None
     hub.close()
 
 
 def test_without_room_there_is_no_stream() -> None:
-    hub = make_hub(num_bytes=1 << 20, credits=1 << 16)
-    assert hub.open_stream("request", SMALL) is None
+    hub = make_publisher(a=streaming(credits=1 << 16))
+    assert hub.open_stream("request", SMALL, "a.read") is None
     hub.close()
 
 

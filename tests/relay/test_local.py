@@ -41,3 +41,20 @@ def test_a_relay_that_is_gone_has_no_tensors() -> None:
     relay.close()
     with pytest.raises(RelayBroken, match="not in this process"):
         LocalRelay().get_nowait(ref)
+
+
+def test_what_nobody_releases_expires() -> None:
+    relay, now = LocalRelay(), [0.0]
+    relay.clock = lambda: now[0]
+    first, second = relay.put_nowait("request", torch.ones(4)), relay.put_nowait("request", torch.ones(4))
+    taken = relay.get_nowait(second)
+    now[0] = relay.lease_s - 1
+    assert relay.renew(first)
+    now[0] = relay.lease_s
+    assert relay.statistics()[3:] == (1, first.num_rows * 4, 1)
+    with pytest.raises(RelayBroken, match="not in this process"):
+        relay.get_nowait(second)
+    assert torch.equal(taken, torch.ones(4)) and not relay.renew(second)
+    now[0] += relay.lease_s
+    third = relay.put_nowait("request", torch.ones(4))
+    assert list(relay.held) == [third.lease]

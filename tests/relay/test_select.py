@@ -1,12 +1,15 @@
 """The choice of an edge's backend."""
 
 import logging
+from contextlib import closing
 
 import pytest
 
+from tests.contract.usable import USABLE
 from vllm_omni.errors import ConfigError
 from vllm_omni.relay import select
-from vllm_omni.relay.select import BACKENDS, Placement, choose_backend, make_relay
+from vllm_omni.relay.select import BACKENDS, STREAMING, Placement, choose_backend, make_relay, suitable
+from vllm_omni.relay.stream import Streams
 
 EDGE = "thinker->talker"
 
@@ -24,19 +27,36 @@ def works(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+REMOTE = ("nixl", "mooncake", "tcp")
+ONE_GPU = {"devices": ("cuda", "cuda"), "same_gpu": True}
+
+
 @pytest.mark.parametrize(
-    ("placement", "backend"),
+    ("placement", "tensors", "streams"),
     [
-        (Placement(same_process=True), "local"),
-        (Placement(devices=("cuda", "cuda"), same_gpu=True), "cuda_ipc"),
-        (Placement(devices=("cuda", "cuda")), "shm"),
-        (Placement(devices=("cuda", "cpu")), "shm"),
-        (Placement(), "shm"),
-        (Placement(same_host=False), "nixl"),
+        (Placement(same_process=True), ["local", "shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(same_process=True, **ONE_GPU), ["local", "shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(**ONE_GPU), ["cuda_ipc", "shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(devices=("cuda", "cuda")), ["shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(devices=("cuda", "cpu")), ["shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(), ["shm", *REMOTE, "inline"], ["shm", *REMOTE]),
+        (Placement(same_host=False), [*REMOTE, "inline"], [*REMOTE]),
+        (Placement(same_host=False, **ONE_GPU), [*REMOTE, "inline"], [*REMOTE]),
     ],
+    ids=["process", "process with GPU", "GPU", "two GPUs", "GPU to CPU", "host", "two hosts", "GPUs of two hosts"],
 )
-def test_auto_takes_the_fastest_that_can_work(works: set[str], placement: Placement, backend: str) -> None:
-    assert choose_backend("auto", placement, EDGE) == backend
+def test_where_the_ends_run_decides_which_backends_can_carry_an_edge(
+    works: set[str], placement: Placement, tensors: list[str], streams: list[str]
+) -> None:
+    assert suitable(placement) == tensors
+    assert suitable(placement, streams=True) == streams
+    assert choose_backend("auto", placement, EDGE) == tensors[0]
+    assert choose_backend("auto", placement, EDGE, streams=True) == streams[0]
+
+
+def test_a_backend_on_the_gpu_is_not_probed_in_the_front_end(works: set[str]) -> None:
+    works.remove("cuda_ipc")
+    assert choose_backend("auto", Placement(**ONE_GPU), EDGE) == "cuda_ipc"
 
 
 def test_auto_skips_what_does_not_work_and_says_why(works: set[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -56,6 +76,7 @@ def test_auto_skips_what_does_not_work_and_says_why(works: set[str], caplog: pyt
         ("shm", Placement(same_host=False), "different hosts"),
         ("cuda_ipc", Placement(), "devices are cpu and cpu"),
         ("cuda_ipc", Placement(devices=("cuda", "cuda")), "not on the same GPU"),
+        ("cuda_ipc", Placement(same_process=True, **ONE_GPU), "one process"),
     ],
 )
 def test_a_named_transport_that_cannot_work_says_why(
@@ -63,6 +84,18 @@ def test_a_named_transport_that_cannot_work_says_why(
 ) -> None:
     with pytest.raises(ConfigError, match=f"edge thinker->talker: transport = '{transport}' cannot work.*{reason}"):
         choose_backend(transport, placement, EDGE)
+
+
+def test_a_named_transport_without_streams_carries_no_stream(works: set[str]) -> None:
+    assert choose_backend("inline", Placement(), EDGE) == "inline"
+    with pytest.raises(ConfigError, match="'inline' cannot work here: it has no streams"):
+        choose_backend("inline", Placement(), EDGE, streams=True)
+
+
+@pytest.mark.parametrize("backend", [name for name in USABLE if name != "cuda_ipc"])
+def test_the_backends_with_streams_are_those_that_have_them(backend: str) -> None:
+    with closing(make_relay(backend, 1 << 20)) as relay:
+        assert isinstance(relay, Streams) == (backend in STREAMING)
 
 
 def test_a_named_transport_whose_probe_fails_says_why(works: set[str]) -> None:

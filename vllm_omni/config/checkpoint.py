@@ -19,6 +19,10 @@ PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
 DIFFUSERS = "diffusers"  # the model type, and vLLM's config format, of every directory in diffusers' layout
 LANGUAGE = "language"  # the model type of every checkpoint that has no pipeline here and that vLLM knows
 MODEL_INDEX = "model_index.json"
+# Architecture -> the model type of its checkpoints, which name another model's: the layers they share.
+OF_ARCHITECTURE = dict.fromkeys(("MiMoAudioModel", "MiMoV2ASRForCausalLM"), "mimo_audio")
+# Model type -> that of its checkpoints whose ``enable_audio_output`` is false: they have no talker.
+WITHOUT_SPEECH = {"qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 
 
 def bundled_model_types() -> tuple[str, ...]:
@@ -39,11 +43,21 @@ def added_pipelines() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=PIPELINE_GROUP)}
 
 
+def read_model_config(model: str | os.PathLike[str], *, revision: str | None = None) -> dict[str, Any]:
+    """Read the ``config.json`` of a checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return _read_json(_find_model_file(os.fspath(model), "config.json", revision))
+
+
 def read_model_type(model: str | os.PathLike[str], *, revision: str | None = None) -> str:
     """Read the model type of a checkpoint: a local directory, or a repository on the Hub.
 
-    It is ``model_type`` of its ``config.json``; "diffusers" for every checkpoint with a ``model_index.json``;
-    "language" for a model type without a pipeline here whose architecture vLLM has.
+    It is ``model_type`` of its ``config.json``, or what its architecture says (``OF_ARCHITECTURE``); that in
+    ``WITHOUT_SPEECH`` if it has no talker; "diffusers" for every checkpoint with a ``model_index.json``; "language" for
+    a model type without a pipeline here whose architecture vLLM has.
 
     Raises:
         ConfigError: there is no such checkpoint, or its model type is not supported.
@@ -54,6 +68,10 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     path = _find_model_file(model, "config.json", revision)
     config = _read_json(path)
     model_type, architectures = config.get("model_type"), config.get("architectures")
+    if isinstance(architectures, list):
+        model_type = next((OF_ARCHITECTURE[one] for one in architectures if one in OF_ARCHITECTURE), model_type)
+    if model_type in WITHOUT_SPEECH and config.get("enable_audio_output") is False:
+        return WITHOUT_SPEECH[model_type]
     if model_type in supported_model_types():
         return str(model_type)
     if isinstance(architectures, list) and any(one in _vllm_architectures() for one in architectures):

@@ -182,7 +182,8 @@ class EdgeConfig:
     source: str
     target: str
     transport: Transport = "auto"  # a backend of the relay, or the first that works between the two stages
-    stream: bool = True  # the target starts while the source runs, if both the model and the transport can
+    # Whether the target starts while the source runs; "auto": if both are autoregressive and the transport has streams.
+    stream: bool | Literal["auto"] = "auto"
     credits: Annotated[int, Field(ge=1, le=1 << 20)] = 256  # of a stream: rows that the source may be ahead
     # How a streamed field is cut, where the target reads chunks: number of the field's items. The family's pipeline has
     # a default for each.

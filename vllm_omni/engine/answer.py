@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,23 +12,57 @@ import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni.engine.latency_metrics import RequestLatency
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import StageFailed
-from vllm_omni.flow import ENTRY, OutputFrame, StaticPlan
+from vllm_omni.flow import ENTRY, Field, OutputFrame, StaticPlan
 from vllm_omni.messages.outputs import OmniRequestOutput, copy_completion
-from vllm_omni.model_executor.pipeline import Pipeline, RequestContext
+from vllm_omni.messages.stage_output import StageOutput
+from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
+
+logger = logging.getLogger(__name__)
 
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "audio": {"audio": torch.zeros(0)},
     "image": {"images": torch.zeros(0, 0, 0, 3, dtype=torch.uint8)},
     "video": {"frames": torch.zeros(0, 0, 0, 0, 3, dtype=torch.uint8)},
 }
-"""By a stage's output type: the values of a branch that was not taken, under the keys of one that was."""
+"""By kind: the values of a branch that was not taken, under the keys of one that was."""
+
+KEYS: Mapping[str, Sequence[str]] = {
+    "audio": ("audio", "sample_rate"),
+    "image": ("images",),
+    "video": ("frames", "fps", "audio", "sample_rate"),
+}
+"""By kind: the keys of its values in ``multimodal_output``; the first one names it."""
+
+KINDS = ("text", *EMPTY)
+"""Kinds of outputs that a graph may declare; of other fields, the stage says what they have."""
+
+
+def kind_of(field: Field, spec: StageSpec | None) -> str:
+    """What an output has: as the graph declares it, or else as its stage does (None: it is that of a function)."""
+    return field.modality if spec is None or field.modality in KINDS else spec.output_type
+
+
+def kind_of_output(plan: StaticPlan, output: str, specs: Mapping[str, StageSpec]) -> str:
+    """The kind of a graph's output.
+
+    Args:
+        specs: of the stages, by name.
+    """
+    edge = plan.outputs[output]
+    node = plan.nodes[edge.source]
+    return kind_of(node.outputs[edge.source_field], specs.get(node.role))
 
 
 class Answer:
     """One request's outputs, and whether all of them have ended.
 
+    Two sounds or two pictures of a request stay apart: the modality that is named as their kind, or else the first of
+    the pipeline, has the plain keys, ``images``; the others' begin with the name of the modality: ``sketch.images``.
+
     Args:
+        record: what the nodes report.
         outputs: the graph output that answers each modality.
     """
 
@@ -35,32 +70,42 @@ class Answer:
         self,
         pipeline: Pipeline,
         plan: StaticPlan,
-        context: RequestContext,
+        request_id: str,
+        record: RequestRecord,
         outputs: Mapping[str, str],
         latency: RequestLatency,
     ) -> None:
         self._pipeline = pipeline
-        self._context = context
+        self._request_id = request_id
+        self._record = record
         self._latency = latency
         self._modality_of = {output: modality for modality, output in outputs.items()}
         self._unfinished = set(outputs)
         self._started = time.monotonic()
         self._has_values: set[str] = set()  # modalities
-        types = {spec.name: spec.output_type for spec in pipeline.stages}
+        specs = {spec.name: spec for spec in pipeline.stages}
         edges = {modality: plan.outputs[output] for modality, output in outputs.items()}
         nodes = {modality: plan.nodes[edge.source] for modality, edge in edges.items()}
-        # What a function emits has the modality that the graph declares.
-        self._types = {
-            modality: types.get(node.role, node.outputs[edges[modality].source_field].modality)
-            for modality, node in nodes.items()
-        }
+        self._kinds = {modality: kind_of_output(plan, output, specs) for modality, output in outputs.items()}
         # Where a stage may answer several requests of a call, a finish reason is not yet that of the whole text.
         is_repeated = {
-            modality: bool(node.loops_around) or any(edge.source != ENTRY for edge in node.slots)
+            modality: bool(node.loops_around or node.graph) or any(edge.source != ENTRY for edge in node.slots)
             for modality, node in nodes.items()
         }
         self._text = _Text(is_repeated.get("text", False))
         self._sources = {modality: edge.source for modality, edge in edges.items()}
+        self._others = {modality: self._values_of_others(modality) for modality in edges}
+        self._owners: dict[str, str] = {}  # key -> the modality that has it
+        shown = [modality for modality in pipeline.modalities if modality in edges]
+        # A video with a sound comes last: "audio" is the speech beside it.
+        for modality in sorted(shown, key=lambda one: (self._kinds[one] == "video", one != self._kinds[one])):
+            for key in KEYS.get(self._kinds[modality], ()):
+                self._owners.setdefault(key, modality)
+
+    def _values_of_others(self, modality: str) -> frozenset[str]:
+        """The keys in a node's outputs that belong to further modalities of the request."""
+        others = {kind for one, kind in self._kinds.items() if self._sources[one] == self._sources[modality]}
+        return frozenset(key for kind in others - {self._kinds[modality]} for key in EMPTY.get(kind, ()))
 
     def output_of(self, frame: OutputFrame) -> OmniRequestOutput:
         """Make the user's output of a frame; the last one carries the times of the request."""
@@ -69,58 +114,77 @@ class Answer:
             self._unfinished.discard(modality)
         payload = None if frame.payload is None else self._opened(modality, frame.payload)
         if modality == "text" and payload is not None:
-            # Copied: the next stage reads the same object, and the user's copy is merged into.
-            output = OmniRequestOutput.of(payload)
-            output.request_id = self._context.request_id
+            output = payload.to_request_output(self._request_id)
             output.prompt_token_ids = self._text.prompt_token_ids_of(payload)
         else:
             prompt_token_ids = self._text.prompt_token_ids
-            empty = RequestOutput(self._context.request_id, None, prompt_token_ids, None, outputs=[], finished=False)
+            if payload is not None and self._pipeline.speaks_first:
+                prompt_token_ids = self._text.prompt_token_ids_of(payload)
+            empty = RequestOutput(self._request_id, None, prompt_token_ids, None, outputs=[], finished=False)
             output = OmniRequestOutput.of(empty)
         if modality == "text":
             output.outputs = self._text.completions([] if payload is None else payload.outputs, is_last=frame.last)
         else:
             output.multimodal_output = self._values(modality, payload)
         output.finished = not self._unfinished
-        output.stage_durations = dict(self._context.stage_durations)
+        output.stage_durations = dict(self._record.stage_durations)
         if output.finished:
             output.stage_durations["total"] = time.monotonic() - self._started
             output.latency_parts, output.slo_reports = self._latency.end()
         return output
 
-    def _opened(self, modality: str, payload: Any) -> OmniRequestOutput:
+    def _opened(self, modality: str, payload: Any) -> StageOutput:
         """A stage's output, or that of a function: a text, or values by name as in ``multimodal_output``.
 
         Raises:
             StageFailed: a function emitted something else.
         """
-        if isinstance(payload, OmniRequestOutput):
+        if isinstance(payload, StageOutput):
             return payload
-        output = OmniRequestOutput.of(RequestOutput(self._context.request_id, None, None, None, [], finished=False))
-        if isinstance(payload, str) and self._types[modality] in ("text", "latents"):
-            output.outputs = [CompletionOutput(0, payload, [], None, None)]
-        elif isinstance(payload, Mapping) and modality != "text":
-            output.multimodal_output = dict(payload)
-        else:
-            kind, role = type(payload).__name__, self._sources[modality].partition(".")[0]
-            raise StageFailed(role, f"emitted a {kind} as {modality!r}: a text, a mapping or an output is needed")
-        return output
+        if isinstance(payload, str) and self._kinds[modality] in ("text", "latents"):
+            return StageOutput(self._request_id, [CompletionOutput(0, payload, [], None, None)])
+        if isinstance(payload, Mapping) and modality != "text":
+            return StageOutput(self._request_id, multimodal_output=dict(payload))
+        kind, role = type(payload).__name__, self._sources[modality].partition(".")[0]
+        raise StageFailed(role, f"emitted a {kind} as {modality!r}: a text, a mapping or a StageOutput is needed")
 
-    def _values(self, modality: str, payload: OmniRequestOutput | None) -> dict[str, Any]:
+    def _values(self, modality: str, payload: StageOutput | None) -> dict[str, Any]:
         """The values of another modality; for a branch that produced none, an empty one."""
-        output_type, rate = self._types[modality], self._pipeline.sample_rate
+        kind, rate = self._kinds[modality], self._pipeline.sample_rate
         if modality in self._pipeline.extra_outputs:
-            return {modality: [] if payload is None else self._pipeline.extra_output(modality, payload)}
-        if output_type in ("text", "latents"):
+            return {modality: [] if payload is None else self._extra_output(modality, payload)}
+        if kind in ("text", "latents"):
             return {modality: "" if payload is None else "".join(one.text for one in payload.outputs)}
         if payload is not None:
             self._has_values.add(modality)
-            values: Mapping[str, Any] = payload.multimodal_output
+            made, others = payload.multimodal_output, self._others[modality]
+            values: Mapping[str, Any] = {key: value for key, value in made.items() if key not in others}
         elif modality in self._has_values:
             return {}
         else:
-            values = EMPTY.get(output_type.removeprefix("text+"), {})
-        return {**values, **({"sample_rate": rate} if rate and output_type == "audio" else {})}
+            values = EMPTY.get(kind, {})
+        values = {**({"sample_rate": rate} if rate and kind == "audio" else {}), **values}
+        return {self._key(modality, name): value for name, value in values.items()}
+
+    def _key(self, modality: str, name: str) -> str:
+        """The key under which the user gets a value of a modality."""
+        main, *_ = KEYS.get(self._kinds[modality], (name,))
+        is_taken = self._is_taken(modality, main) or self._is_taken(modality, name)
+        return f"{modality}.{name}" if is_taken else name
+
+    def _is_taken(self, modality: str, key: str) -> bool:
+        """Whether a key is that of another output; one stage's video and its sound share theirs."""
+        owner = self._owners.get(key, modality)
+        is_shared = self._sources[owner] == self._sources[modality] and self._kinds[owner] != self._kinds[modality]
+        return owner != modality and not is_shared
+
+    def _extra_output(self, name: str, payload: StageOutput) -> Any:
+        try:
+            return self._pipeline.extra_output(name, payload)
+        except Exception as exc:  # not the client's fault, whatever its class
+            role = self._sources[name].partition(".")[0]
+            logger.exception("request %s: extra_output of %r failed", self._request_id, name)
+            raise StageFailed(role, f"the pipeline's extra_output of {name!r} failed: {exc!r}") from exc
 
 
 class _Text:
@@ -131,7 +195,7 @@ class _Text:
         self._is_repeated = is_repeated
         self._ended: dict[int, CompletionOutput] = {}  # how each choice has ended so far
 
-    def prompt_token_ids_of(self, payload: OmniRequestOutput) -> list[int]:
+    def prompt_token_ids_of(self, payload: StageOutput) -> list[int]:
         self.prompt_token_ids = self.prompt_token_ids or payload.prompt_token_ids or []
         return self.prompt_token_ids
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from vllm_omni.config import EdgeConfig, OmniConfig, StageConfig
+from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.engine.answer import KINDS, kind_of
+from vllm_omni.engine.edge_checks import Edges, check_edge, listed
 from vllm_omni.engine.pipeline_checks import check_generator
+from vllm_omni.engine.stage_edges import StageEdge, stage_edges
 from vllm_omni.errors import ConfigError, GraphError, PlanError
 from vllm_omni.flow import ENTRY, Scheduling, StaticPlan
 from vllm_omni.flow.graph.plan import Edge, NodePlan
@@ -26,14 +29,18 @@ OUTPUT_TYPES: Mapping[str, frozenset[str]] = {
 """Kind of engine -> output types that its stages may have."""
 
 ANSWERS: Mapping[str, frozenset[str]] = {
-    "text": frozenset({"text", "latents", "text+image"}),
-    "image": frozenset({"image", "text+image"}),
-    "video": frozenset({"video"}),
+    "text": frozenset({"text", "latents"}),
+    **{kind: frozenset({kind}) for kind in ("audio", "image", "video")},
 }
-"""Modality that the routes know -> output types of the stages, or modalities of a function's fields, that have it."""
+"""Modality that the routes know -> kinds of outputs (``kind_of``) that have it."""
 
-Edges = set[tuple[str, str]]
-"""(Source, target), both stages."""
+MADE: Mapping[str, frozenset[str]] = {
+    **{output_type: frozenset({"text"}) for output_type in ("text", "latents")},
+    "text+image": frozenset({"text", "image"}),
+    **{output_type: frozenset({"audio", "image", "video"}) for output_type in ("audio", "image", "video")},
+}
+"""Output type of a stage -> what the graph may declare of its outputs, where they answer a request: a video has sound,
+too."""
 
 
 def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPlan]) -> None:
@@ -47,17 +54,24 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         ConfigError: the deployment has other stages or edges, or a setting that an edge cannot honour.
     """
     specs = {spec.name: spec for spec in pipeline.stages}
+    named = {graph.name for graph in (pipeline.graph, *pipeline.further_graphs)}
+    served = [plan for plan in plans if plan.name in named]  # others are called by these
     _check_roles(plans, pipeline)
+    _check_processes(plans, pipeline)
     for plan in plans:
-        _check_placeholders(plan, pipeline)
         for node in plan.nodes.values():
             _check_node(node, specs.get(node.role))
-        for each in filter(lambda edge: edge.is_declared, plan.edges):
-            _check_plan_edge(each, plan, specs)
+        for transferred in plan.edges:
+            if transferred.transfer is not None:
+                check_generator(f"edge {transferred}", transferred.transfer, "chunks", "call")
+    for plan in served:
+        _check_placeholders(plan, pipeline)
+    for each in stage_edges(plans):
+        _check_stage_edge(each, specs)
     _check_first(plans[0], config.stages[0].name, specs)
     edges = edges_between(plans)
-    _check_names(pipeline, plans, specs, edges)
-    publishing = publishing_edges(plans, specs)
+    _check_names(pipeline, served, specs, edges)
+    publishing, whole = publishing_edges(plans, specs), whole_edges(plans, specs)
     _check_publishing(plans, specs)
     if set(specs) != set(config.stage_names):
         raise ConfigError(
@@ -66,32 +80,49 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         )
     for stage in config.stages:
         _check_spec(stage, specs[stage.name])
-    _check_outputs(pipeline, plans, specs, config)
+    _check_outputs(pipeline, served, specs, config)
+    _check_sample_rate(pipeline, config)
+    _check_served_names([one.name for plan in served for one in (plan, *plan.entries())], config)
     for edge in config.edges:
-        _check_edge(edge, edges, publishing)
-        _check_credits(edge, config)
+        carries_frames = edge.source in specs and specs[edge.source].publishes_frames
+        check_edge(edge, edges, publishing, whole, config, carries_frames=carries_frames)
 
 
-def edges_between(plans: Iterable[StaticPlan], fields: Mapping[str, frozenset[str]] | None = None) -> Edges:
+def edges_between(plans: Collection[StaticPlan], fields: Mapping[str, frozenset[str]] | None = None) -> Edges:
     """The edges between roles.
 
     Args:
         fields: by role; only the edges that carry one of these fields of their source.
     """
     return {
-        (source, plan.nodes[edge.target].role)
-        for plan in plans
-        for edge in plan.edges
-        if ENTRY not in (edge.source, edge.target)
-        and edge.is_declared
-        and (source := plan.nodes[edge.source].role)
-        and (fields is None or edge.source_field in fields.get(source, ()))
+        (edge.maker.node.role, edge.reader.role)
+        for edge in stage_edges(plans)
+        if fields is None or edge.maker.field in fields.get(edge.maker.node.role, ())
     }
 
 
-def publishing_edges(plans: Iterable[StaticPlan], specs: Mapping[str, StageSpec]) -> Edges:
+def publishing_edges(plans: Collection[StaticPlan], specs: Mapping[str, StageSpec]) -> Edges:
     """The edges on which tensors travel, over the relay; on others, requests are made of what the front end has."""
     return edges_between(plans, {name: spec.publishing_fields for name, spec in specs.items()})
+
+
+def whole_edges(plans: Collection[StaticPlan], specs: Mapping[str, StageSpec]) -> dict[tuple[str, str], str]:
+    """Of those, the edges on which nothing can be streamed, and why."""
+    found: dict[tuple[str, str], str] = {}
+    published = published_edges(plans, specs)
+    within = {edge.roles for edge in published if edge.is_within_graph}
+    for edge in published:
+        if edge.is_constant:
+            found[edge.roles] = "it enters a loop, whose every iteration reads the rows again"
+        elif edge.roles not in within:
+            found.setdefault(edge.roles, "it leads from one graph into another, which reads whole values")
+    return found
+
+
+def published_edges(plans: Collection[StaticPlan], specs: Mapping[str, StageSpec]) -> list[StageEdge]:
+    """The single edges that carry tensors."""
+    fields = {name: spec.publishing_fields for name, spec in specs.items()}
+    return [edge for edge in stage_edges(plans) if edge.maker.field in fields.get(edge.maker.node.role, ())]
 
 
 def whole_fields(role: str, plans: Iterable[StaticPlan]) -> dict[str, set[str]]:
@@ -122,11 +153,22 @@ def _check_roles(plans: Sequence[StaticPlan], pipeline: Pipeline) -> None:
         _check_interfaces(f"{where}: stage {spec.name!r}", spec, nodes)
 
 
+def _check_processes(plans: Sequence[StaticPlan], pipeline: Pipeline) -> None:
+    """What is shared between calls stays in the front end."""
+    hosted = {spec.name for spec in pipeline.functions if spec.processes}
+    for node in (node for plan in plans for node in plan.nodes.values() if node.role in hosted):
+        if node.parameters:
+            raise GraphError(
+                f"{_of(plans)}: function {node.role!r} shares the GlobalParameters {', '.join(node.parameters)}, which "
+                "are in the front end: it cannot have processes of its own"
+            )
+
+
 def _check_interfaces(where: str, spec: StageSpec, nodes: Sequence[NodePlan]) -> None:
     """The names in a stage's settings are those of its nodes."""
     fields = {field: one for node in nodes for field, one in node.outputs.items()}
     outputs = {node.interface: node.outputs for node in nodes}
-    _check_keys(where, "output", set(fields), spec, "publishing_fields", "frames")
+    _check_keys(where, "output", set(fields), spec, "publishing_fields", "frame_fields", "frames")
     _check_keys(where, "interface", set(outputs), spec, "combine", "route")
     for field in spec.frames:
         if not fields[field].streamed:
@@ -147,9 +189,6 @@ def _check_keys(where: str, what: str, known: set[str], spec: StageSpec, *attrib
 
 
 def _check_placeholders(plan: StaticPlan, pipeline: Pipeline) -> None:
-    if plan.graph_calls:
-        names = ", ".join(plan.graph_calls)
-        raise PlanError(f"graph {plan.name!r} has graph calls ({names}), which a server does not support")
     if set(plan.placeholders) != {PROMPT} and type(pipeline).inputs is Pipeline.inputs:
         raise PlanError(
             f"graph {plan.name!r} has the placeholders {', '.join(plan.placeholders)}: a request fills {PROMPT!r} "
@@ -173,35 +212,26 @@ def _check_node(node: NodePlan, spec: StageSpec | None) -> None:
             )
 
 
-def _check_plan_edge(edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec]) -> None:
-    if edge.transfer is not None:
-        check_generator(f"edge {edge}", edge.transfer, "chunks", "call")
-    if ENTRY in (edge.source, edge.target):
-        return
-    node = plan.nodes[edge.target]
-    source, target = specs.get(plan.nodes[edge.source].role), specs.get(node.role)
+def _check_stage_edge(edge: StageEdge, specs: Mapping[str, StageSpec]) -> None:
+    (made_by, field), node = edge.maker, edge.reader
+    source, target = specs.get(made_by.role), specs.get(node.role)
     if source is None:
         return
-    if isinstance(edge.transfer, pass_tensors) and edge.source_field not in source.publishing_fields:
+    transfers = [one.transfer for one in edge.path if one.transfer is not None]
+    if any(isinstance(one, pass_tensors) for one in transfers) and field not in source.publishing_fields:
         raise GraphError(
-            f"edge {edge}: pass_tensors: add {edge.source_field!r} to publishing_fields of the StageSpec of "
-            f"{source.name!r}"
+            f"edge {edge}: pass_tensors: add {field!r} to publishing_fields of the StageSpec of {source.name!r}"
         )
-    if edge.is_constant and edge.source_field in source.publishing_fields:
-        raise PlanError(
-            f"edge {edge} enters a loop, whose every iteration would read it, and the tensors of "
-            f"{edge.source_field!r} can be read once: let the stages of the loop pass on what they need of it"
-        )
-    if edge.per_frame and edge.source_field not in source.frames:
+    if any(one.per_frame for one in edge.path) and field not in source.frames:
         raise GraphError(
             f"edge {edge}: its reader runs once for each frame, and what an engine puts into one output depends on "
-            f"timing: give {edge.source_field!r} an entry in `frames` of the StageSpec of {source.name!r}, or declare "
+            f"timing: give {field!r} an entry in `frames` of the StageSpec of {source.name!r}, or declare "
             "the input as streamed"
         )
-    if target is not None and node.interface not in target.combine and edge.transfer is None:
+    if target is not None and node.interface not in target.combine and not transfers:
         raise GraphError(
-            f"edge {edge} has no transfer function: a stage reads StageRequest and {edge.source} yields outputs; "
-            "convert them with .via(function)"
+            f"edge {edge} has no transfer function: a stage reads StageRequest and {made_by.name}.{field} yields "
+            "outputs; convert them with .via(function)"
         )
 
 
@@ -229,7 +259,7 @@ def _check_names(pipeline: Pipeline, plans: Sequence[StaticPlan], specs: Mapping
             )
     for source, target in pipeline.chunks:
         if (source, target) not in edges:
-            raise GraphError(f"{where}: chunks: the graph has no edge {source}->{target}; it has {_listed(edges)}")
+            raise GraphError(f"{where}: chunks: the graph has no edge {source}->{target}; it has {listed(edges)}")
     speech_stage = pipeline.speech_stage
     if speech_stage is not None and speech_stage not in specs:
         raise GraphError(f"{where}: speech_stage: no stage {speech_stage!r}; {suggest(speech_stage, specs)}")
@@ -256,14 +286,45 @@ def _check_answer(
     where: str, modality: str, edge: Edge, plan: StaticPlan, specs: Mapping[str, StageSpec], config: OmniConfig
 ) -> None:
     node = plan.nodes[edge.source]
-    spec, field = specs.get(node.role), node.outputs[edge.source_field]
-    made = field.modality if spec is None else spec.output_type
-    if made not in ANSWERS.get(modality, {made}) and (spec is not None or made in ANSWERS):
+    spec = specs.get(node.role)
+    made = kind_of(node.outputs[edge.source_field], spec)
+    if spec is not None and made in KINDS and made not in MADE[spec.output_type]:
+        has = " or ".join(sorted(MADE[spec.output_type]))
+        raise GraphError(
+            f"{where}: field {edge.source_field!r} is declared {made!r}, and the output_type of stage {spec.name!r} is "
+            f"{spec.output_type!r}, which has {has}"
+        )
+    if made == "text+image":
+        raise GraphError(
+            f"{where}: stage {node.role!r} has text and images: declare which of them field {edge.source_field!r} is, "
+            "Field('text') or Field('image')"
+        )
+    if made not in ANSWERS.get(modality, {made}) and (spec is not None or made in KINDS):
         needed = " or ".join(sorted(ANSWERS[modality]))
         raise GraphError(f"{where}: output {edge.target_field!r} is {made!r} of {node.role!r}; must be {needed}")
     if modality == "text" and spec is not None and not config.stage(spec.name).is_autoregressive:
         kind = config.stage(spec.name).engine_type
         raise ConfigError(f"{where}: is that of stage {spec.name!r}, whose engine_type is {kind!r}: only 'ar' has text")
+
+
+def _check_sample_rate(pipeline: Pipeline, config: OmniConfig) -> None:
+    if "audio" in pipeline.modalities and not pipeline.sample_rate and not config.stages[0].is_diffusion:
+        raise GraphError(
+            f"{type(pipeline).__name__}.sample_rate = 0: modality 'audio' needs the samples per second: a stream of "
+            "sound starts with them"
+        )
+
+
+def _check_served_names(models: Sequence[str], config: OmniConfig) -> None:
+    """Further graphs and graph calls are models of their own, beside the served names of the first graph."""
+    given = config.stages[0].engine_args.get("served_model_name") or config.model
+    served = [given] if isinstance(given, str) else given
+    for name in models[1:]:
+        if name in served:
+            raise ConfigError(
+                f"served_model_name = {name!r}: one of the pipeline's graphs has this name, by which requests "
+                "choose it; serve the first graph by another name"
+            )
 
 
 def _check_publishing(plans: Sequence[StaticPlan], specs: Mapping[str, StageSpec]) -> None:
@@ -300,29 +361,3 @@ def _check_spec(stage: StageConfig, spec: StageSpec) -> None:
         raise GraphError(f"{where}: sampling_params: a diffusion stage has none; set DiffusionParams in the deployment")
     if spec.check_prompt is not None and stage.stage_id:
         raise GraphError(f"stage {stage.name!r}: check_prompt: only the first stage reads the user's prompt")
-
-
-def _check_edge(edge: EdgeConfig, edges: Edges, publishing: Edges) -> None:
-    where = f"edge {edge.source}->{edge.target}"
-    if (edge.source, edge.target) not in edges:
-        raise ConfigError(f"{where}: the graph has no such edge; it has {_listed(edges)}")
-    default = EdgeConfig(source=edge.source, target=edge.target)
-    for key in ("transport", "stream", "credits"):
-        value = getattr(edge, key)
-        if value != getattr(default, key) and (edge.source, edge.target) not in publishing:
-            raise ConfigError(
-                f"{where}: {key} = {value!r} has no effect: its requests are made in the front end, and no tensors "
-                f"travel on it; tensors travel on {_listed(publishing) or 'no edge'}"
-            )
-
-
-def _check_credits(edge: EdgeConfig, config: OmniConfig) -> None:
-    if edge.credits != EdgeConfig.credits and not (edge.stream and config.stage(edge.target).is_autoregressive):
-        raise ConfigError(
-            f"edge {edge.source}->{edge.target}: credits = {edge.credits} has no effect: only rows that an ar stage "
-            "reads while they are made (stream: true) need them"
-        )
-
-
-def _listed(edges: Edges) -> str:
-    return ", ".join(f"{source}->{target}" for source, target in sorted(edges))

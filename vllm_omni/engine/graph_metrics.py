@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_omni.engine.function_node import FunctionNode
+from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics
@@ -26,8 +27,9 @@ def collect(
     """Collect the metrics of one server, when Prometheus asks for them."""
     yield from latency_metrics.collect()
     yield from _runtime_metrics(runtime)
-    yield from _health_metrics(engines)
-    yield from _function_metrics(node for node in nodes if isinstance(node, FunctionNode))
+    functions = [node for node in nodes if isinstance(node, FunctionNode)]
+    yield from _health_metrics([*engines, *(process for one in functions for process in one.processes)])
+    yield from _function_metrics(functions)
     if groups := [node for node in nodes if isinstance(node, EngineGroup)]:
         yield from _group_metrics(groups)
     if instances := [node for node in groups if isinstance(node, InstanceGroup)]:
@@ -37,16 +39,18 @@ def collect(
 def _runtime_metrics(runtime: GraphRuntime) -> Iterator[Metric]:
     statistics = runtime.statistics()
     for name, meaning in (
-        ("num_open_calls", "Requests that the graph is running."),
+        ("num_open_calls", "Calls of graphs that run: requests, and what these call as a node."),
         ("num_running_activations", "Stages at work on a request, over all requests."),
         ("num_buffered_frames", "Chunks not yet read by their stage or user."),
     ):
         yield GaugeMetricFamily(f"vllm_omni:{name}", meaning, getattr(statistics, name))
 
 
-def _health_metrics(engines: Iterable[StageEngine]) -> Iterator[Metric]:
-    is_up = GaugeMetricFamily("vllm_omni:stage_up", "1 while the stage's engine is alive.", labels=[STAGE_LABEL])
-    restarts = _counter("stage_restarts", "Restarts of a stage's engine.")
+def _health_metrics(engines: Iterable[StageEngine | FunctionProcess]) -> Iterator[Metric]:
+    is_up = GaugeMetricFamily(
+        "vllm_omni:stage_up", "1 while the stage's engine, or a function's process, is alive.", labels=[STAGE_LABEL]
+    )
+    restarts = _counter("stage_restarts", "Restarts of a stage's engine, or of a function's process.")
     for engine in engines:
         status = engine.current_status()
         is_up.add_metric([engine.name], int(status.state in (StageState.RUNNING, StageState.DRAINED)))

@@ -11,6 +11,7 @@ from vllm_omni.epd.image_store import StoredImage
 from vllm_omni.epd.router import RequestState
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.report import Reporter, ignore
 from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.model_executor.pipeline import RequestContext
 
@@ -27,6 +28,7 @@ class InstanceRequest:
     prompt: dict[str, Any]  # rendered
     params: SamplingParams
     state: RequestState  # for the router
+    report: Reporter = ignore
     images: dict[str, StoredImage] = field(default_factory=dict)  # identifier -> embeddings that exist
     pages: dict[str, Any] | None = None  # from the prefill's KV connector: where the KV cache is
     leases: list[Payload] = field(default_factory=list)  # of the KV cache
@@ -38,6 +40,13 @@ class InstanceRequest:
         """Id of the request to the engine, one for each assignment."""
         number = self.state.num_assignments
         return self.request_id if number == 1 else f"{self.request_id}-t{number}"
+
+    @property
+    def prompt_so_far(self) -> dict[str, Any]:
+        """The prompt, behind which come the tokens of the reply that the user has."""
+        if not self.given:
+            return self.prompt
+        return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *self.given]}
 
     def without_reply(self, extra_args: dict[str, Any]) -> SamplingParams:
         """Parameters of a task whose token is discarded. Schedulers of all instances follow the request's SLO."""
@@ -52,15 +61,14 @@ class InstanceRequest:
 
     def with_reply(self, extra_args: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         """Prompt and parameters of the decode: the tokens that the user already has are the end of the prompt."""
-        params, prompt = self.params.clone(), self.prompt
+        params = self.params.clone()
         params.extra_args = {**(params.extra_args or {}), **extra_args} or None
         num_given = len(self.given)
         if num_given:
-            prompt = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *self.given]}
             if params.max_tokens is not None:
                 params.max_tokens -= num_given
             params.min_tokens = max(0, params.min_tokens - num_given)
-        return prompt, params
+        return self.prompt_so_far, params
 
     def add_output(self, output: OmniRequestOutput, earlier_logprob: float) -> None:
         """Note what the user is about to get, and present a resumed reply as one.

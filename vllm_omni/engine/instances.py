@@ -18,6 +18,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from msgspec import structs
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni import envs
@@ -35,6 +36,7 @@ from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, Request
 from vllm_omni.errors import RelayError, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, decode
+from vllm_omni.messages.report import NodeReport, Reporter, ignore
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.process.status import StageState
 from vllm_omni.relay.hub import RelayHub
@@ -106,7 +108,12 @@ class InstanceGroup(EngineGroup):
     # -- a request ----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """See ``StageNode.generate``.
 
@@ -117,7 +124,7 @@ class InstanceGroup(EngineGroup):
         """
         self.check_health()
         self._loop = asyncio.get_running_loop()
-        routed = await self._make_request(request, context, wanted, suffix)
+        routed = await self._make_request(request, context, wanted, suffix, report)
         try:
             self._find_images(routed)
             while routed.state.todo:
@@ -129,23 +136,26 @@ class InstanceGroup(EngineGroup):
             self._end_leases(routed, and_images=True)
 
     async def _make_request(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str, report: Reporter
     ) -> InstanceRequest:
-        prompt, params = await self.front.prepare(request, context, wanted)
+        pieces = structs.replace(request, is_read_whole=False)  # another instance can resume the reply behind them
+        prompt, params = await self.front.prepare(pieces, context, wanted)
         if has_counted_media(prompt):
             prompt = await asyncio.to_thread(name_media, prompt)
         # The connectors' parameters are set here, whatever the user put there.
         params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (EC, KV)}
+        spec = self.front.spec
         state = RequestState(
             RequestSize.of(prompt, params.max_tokens, params.n),
             prompt,
             # The instance that computes the prompt publishes its rows and returns its log probabilities.
-            keeps_together=bool(self.front.spec.publishing_fields & wanted) or params.prompt_logprobs is not None,
-            is_resumable=may_resume(params) and "prompt_token_ids" in prompt,
-            session=context.engine_kwargs.get("session_id"),
+            keeps_together=bool(spec.publishing_fields & wanted or spec.frame_fields)
+            or params.prompt_logprobs is not None,
+            is_resumable=may_resume(params) and "prompt_token_ids" in prompt and not spec.frame_fields,
+            session=context.session_id,
         )
         request_id = f"{context.request_id}-{self.name}{suffix}"
-        return InstanceRequest(context, request_id, prompt, params, state)
+        return InstanceRequest(context, request_id, prompt, params, state, report)
 
     def _find_images(self, request: InstanceRequest) -> None:
         """Take the embeddings that are kept from earlier requests; if some are missing, the next task is an encode."""
@@ -247,7 +257,7 @@ class InstanceGroup(EngineGroup):
     async def _prefill(self, request: InstanceRequest, assignment: Assignment) -> None:
         """Have the KV cache of the prompt computed, and take over its lease."""
         extra_args = {KV: {"do_remote_decode": True}, **self._image_args(request, assignment)}
-        output, published = await self._run_task(request, assignment, request.prompt, extra_args)
+        output, published = await self._run_task(request, assignment, request.prompt_so_far, extra_args)
         request.leases += published
         request.pages = output.kv_transfer_params
         self._num_migrations += 1
@@ -259,8 +269,13 @@ class InstanceGroup(EngineGroup):
         published: list[Payload] = []
         last: OmniRequestOutput | None = None
         params = request.without_reply(extra_args)
+
+        def take(report: NodeReport) -> None:  # what it has published: other instances read it
+            published.extend(report.published)
+            request.report(structs.replace(report, published=[]))
+
         try:
-            async with aclosing(self._run(request, assignment, prompt, params, published)) as outputs:
+            async with aclosing(self._run(request, assignment, prompt, params, take)) as outputs:
                 async for output in outputs:
                     last = output
         except BaseException:
@@ -279,7 +294,7 @@ class InstanceGroup(EngineGroup):
             extra_args[KV] = dict(request.pages)
         prompt, params = request.with_reply(extra_args)
         earlier_logprob = request.cumulative_logprob
-        async with aclosing(self._run(request, assignment, prompt, params, request.context.payloads)) as outputs:
+        async with aclosing(self._run(request, assignment, prompt, params, request.report)) as outputs:
             async for output in outputs:
                 if params.n == 1:
                     self._end_leases(request, and_images=True)  # the prompt is computed
@@ -294,7 +309,7 @@ class InstanceGroup(EngineGroup):
         assignment: Assignment,
         prompt: Any,
         params: SamplingParams,
-        published: list[Payload],
+        report: Reporter,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Run one request on the assigned engine.
 
@@ -302,7 +317,7 @@ class InstanceGroup(EngineGroup):
             _NotStarted: no output came in time, and another instance has no more work.
         """
         engine = self.engines[assignment.instance]
-        async with aclosing(engine.run(prompt, params, request.task_id, request.context, published)) as outputs:
+        async with aclosing(engine.run(prompt, params, request.task_id, request.context, report)) as outputs:
             first = asyncio.ensure_future(anext(outputs, None))
             try:
                 while not (await asyncio.wait({first}, timeout=self.router.admission_timeout_s))[0]:

@@ -21,6 +21,7 @@ from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow import ENTRY
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec
 from vllm_omni.worker.platforms import find_platform
@@ -36,6 +37,7 @@ class EngineKind(ABC):
 
     generates_tokens = False  # its tasks are timed, and other stages may read the rows that it publishes
     renders_prompt = True  # a first stage's prompt passes through vLLM's renderer
+    sampling_params: Mapping[str, Any] = {}  # which every request has, as with those of a ``StageSpec``
 
     @abstractmethod
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
@@ -69,17 +71,20 @@ class EngineKind(ABC):
         """
         assert isinstance(given, SamplingParams), _WRONG_PARAMS
         params = given.clone()
+        params.skip_clone = True  # it is this request's own: vLLM need not copy it once more
         own_stop_ids = params.stop_token_ids or []
         publishes = bool(spec.publishing_fields & wanted)
-        if publishes and params.n > 1:
+        is_read_on = publishes or bool(spec.frame_fields & wanted)
+        if is_read_on and params.n > 1:
             raise InvalidRequest(f"stage {config.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
-        if publishes or params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            params.output_kind = RequestOutputKind.DELTA
+        if is_read_on or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            # Each output costs the front end a pass through the graph.
+            params.output_kind = RequestOutputKind.FINAL_ONLY if request.is_read_whole else RequestOutputKind.DELTA
         for name, value in spec.sampling_params.items():
             setattr(params, name, value)
         params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
         params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
-        args = {**request.args, **_publishing_args(spec, wanted)}
+        args = {**request.args, **_publishing_args(spec, request, wanted)}
         if publishes:
             # A cached prefix is not computed, so it would have no rows to publish.
             params.skip_reading_prefix_cache = True
@@ -89,11 +94,12 @@ class EngineKind(ABC):
         return request.prompt, params
 
 
-def _publishing_args(spec: StageSpec, wanted: frozenset[str]) -> dict[str, Any]:
+def _publishing_args(spec: StageSpec, request: StageRequest, wanted: frozenset[str]) -> dict[str, Any]:
     """Stage arguments of a request whose output another stage pulls."""
     if not spec.publishing_fields & wanted:
         return {}
-    return {"publish": True, **({} if wanted - spec.publishing_fields else {"unopened": True})}
+    is_opened = wanted - spec.publishing_fields or ENTRY in request.args.get("readers", ())
+    return {"publish": True} if is_opened else {"publish": True, "unopened": True}
 
 
 class AutoregressiveKind(EngineKind):
@@ -134,6 +140,9 @@ def _ar_scheduler_cls(config: StageConfig) -> str:
 class GenerationKind(EngineKind):
     """A model that answers a request in one step: a vocoder."""
 
+    # A request that does not end with its only step would be scheduled again, which ends the engine.
+    sampling_params: Mapping[str, Any] = {"max_tokens": 1, "detokenize": False}
+
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         return {
             "dtype": "float32",
@@ -151,6 +160,7 @@ class DiffusionKind(GenerationKind):
     """A diffusers pipeline: the text travels with the parameters, and the pipeline reads it."""
 
     renders_prompt = False
+    sampling_params: Mapping[str, Any] = {}
 
     def engine_args(self, config: StageConfig, device: str) -> dict[str, Any]:
         platform = find_platform(device)
@@ -174,7 +184,7 @@ class DiffusionKind(GenerationKind):
     ) -> tuple[Any, SamplingParams]:
         assert isinstance(given, DiffusionParams), _WRONG_PARAMS
         # In a thread, since it may decode images.
-        args = {**request.args, **_publishing_args(spec, wanted)}
+        args = {**request.args, **_publishing_args(spec, request, wanted)}
         params = await asyncio.to_thread(make_sampling_params, request.prompt, given, config.diffusion_config, args)
         return ENGINE_PROMPT, params
 

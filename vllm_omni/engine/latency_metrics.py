@@ -14,9 +14,9 @@ from vllm.config import VllmConfig
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.engine.latency import break_down
 from vllm_omni.engine.metrics import STAGE_LABEL
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import CallAborted, InvalidRequest
 from vllm_omni.messages.slo import Slo, SloReport, SloState
-from vllm_omni.model_executor.pipeline import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +100,18 @@ class LatencyMetrics:
 
 
 class RequestLatency:
-    """Measures one request, from the times that its stages note in its context.
+    """Measures one request, from the times that its stages have reported.
 
     Args:
+        record: of the request, in which they are added up.
         first_stage: its latency counts from the request's arrival; that of other stages, from their first task.
         slos: by stage.
     """
 
     def __init__(
-        self, context: RequestContext, first_stage: str, slos: Mapping[str, Slo], metrics: LatencyMetrics
+        self, record: RequestRecord, first_stage: str, slos: Mapping[str, Slo], metrics: LatencyMetrics
     ) -> None:
-        self._context = context
+        self._record = record
         self._first_stage = first_stage
         self._slos = slos
         self._metrics = metrics
@@ -119,11 +120,11 @@ class RequestLatency:
         """The request was answered: its latency by part, and its SLO attainment, both by stage."""
         parts = {
             stage: break_down(self._arrived_at(stage), times.ended_at, times.timelines)
-            for stage, times in self._context.stage_times.items()
+            for stage, times in self._record.stage_times.items()
         }
         for stage, of_stage in parts.items():
             self._metrics.observe(stage, of_stage)
-        reports = {stage: self._report(stage) for stage in self._slos if stage in self._context.stage_times}
+        reports = {stage: self._report(stage) for stage in self._slos if stage in self._record.stage_times}
         for stage, report in reports.items():
             self._metrics.count(stage, report)
         return parts, reports
@@ -136,13 +137,13 @@ class RequestLatency:
             self._metrics.count(stage, self._report(stage), has_failed=True)
 
     def _arrived_at(self, stage: str) -> float:
-        if stage == self._first_stage or stage not in self._context.stage_times:
-            return self._context.arrived_at
-        return self._context.stage_times[stage].began_at
+        if stage == self._first_stage or stage not in self._record.stage_times:
+            return self._record.arrived_at
+        return self._record.stage_times[stage].began_at
 
     def _report(self, stage: str) -> SloReport:
         state = SloState(self._slos[stage], self._arrived_at(stage))
-        times = self._context.stage_times.get(stage)
+        times = self._record.stage_times.get(stage)
         for index, num_tokens, at in times.token_times if times is not None else ():
             state.add_tokens(num_tokens, at, index)
         return state.report()

@@ -86,6 +86,12 @@ class BudgetedConnector(MediaConnector):
         media_io = ImageMediaIO()
         return await self._decode(media_io, _Files(media_io).load_bytes(data))
 
+    async def decode_audio(self, data: bytes) -> tuple[Any, float]:
+        """Decode a sound that came with the request: samples, [n], and their rate."""
+        media_io = AudioMediaIO()
+        sound: tuple[Any, float] = await self._decode(media_io, _Files(media_io).load_bytes(data))
+        return sound
+
     async def _decode(self, media_io: MediaIO[Any], file: File) -> Any:
         run = partial(asyncio.get_running_loop().run_in_executor, global_thread_pool)
         if (holding := HOLDING.get()) is not None:

@@ -161,7 +161,7 @@ def _weights(engine: StageEngine) -> int:
     else:
         dtype = STR_DTYPE_TO_TORCH_DTYPE.get(engine.spec.weight_dtype, config.dtype)
         float_bytes = None if config.quantization else dtype.itemsize
-        tensors = _loaded_tensors(engine, read_tensors(config.model, revision=config.revision))
+        tensors = _loaded_tensors(engine, read_tensors(config.model, engine.spec.weight_folder, config.revision))
         weights = sum(_padded(tensor).num_bytes(float_bytes) for tensor in tensors)
     if not weights:
         raise ConfigError(f"stage {engine.name!r}: {config.model} has no safetensors, whose sizes could be read")

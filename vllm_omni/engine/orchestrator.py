@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -19,8 +19,9 @@ from vllm_omni import envs
 from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig, has_model_index
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
-from vllm_omni.engine.answer import EMPTY, Answer
+from vllm_omni.engine.answer import EMPTY, Answer, kind_of_output
 from vllm_omni.engine.function_node import FunctionNode
+from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.group import EngineGroup, balance_of
@@ -31,14 +32,18 @@ from vllm_omni.engine.media_budget import MediaBudget
 from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
+from vllm_omni.engine.payload_edges import PayloadEdges
 from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
 from vllm_omni.engine.request_processor import RequestProcessor
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.engine.running import STOPPING, RunningRequests
 from vllm_omni.engine.sessions import Sessions
-from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.stage import ABORT_TIMEOUT_S, StageEngine
+from vllm_omni.engine.stage_edges import called_by, maker_of
 from vllm_omni.engine.startup import start_engines
+from vllm_omni.engine.streamed_reply import StreamedReplies
 from vllm_omni.errors import (
     CallAborted,
     ConfigError,
@@ -51,11 +56,14 @@ from vllm_omni.errors import (
 )
 from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan, parse_graphs
 from vllm_omni.flow.graph.plan import Route
+from vllm_omni.flow.run.scope import index_plans
 from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.payload import Payload, encode
 from vllm_omni.messages.slo import Slo, slo_of
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, find_pipeline_cls
 from vllm_omni.names import suggest
 from vllm_omni.relay.hub import RelayHub, RelayOptions
+from vllm_omni.relay.select import LOCAL
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +78,8 @@ class Orchestrator:
     Attributes:
         engines: by name; the name of an instance is "thinker/PD0", of a replica "talker/0".
         nodes: by the name of the stage or function.
+        plans: by graph, those included that only other graphs call.
+        models: what requests name: the graphs of the pipeline and their graph calls, "graph.call".
         hub: the front end's; opens media for the user, and releases what no stage has read.
         requests: those that run, and whether others are accepted.
 
@@ -82,9 +92,13 @@ class Orchestrator:
         self.config = config
         self.pipeline = _load_pipeline(config)
         check_pipeline(self.pipeline)
-        self.plans = parse_graphs([self.pipeline.graph, *self.pipeline.further_graphs])
+        graphs = [self.pipeline.graph, *self.pipeline.further_graphs]
+        self.plans = parse_graphs(graphs)
         check_graph(config, self.pipeline, list(self.plans.values()))
-        self._route = cache(lambda graph, outputs: self.plans[graph].route(outputs))
+        served = [self.plans[graph.name] for graph in graphs]
+        self.models = {one.name: one for plan in served for one in (plan, *plan.entries())}
+        self._graphs = index_plans(list(self.plans.values()))[0]
+        self._route = cache(lambda graph, outputs: self._graphs[graph].route(outputs))
         self._specs = {spec.name: spec for spec in self.pipeline.stages}
         self.pipeline.set_chunks(config.edges)
         self.pipeline.set_voices(config.voices)
@@ -92,9 +106,11 @@ class Orchestrator:
         self.engines: dict[str, StageEngine] = {}
         self.nodes: dict[str, ServedNode] = {spec.name: FunctionNode(spec) for spec in self.pipeline.functions}
         self.gate = AdmissionGate()
+        self.streamed_replies = StreamedReplies()
         self.sessions: Sessions | None = None  # if the pipeline has any
         self.latency_metrics = LatencyMetrics()
         self.media_budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES, envs.VLLM_OMNI_MAX_WAITING_MEDIA)
+        self._local_engines: list[StageEngine] = []  # those that read tensors of their own by reference
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
         self.requests = RunningRequests()
@@ -112,18 +128,27 @@ class Orchestrator:
             engines, self.nodes[stage.name] = self.make_node(stage)
             self.engines |= {engine.name: engine for engine in engines}
         options = {
-            name: make_relay_options(engine, self.plans.values(), self.config, self._num_ranks)
+            name: make_relay_options(engine, self._reading_engines, self.plans.values(), self.config)
             for name, engine in self.engines.items()
         }
-        running = start_engines(self.engines, options, self.hub, memory_sections(self.engines.values()))
+        self._local_engines = [
+            engine
+            for name, engine in self.engines.items()
+            if any(edge.transport == LOCAL for edge in options[name].edges.values())
+        ]
+        memory = memory_sections(self.engines.values())
+        running = start_engines(self.engines, options, self.hub, memory, self.function_processes)
         # Runs also when this object is collected, and at the interpreter's exit. There, finalizers run in the reverse
         # order of their creation: this one before those of vLLM's clients, which take their engines' end for a failure.
         self._finalizer = weakref.finalize(self, running.shutdown)
+        payload_edges = PayloadEdges(self.plans.values(), self._specs)
         for node in self.nodes.values():
             node.gate = self.gate
             if isinstance(node, StageNode):
+                node.streamed_replies = self.streamed_replies
                 node.whole_fields = whole_fields(node.config.name, self.plans.values())
-        self.runtime = GraphRuntime(list(self.plans.values()), self.nodes)
+                node.outer_readers, node.entered = payload_edges.outer_readers, payload_edges.entered
+        self.runtime = GraphRuntime([payload_edges.with_own_payloads(plan) for plan in self.plans.values()], self.nodes)
         ttl_s = self.pipeline.session_ttl_s
         if ttl_s is not None:
             self.sessions = Sessions(ttl_s, self.runtime.end_session, self.runtime.clock)
@@ -155,8 +180,8 @@ class Orchestrator:
             return engines, ReplicaGroup(stage, engines, balance)
         return engines, InstanceGroup(stage, engines, self.hub, balance)
 
-    def _num_ranks(self, stage: str) -> int:
-        return self.front(stage).vllm_config.parallel_config.tensor_parallel_size
+    def _reading_engines(self, stage: str) -> list[StageEngine]:
+        return list(dict.fromkeys([self.front(stage), *self.engines_of(stage)]))
 
     def front(self, stage: str) -> StageEngine:
         """The stage's representative engine (tokenizer, model config); of several, the one that reads."""
@@ -169,6 +194,17 @@ class Orchestrator:
     def engines_of(self, stage: str) -> list[StageEngine]:
         """The engine of a stage, or its several engines."""
         return [engine for engine in self.engines.values() if engine.config.name == stage]
+
+    @property
+    def function_processes(self) -> list[FunctionProcess]:
+        """The processes of the functions that have some."""
+        functions = [node for node in self.nodes.values() if isinstance(node, FunctionNode)]
+        return [process for node in functions for process in node.processes]
+
+    @property
+    def watched(self) -> list[StageEngine | FunctionProcess]:
+        """All that has a state of its own, and a process that is restarted."""
+        return [*self.engines.values(), *self.function_processes]
 
     def forget_images(self) -> None:
         """Drop embeddings that are kept between requests: the weights have changed, or memory is needed."""
@@ -198,8 +234,8 @@ class Orchestrator:
         await self.runtime.aclose()
         if self.sessions is not None:
             self.sessions.close()
-        for engine in self.engines.values():
-            await engine.aclose()
+        for process in self.watched:
+            await process.aclose()
 
     def check_health(self, stages: Iterable[str] | None = None) -> None:
         """Check the given stages (default: all).
@@ -212,26 +248,38 @@ class Orchestrator:
 
     def stages_of(self, outputs: Iterable[str], graph: str | None = None) -> list[str]:
         """The stages and functions that take part in answering with these outputs of the graph."""
-        route: Route = self._route(self.plan_of(graph).name, frozenset(outputs))
-        return list(dict.fromkeys(node.role for node in route.nodes.values()))
+        return list(dict.fromkeys(self._roles_of(self.plan_of(graph).name, frozenset(outputs))))
+
+    def _roles_of(self, graph: str, outputs: frozenset[str]) -> Iterator[str]:
+        route: Route = self._route(graph, outputs)
+        for node in route.nodes.values():
+            if node.graph is None:
+                yield node.role
+            else:
+                yield from self._roles_of(called_by(self._graphs, node).name, route.outlets[node.name].fields)
+
+    def stage_of(self, output: str, graph: str | None = None) -> str:
+        """The stage or function that makes an output of a graph."""
+        plan = self.plan_of(graph)
+        return maker_of(self._graphs, plan, plan.outputs[output]).node.role
 
     def plan_of(self, graph: str | None) -> StaticPlan:
-        """The plan of a graph; None: the pipeline's first.
+        """The plan of a graph or a graph call; None: the pipeline's first.
 
         Raises:
             UnknownModel: there is no such graph.
         """
-        plan = self.plans.get(self.pipeline.graph.name if graph is None else graph)
+        plan = self.models.get(self.pipeline.graph.name if graph is None else graph)
         if plan is None:
-            raise UnknownModel(f"no graph {graph!r}: {suggest(str(graph), self.plans)}", param="model")
+            raise UnknownModel(f"no graph {graph!r}: {suggest(str(graph), self.models)}", param="model")
         return plan
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def modalities_of(self, graph: str | None = None) -> list[str]:
-        """The modalities that a graph can answer in."""
-        outputs = self.plan_of(graph).outputs
-        return [modality for modality, output in self.pipeline.modalities.items() if output in outputs]
+    def modalities_of(self, graph: str | None = None) -> dict[str, str]:
+        """The modalities that a graph can answer in, and their kinds (``KEYS`` of ``Answer``, or others of text)."""
+        plan, named = self.plan_of(graph), self.pipeline.modalities.items()
+        return {name: kind_of_output(plan, output, self._specs) for name, output in named if output in plan.outputs}
 
     def medium(self) -> str:
         """The medium that the first graph makes, where the first stage is a diffusion stage: other outputs follow it.
@@ -293,15 +341,21 @@ class Orchestrator:
         outputs = self.outputs_of(modalities, graph)
         slos = self._slos_of(params)
         self.check_health(self.stages_of(outputs.values(), graph))
-        checked = self.pipeline.check_options(options or {})
         context = RequestContext(
-            request_id, params, checked, lora_request, priority, trace_headers, engine_kwargs or {}
+            request_id,
+            dict(params),
+            self.pipeline.check_options(options or {}),
+            lora_request,
+            priority,
+            None if trace_headers is None else dict(trace_headers),
+            dict(engine_kwargs or {}),
+            tuple(outputs),
+            deadline_s,
         )
-        if isinstance(prompt, dict) and "arrival_time" in prompt:
-            context.arrived_at = prompt["arrival_time"]  # vLLM's chat handler has rendered it before
-        call = self._open(context, prompt, plan, frozenset(outputs.values()), deadline_s)
-        latency = RequestLatency(context, self.config.stages[0].name, slos, self.latency_metrics)
-        answer = Answer(self.pipeline, plan, context, outputs, latency)
+        record = RequestRecord.of(prompt)
+        call = self._open(context, prompt, plan, frozenset(outputs.values()), record)
+        latency = RequestLatency(record, self.config.stages[0].name, slos, self.latency_metrics)
+        answer = Answer(self.pipeline, plan, request_id, record, outputs, latency)
         self.requests.enter()
         try:
             async for frame in call:
@@ -309,30 +363,42 @@ class Orchestrator:
         except VLLMError:
             raise
         except Exception as exc:
-            if isinstance(exc, OmniError) and not isinstance(exc, GraphError):
-                latency.fail(exc)
-                if self.requests.is_draining and isinstance(exc, CallAborted | StageFailed):
-                    raise ShuttingDown(STOPPING) from exc
+            latency.fail(exc)
+            if (failed := self._failed(request_id, exc)) is exc:
                 raise
-            # Of the pipeline, or a defect of ours: not the client's fault, whatever its class.
-            where = "; ".join(getattr(exc, "__notes__", ()))
-            failed = OmniError(f"the pipeline failed: {exc!r}" + (f" {where}" if where else ""))
-            latency.fail(failed)
-            logger.exception("request %s failed", request_id)
             raise failed from exc
         finally:
             # A task of its own: where a client leaves, anyio cancels the reader again at each of its awaits.
-            await asyncio.shield(asyncio.ensure_future(self._end(call, context)))
+            await asyncio.shield(asyncio.ensure_future(self._end(call, record)))
 
-    async def _end(self, call: GraphCall, context: RequestContext) -> None:
+    def _failed(self, request_id: str, error: Exception) -> OmniError:
+        """The error that the client of a failed request gets: itself, if it is one of ours, or what it means."""
+        if isinstance(error, OmniError) and not isinstance(error, GraphError):
+            is_stopped = self.requests.is_draining and isinstance(error, CallAborted | StageFailed)
+            return ShuttingDown(STOPPING) if is_stopped else error
+        # Of the pipeline, or a defect of ours: not the client's fault, whatever its class.
+        logger.error("request %s failed", request_id, exc_info=error)
+        where = "; ".join(getattr(error, "__notes__", ()))
+        return OmniError(f"the pipeline failed: {error!r}" + (f" {where}" if where else ""))
+
+    async def _end(self, call: GraphCall, record: RequestRecord) -> None:
         """Release what a request holds, whether it has ended or is left early."""
         await call.aclose()
         if call.session is not None and self.sessions is not None:
             self.sessions.leave(call.session)
-        for payload in context.payloads:
-            self.hub.release_payload(payload, for_all=True)
-        self.gate.leave(context.request_id)
+        await self._release(record.published)
+        self.streamed_replies.forget(call.call_id)
+        self.gate.leave(call.call_id)
         self.requests.leave()
+
+    async def _release(self, payloads: Sequence[Payload]) -> None:
+        """Release what the stages have published for a request, for all readers."""
+        for payload in payloads:
+            self.hub.release_payload(payload, for_all=True)
+        local = [encode(payload) for payload in payloads if any(ref.backend == LOCAL for ref in payload.refs())]
+        for engine in self._local_engines if local else ():
+            with suppress(StageFailed):  # it has died, or releases them behind a step that takes longer
+                await engine.ask(engine.llm.collective_rpc("release_payloads", args=(local,)), ABORT_TIMEOUT_S)
 
     def _open(
         self,
@@ -340,12 +406,12 @@ class Orchestrator:
         prompt: Any,
         plan: StaticPlan,
         outputs: frozenset[str],
-        deadline_s: float | None,
+        record: RequestRecord,
     ) -> GraphCall:
         """Open the request's call, in its session.
 
         Raises:
-            InvalidRequest: an id that is in use, or a wrong deadline.
+            InvalidRequest: a wrong prompt, an id that is in use, or a wrong deadline.
             OmniError: the pipeline does not fill the graph's placeholders.
         """
         try:
@@ -353,17 +419,20 @@ class Orchestrator:
             if missing := self._route(plan.name, outputs).placeholders - set(inputs):
                 raise KeyError(", ".join(sorted(missing)))
             inputs = {name: payload for name, payload in inputs.items() if name in plan.placeholders}
+        except InvalidRequest:
+            raise
         except Exception as exc:
             raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc
-        session = context.engine_kwargs.get("session_id") if self.sessions is not None else None
+        session = context.session_id if self.sessions is not None else None
         call = self.runtime.open(
             context.request_id,
             inputs,
             outputs,
             graph=plan.name,
             context=context,
-            deadline_s=deadline_s,
+            deadline_s=context.deadline_s,
             session=session,
+            on_report=record.add,
         )
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)

@@ -177,7 +177,7 @@ class MultimodalOutputProcessor(OutputProcessor):
     def _take(self, payload: Payload, state: OmniRequestState | None) -> None:
         if state is None:  # the request was aborted meanwhile
             self.hub.release_payload(payload, for_all=True)
-        else:
+        elif payload.refs():
             self.published.setdefault(state.external_req_id, []).append(payload)
             for name in RESULTS.keys() & payload.tensors.keys():
                 self._num_results[name] += 1 if name == "audio" else payload.tensors[name].shape[0]

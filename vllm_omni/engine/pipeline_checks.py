@@ -12,9 +12,11 @@ from typing import Any
 from vllm_omni.config.checks import Problem
 from vllm_omni.config.model import CHUNK_KEYS
 from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
+from vllm_omni.engine.function_messages import name_of
 from vllm_omni.engine.output_processor import HANDLERS
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import Graph
+from vllm_omni.flow.graph.parser import with_called
 from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageSpec
 from vllm_omni.names import suggest
 
@@ -28,8 +30,9 @@ def check_pipeline(pipeline: Pipeline) -> None:
     where = type(pipeline).__name__
     for name, (is_right, needed) in _ATTRIBUTES.items():
         _check(f"{where}.{name}", getattr(pipeline, name, None), is_right, needed)
-    for graph in (pipeline.graph, *pipeline.further_graphs):
-        _check(f"{where}: name of graph", graph.name, _is_model_name, "a name without spaces: requests name it")
+    for graph in with_called((pipeline.graph, *pipeline.further_graphs)):
+        for name in (graph.name, *graph.declarations.graph_calls):
+            _check(f"{where}: name of graph", name, _is_model_name, "a name without spaces: requests name it")
         for one in graph.declarations.parameters.values():
             check_function(f"graph {graph.name!r}: GlobalParameters {one.name!r}: make", one.make)
             if one.release is not None:
@@ -37,13 +40,17 @@ def check_pipeline(pipeline: Pipeline) -> None:
     for spec in pipeline.stages:
         _check_stage(f"{where}: stage {spec.name!r}", spec)
     for function in pipeline.functions:
-        check_generator(f"{where}: function {function.name!r}", function.forward, "activation")
+        _check_function_spec(f"{where}: function {function.name!r}", function)
     check_function(f"{where}.validate", pipeline.validate, "options")
     check_function(f"{where}.inputs", pipeline.inputs, "prompt", "options")
+    check_function(f"{where}.chat_template_kwargs", pipeline.chat_template_kwargs, "modalities")
     if pipeline.extra_outputs:
         _check_overridden(pipeline, "extra_output", "extra_outputs", "name", "output")
     if pipeline.speech_stage is not None:
-        _check_overridden(pipeline, "speech_prompt", "speech_stage", "text", "instructions")
+        if not pipeline.speaks_prompts:
+            _check_overridden(pipeline, "speech_prompt", "speech_stage", "text", "instructions")
+        if pipeline.hears_voices:
+            _check_overridden(pipeline, "voice_prompt", "hears_voices", "text", "instructions")
         if "audio" not in pipeline.modalities:
             raise GraphError(f"{where}.speech_stage: speech is the modality 'audio', which modalities does not name")
 
@@ -102,6 +109,8 @@ def _check_stage(where: str, spec: StageSpec) -> None:
         _check_framing(f"{where}: frames of {field!r}", make)
     if spec.check_prompt is not None:
         check_function(f"{where}: check_prompt", spec.check_prompt, "prompt")
+    if spec.check_params is not None:
+        check_function(f"{where}: check_params", spec.check_params, "params")
     if spec.hf_overrides is not None:
         check_function(f"{where}: hf_overrides", spec.hf_overrides, "hf_config")
         _check_picklable(f"{where}: hf_overrides", spec.hf_overrides)
@@ -110,6 +119,20 @@ def _check_stage(where: str, spec: StageSpec) -> None:
             check(dict(getattr(spec, key)))
         except Problem as exc:
             raise GraphError(f"{where}: {exc.below(key, getattr(spec, key))}") from None
+
+
+def _check_function_spec(where: str, spec: FunctionSpec) -> None:
+    check_generator(where, spec.forward, "activation")
+    needed = "a number of processes, or 0 for none of its own"
+    _check(f"{where}: processes", spec.processes, lambda value: type(value) is int and value >= 0, needed)
+    if spec.processes:
+        try:
+            name_of(spec.forward)
+        except TypeError as exc:
+            raise GraphError(
+                f"{where}: {_name(spec.forward)}: cannot run in a process of its own: {exc}; use a function of a "
+                "module, or processes = 0"
+            ) from exc
 
 
 def _check_framing(where: str, make: Any) -> None:
@@ -176,7 +199,7 @@ def _is_chunks(value: Any) -> bool:
 
 def _has_sizes(sizes: Any) -> bool:
     is_made = is_dataclass(sizes) and not isinstance(sizes, type)
-    return is_made and {one.name for one in fields(sizes)}.issuperset(CHUNK_KEYS)
+    return is_made and {one.name for one in fields(sizes)} <= {*CHUNK_KEYS}
 
 
 _Attributes = Mapping[str, tuple[Callable[[Any], bool], str]]
@@ -190,16 +213,22 @@ _ATTRIBUTES: _Attributes = {
     "modalities": (lambda value: bool(value) and _is_text_mapping(value), f"{_OUTPUTS}, with at least one"),
     "extra_outputs": (_is_text_mapping, _OUTPUTS),
     "sample_rate": (_is_rate, "a number of samples per second, or 0 where each output carries its own"),
-    "chunks": (_is_chunks, f"a mapping from (source, target) to a dataclass with {', '.join(CHUNK_KEYS)}"),
+    "chunks": (_is_chunks, f"a mapping from (source, target) to a dataclass with some of {', '.join(CHUNK_KEYS)}"),
     "speakers": (lambda value: _is_sequence(str, value), "a sequence of names"),
     "session_ttl_s": (_is_ttl, "a number of seconds above 0, or None for no sessions"),
     "speech_stage": (lambda value: value is None or _is_name(value), "the name of a stage, or None"),
+    **dict.fromkeys(("converses", "hears_voices"), (lambda value: isinstance(value, bool), "True or False")),
+    "chat_template": (lambda value: value is None or _is_name(value), "a template, or None"),
 }
 _SPEC_FIELDS: _Attributes = {
     "name": (_is_name, "the name of a role"),
     "architecture": (lambda value: isinstance(value, str), "the name of a class that is registered with vLLM, or ''"),
     "output_type": (_is_name, f"one of {', '.join(HANDLERS)}"),
     "publishing_fields": (
+        lambda value: isinstance(value, frozenset) and all(map(_is_name, value)),
+        "a frozenset of names of fields",
+    ),
+    "frame_fields": (
         lambda value: isinstance(value, frozenset) and all(map(_is_name, value)),
         "a frozenset of names of fields",
     ),

@@ -2,71 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_omni import envs
-from vllm_omni.config import EdgeConfig, OmniConfig
-from vllm_omni.engine.graph_checks import edges_between
+from vllm_omni.config import OmniConfig
+from vllm_omni.engine.edge_checks import WholeEdges, why_not_streamed
+from vllm_omni.engine.graph_checks import published_edges, whole_edges
+from vllm_omni.engine.memory import devices_of
 from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.stage_edges import StageEdge
 from vllm_omni.errors import ConfigError
-from vllm_omni.flow import StaticPlan
-from vllm_omni.relay.hub import UNTIL_RELEASED_FOR_ALL, RelayOptions
+from vllm_omni.flow import ENTRY, StaticPlan
+from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
+from vllm_omni.relay.hub import EdgeOptions, RelayOptions
 from vllm_omni.relay.select import Placement, choose_backend
+
+EnginesOf = Callable[[str], Sequence[StageEngine]]
+"""Stage -> its engine, or its several engines."""
 
 
 def make_relay_options(
-    engine: StageEngine, plans: Iterable[StaticPlan], config: OmniConfig, num_ranks: Callable[[str], int]
+    engine: StageEngine, engines_of: EnginesOf, plans: Collection[StaticPlan], config: OmniConfig
 ) -> RelayOptions:
-    """Choose the transport of one engine, from the edges of the graphs and the deployment.
-
-    Args:
-        num_ranks: by stage: how many processes of it read each tensor.
+    """Choose the transports of one engine, one for each edge on which it publishes.
 
     Raises:
-        ConfigError: settings that one publisher cannot combine.
+        ConfigError: an edge has a setting that it cannot honour where its stages run.
     """
     deployment = engine.config.deployment
-    num_bytes = envs.VLLM_OMNI_RELAY_BYTES
-    if _migrates(engine):
-        num_bytes = deployment.relay_bytes or num_bytes
-    targets = sorted(target for _, target in edges_between(plans, {engine.config.name: engine.spec.publishing_fields}))
-    device = engine.vllm_config.device_config.device_type
-    placement = Placement(devices=(device, device))
-    if not targets and not engine.kind.generates_tokens:
-        return RelayOptions(choose_backend("auto", Placement(), f"{engine.name}->user"), num_bytes)
-    if targets:
-        edges = [config.edge(engine.config.name, target) for target in targets]
-        edge = edges[0]
-        transport = choose_backend(_common_transport(engine, edges), placement, f"{edge.source}->{edge.target}")
-        is_streamed = edge.stream and len(targets) == 1 and config.stage(targets[0]).is_autoregressive
-        # Tensors stay until their request ends if the front end opens media, too, and how often is known with each
-        # request alone; or for a replica that may have to repeat what another one was doing.
-        stays = not is_streamed and any(config.stage(target).replicas > 1 for target in targets)
-        is_counted = engine.kind.generates_tokens and not stays
-        num_readers = sum(map(num_ranks, targets)) if is_counted else UNTIL_RELEASED_FOR_ALL
-        return RelayOptions(transport, num_bytes, num_readers, is_streamed, edge.credits, envs.VLLM_OMNI_RELAY_HOST)
-    if not _migrates(engine):
-        return RelayOptions()
-    transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
-    return RelayOptions(transport, num_bytes, host=envs.VLLM_OMNI_RELAY_HOST)
+    migrates = _migrates(engine)
+    num_bytes = (deployment.relay_bytes if migrates else None) or envs.VLLM_OMNI_RELAY_BYTES
+    transport = "inline"
+    if migrates:
+        device = engine.vllm_config.device_config.device_type
+        transport = choose_backend(
+            deployment.transport, Placement(devices=(device, device)), f"{engine.name}->instances"
+        )
+    elif not engine.kind.generates_tokens:
+        transport = choose_backend("auto", Placement(), f"{engine.name}->user")
+    specs = {engine.config.name: engine.spec}
+    published = published_edges(plans, specs)
+    edges = {
+        target: _edge_options(engine, engines_of(target), target, whole_edges(plans, specs), config, published)
+        for target in sorted({edge.reader.role for edge in published})
+    }
+    return RelayOptions(
+        transport, num_bytes, edges | _between_graphs(published, edges, transport, config), envs.VLLM_OMNI_RELAY_HOST
+    )
+
+
+def _between_graphs(
+    published: Sequence[StageEdge], edges: Mapping[str, EdgeOptions], to_user: str, config: OmniConfig
+) -> dict[str, EdgeOptions]:
+    """How tensors travel that enter another graph, by its role, or leave their own, by ENTRY.
+
+    The producer does not know their readers there, nor how often they read.
+    """
+    sinks: dict[str, set[str]] = {}  # -> stages that read
+    for edge in published:
+        if not edge.is_within_graph:
+            sinks.setdefault(edge.sink, set()).add(edge.reader.role)
+    made: dict[str, EdgeOptions] = {}
+    for sink, targets in sinks.items():
+        ways = {edges[target].transport for target in targets}
+        # The front end may read what leaves a graph, too.
+        way = ways.pop() if len(ways) == 1 and sink != ENTRY else to_user
+        made[sink] = EdgeOptions(way, stays=True)
+        for edge in (edge for edge in published if edge.sink == sink):
+            if (named := config.edge(*edge.roles).transport) not in ("auto", way):
+                source, target = edge.roles
+                raise ConfigError(
+                    f"edge {source}->{target}: transport = {named!r}: {edge} leads from one graph into another, and "
+                    f"its tensors travel by {way!r} here; leave it out"
+                )
+    return made
+
+
+def _edge_options(
+    source: StageEngine,
+    targets: Sequence[StageEngine],
+    target: str,
+    whole: WholeEdges,
+    config: OmniConfig,
+    published: Sequence[StageEdge],
+) -> EdgeOptions:
+    edge, stage = config.edge(source.config.name, target), config.stage(target)
+    why_not = why_not_streamed(edge, whole, config, carries_frames=source.spec.publishes_frames)
+    is_streamed = bool(edge.stream) and not why_not
+    is_constant = any(one.is_constant for one in published if one.reader.role == target)
+    return EdgeOptions(
+        choose_backend(edge.transport, place(source, targets), f"{edge.source}->{target}", streams=is_streamed),
+        targets[0].vllm_config.parallel_config.tensor_parallel_size,
+        is_streamed,
+        edge.credits,
+        # Each iteration of a loop reads its constants again; a replica may have to repeat what another one was doing.
+        stays=is_constant or (not is_streamed and (stage.replicas > 1 or stage.deployment.is_split)),
+    )
+
+
+def place(source: StageEngine, targets: Sequence[StageEngine]) -> Placement:
+    """Where an engine, whose first rank publishes, and the engines of a stage that reads run: on one host, today."""
+    # Pictures and sound are on the host when they are published.
+    from_type = source.vllm_config.device_config.device_type if source.kind.generates_tokens else "cpu"
+    types = (from_type, targets[0].vllm_config.device_config.device_type)
+    devices = {device for target in targets for device in devices_of(target.vllm_config)}
+    return Placement(
+        same_process=len(targets) == 1 and targets[0] is source and _runs_in_engine_core(source),
+        devices=types,
+        same_gpu="cpu" not in types and devices == {devices_of(source.vllm_config)[0]},
+    )
+
+
+def _runs_in_engine_core(engine: StageEngine) -> bool:
+    """Whether its scheduler and its model are one process."""
+    return issubclass(Executor.get_class(engine.vllm_config), UniProcExecutor | WorkerlessExecutor)
 
 
 def _migrates(engine: StageEngine) -> bool:
     """Whether caches travel between it and other instances of its stage."""
     return engine.instance is not None and engine.instance.kind is not None
-
-
-def _common_transport(engine: StageEngine, edges: Sequence[EdgeConfig]) -> str:
-    """The transport that the deployment gives to all edges, and to the instances, of one publisher."""
-    if len({(edge.transport, edge.stream, edge.credits) for edge in edges}) > 1:
-        names = ", ".join(f"{edge.source}->{edge.target}" for edge in edges)
-        raise ConfigError(f"edges {names}: a stage publishes once: give them one transport, stream and credits")
-    edge, between = edges[0], engine.config.deployment.transport
-    if not _migrates(engine) or between == "auto":
-        return edge.transport
-    if edge.transport not in ("auto", between):
-        raise ConfigError(
-            f"stage {edge.source!r}: epd.transport = {between!r}, but edge {edge.source}->{edge.target} has "
-            f"{edge.transport!r}: an instance publishes once: give them one transport"
-        )
-    return between

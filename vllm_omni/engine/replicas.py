@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import StageConfig
@@ -24,7 +25,8 @@ from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.router import MAX_TERMINATIONS, Recovery, RequestState, Router
 from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.messages.payload import decode
+from vllm_omni.messages.payload import decode, encode
+from vllm_omni.messages.report import Reporter, ignore
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 
 logger = logging.getLogger(__name__)
@@ -45,12 +47,13 @@ def make_replicas(config: StageConfig) -> list[Instance]:
 class _Request:
     """One request of the stage, as each replica that gets it is sent it."""
 
+    stage_request: StageRequest
     context: RequestContext
+    wanted: frozenset[str]
     request_id: str
     prompt: Any
     params: SamplingParams
     state: RequestState
-    reads_stream: bool  # of an earlier stage
 
     @property
     def task_id(self) -> str:
@@ -70,7 +73,12 @@ class ReplicaGroup(EngineGroup):
         self.router = Router(dict.fromkeys(self.engines, Tasks.EPD), EPDDeployment(balance=balance), self.is_available)
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """See ``StageNode.generate``.
 
@@ -85,7 +93,7 @@ class ReplicaGroup(EngineGroup):
         while (assignment := self.router.assign(state)) is not None:
             engine = self.engines[assignment.instance]
             try:
-                async with aclosing(self._run(routed, engine)) as outputs:
+                async with aclosing(self._run(routed, engine, report)) as outputs:
                     async for output in outputs:
                         state.num_given += 1
                         yield output
@@ -97,6 +105,7 @@ class ReplicaGroup(EngineGroup):
                 failure = exc
             finally:
                 self.router.release(assignment)
+            await self._renew_rows(routed, failure, report)
         raise failure or StageUnavailable(self.name, "no replica admits requests")
 
     async def _make_request(
@@ -107,29 +116,47 @@ class ReplicaGroup(EngineGroup):
             RequestSize.of(prompt, params.max_tokens, params.n),
             prompt,
             # The requests of a call without a session, which a loop may make, belong together.
-            session=context.engine_kwargs.get("session_id") or context.request_id,
+            session=context.session_id or context.request_id,
         )
-        reads_stream = any(decode(packed).streams for packed in request.args.get("payloads", ()))
         request_id = f"{context.request_id}-{self.name}{suffix}"
-        return _Request(context, request_id, prompt, params, state, reads_stream)
+        return _Request(request, context, wanted, request_id, prompt, params, state)
 
-    def _run(self, request: _Request, engine: StageEngine) -> AsyncGenerator[OmniRequestOutput, None]:
-        published = request.context.payloads
-        return engine.run(request.prompt, request.params.clone(), request.task_id, request.context, published)
+    def _run(self, request: _Request, engine: StageEngine, report: Reporter) -> AsyncGenerator[OmniRequestOutput, None]:
+        return engine.run(request.prompt, request.params.clone(), request.task_id, request.context, report)
 
     def _check_repeatable(self, request: _Request, error: StageFailed) -> None:
         """Check that another replica may get the request, as its own has died.
 
         Raises:
-            StageFailed: the reply has started, or its inputs are gone; or the request may be what ends replicas.
+            StageFailed: the reply has started; or the request may be what ends replicas.
         """
         recovery, why = self.router.recover(request.state), ""
         if recovery is Recovery.TOO_MANY:
             why = f"so did {MAX_TERMINATIONS} others that had the request"
         elif recovery is not Recovery.REPEAT:
             why = "after the request's first output"
-        elif request.reads_stream:
-            why = "which had the rows that the request reads while they are made; they cannot be read again"
         if why:
             raise StageFailed(error.stage, f"{error.reason}; {why}") from error
         logger.warning("%s; request %s moves to another replica", error, request.request_id)
+
+    async def _renew_rows(self, request: _Request, failure: StageFailed, report: Reporter) -> None:
+        """Have the rows that the request reads while they are made computed again: the replica that died had them.
+
+        Raises:
+            StageFailed, StageUnavailable: the stage that made them cannot do so.
+        """
+        payloads = [(data, decode(data).streams) for data in request.stage_request.args.get("payloads", ())]
+        if not any(streams for _, streams in payloads):
+            return
+        packed: list[bytes] = []
+        for data, streams in payloads:
+            for ref in streams.values():
+                reply = None if self.streamed_replies is None else self.streamed_replies.find(ref)
+                if reply is None:
+                    why = "it had the rows that the request reads while they are made, and no stage can repeat them"
+                    raise StageFailed(failure.stage, f"{failure.reason}; {why}") from failure
+                packed += map(encode, await reply.compute_rows_again(ref, report))
+            if not streams:
+                packed.append(data)
+        again = replace(request.stage_request, args={**request.stage_request.args, "payloads": packed})
+        request.prompt, request.params = await self.front.prepare(again, request.context, request.wanted)

@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from msgspec import structs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -36,9 +38,9 @@ from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.messages.payload import Payload
-from vllm_omni.messages.timeline import TIMELINES, TaskNotes, task_of
-from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
+from vllm_omni.messages.report import NodeReport, Reporter, ignore
+from vllm_omni.messages.timeline import TIMELINES, TaskNotes, TaskTimes, task_of
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec, client_checks
 from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
@@ -48,9 +50,8 @@ from vllm_omni.vllm_patches import keep_media_in_front_end
 
 logger = logging.getLogger(__name__)
 
-# How long an aborted request waits for its engine to acknowledge. An engine answers between two steps, and a vocoder's
-# step may take minutes: it then drops the request at the end of that step. Only after this wait is the request reported
-# as failed, which ends its work in other stages.
+# How long an aborted request waits for its engine, which answers between two steps, and drops the request then. Only
+# after this wait is it reported as failed, which ends its work in other stages; a vocoder's step may take minutes.
 ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
@@ -72,6 +73,7 @@ class StageEngine(StageNode):
     Attributes:
         num_requests: that run here.
         is_drained: see ``set_drained``.
+        was_ended: see ``Supervised``.
         reader: bounds how many prompts are read at a time; for the engine that reads the user's prompts.
     """
 
@@ -85,8 +87,8 @@ class StageEngine(StageNode):
         reader: RequestProcessor | None = None,
     ) -> None:
         self.config = config if instance is None else config_of_instance(config, instance)
-        self.spec = spec
         self.kind = ENGINE_KINDS[config.engine_type]
+        self.spec = replace(spec, sampling_params={**spec.sampling_params, **self.kind.sampling_params})
         self.name = config.name if instance is None else instance.name
         self.instance = instance
         self.vllm_config = config.vllm_config or create_vllm_config(self.config, spec, instance, log_stats=log_stats)
@@ -103,6 +105,7 @@ class StageEngine(StageNode):
         self.num_requests = 0
         self._has_ended = asyncio.Event()  # set when one of them ends
         self.is_drained = False
+        self.was_ended = False
         self._watchdog = StepWatchdog(self)
         self._stuck: str | None = None  # why the watchdog has ended the engine, until it is restarted
 
@@ -310,13 +313,18 @@ class StageEngine(StageNode):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str = ""
+        self,
+        request: StageRequest,
+        context: RequestContext,
+        wanted: frozenset[str],
+        suffix: str = "",
+        report: Reporter = ignore,
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """See ``StageNode.generate``."""
         self.check_health()
         prompt, params = await self.prepare(request, context, wanted)
         request_id = f"{context.request_id}-{self.name}{suffix}"
-        async with aclosing(self.run(prompt, params, request_id, context, context.payloads)) as outputs:
+        async with aclosing(self.run(prompt, params, request_id, context, report)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -329,7 +337,7 @@ class StageEngine(StageNode):
         Raises:
             InvalidRequest: the engine cannot honour one.
         """
-        self.spec.check_fixed_params(given)
+        self.spec.check_sampling_params(params, given)
         config = self.vllm_config
         if not self.kind.generates_tokens:
             return
@@ -353,7 +361,10 @@ class StageEngine(StageNode):
         """
         is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
         if self.kind.renders_prompt and (self._is_first or not is_rendered):
-            request = StageRequest(await self._render(request.prompt), request.args)
+            request = structs.replace(request, prompt=await self._render(request.prompt))
+        if request.given:
+            ids = [*request.prompt["prompt_token_ids"], *request.given]
+            request = structs.replace(request, prompt={**request.prompt, "prompt_token_ids": ids})
         given = context.params[self.config.name]
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
 
@@ -384,17 +395,19 @@ class StageEngine(StageNode):
         if wrong:
             raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
         if self.spec.check_prompt is not None:
-            self.spec.check_prompt(prompt)
+            with client_checks(f"stage {self.name!r}: check_prompt"):
+                self.spec.check_prompt(prompt)
         return prompt
 
     async def run(
-        self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, published: list[Payload]
+        self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, report: Reporter
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Stream one rendered prompt through the engine; if closed early, return once the engine has dropped it.
 
         Args:
             request_id: unique to this run.
-            published: at the end, receives the payloads that the engine has published; its owner releases them.
+            report: gets the times of the task before the last output, and at the end the payloads that the engine has
+                published, which its owner releases.
 
         Raises:
             InvalidRequest: the engine rejected the request.
@@ -419,7 +432,9 @@ class StageEngine(StageNode):
         def note() -> None:
             notes = self.llm.notes.pop(request_id, TaskNotes())
             if self.kind.generates_tokens:
-                context.note_task(self.config.name, task_of(params.extra_args), sent_at, time.time(), notes)
+                timelines, now = list(notes.timelines.values()), time.time()
+                times = TaskTimes(task_of(params.extra_args), sent_at, now, timelines, notes.token_times)
+                report(NodeReport(self.config.name, task=times))
 
         try:
             async with self._translate_errors(), aclosing(outputs):
@@ -435,7 +450,8 @@ class StageEngine(StageNode):
             self._has_ended.set()
             if not is_noted:
                 note()
-            published += self.llm.published.pop(request_id, ())
+            if published := self.llm.published.pop(request_id, None):
+                report(NodeReport(self.config.name, published=published))
 
     @asynccontextmanager
     async def _translate_errors(self) -> AsyncIterator[None]:

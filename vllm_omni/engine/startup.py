@@ -1,15 +1,16 @@
-"""``start_engines``: start a server's engines in their processes, supervise them, and end them together."""
+"""``start_engines``: start a server's engines and functions in processes, supervise and end them together."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from msgspec import to_builtins
 
 from vllm_omni import envs
+from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
@@ -28,10 +29,14 @@ START_ABORTED_TIMEOUT_S = 10.0
 
 
 class RunningEngines:
-    """A server's engines, with their supervisors once all have started, and their run directory."""
+    """A server's engines and processes of functions, with their supervisors once all have started, and their run
+    directory.
+    """
 
-    def __init__(self, engines: Iterable[StageEngine], run_directory: RunDirectory) -> None:
-        self._engines = list(engines)
+    def __init__(
+        self, engines: Iterable[StageEngine], functions: Iterable[FunctionProcess], run_directory: RunDirectory
+    ) -> None:
+        self._engines: list[StageEngine | FunctionProcess] = [*engines, *functions]
         self._run_directory = run_directory
         self._supervisors: list[Supervisor] = []
         self.server_id = str(run_directory.path)  # distinguishes the servers of one process
@@ -64,26 +69,33 @@ def start_engines(
     options: Mapping[str, RelayOptions],
     hub: RelayHub,
     memory: Mapping[str, MemorySection],
+    functions: Sequence[FunctionProcess] = (),
 ) -> RunningEngines:
-    """Start all engines at once; on any failure, including Ctrl-C, end those that started.
+    """Start the processes of functions, and then all engines at once; on any failure, including Ctrl-C, end those that
+    started.
 
     Args:
         options: how each engine publishes.
         hub: the front end's.
         memory: of those that divide the memory of their devices.
+        functions: first, because they start within seconds or fail for good.
 
     Raises:
-        StageFailed: an engine did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
+        StageFailed: an engine or process did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
     """
     # Stages share the cores (model_executor/step_threads.py): a waiting thread must not keep one busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # vLLM forks by default where the platform is not a CPU; a forked process does not read its tether.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     run_directory = RunDirectory()
-    running = RunningEngines(engines.values(), run_directory)
+    running = RunningEngines(engines.values(), functions, run_directory)
     starts: dict[str, Future[None]] = {}
     with run_directory.inherited():
         try:
+            for function in functions:
+                tether = ServerTether(run_directory.path, function.name, is_of_engine=False)
+                starts[function.name] = in_thread(function.start, tether)
+            _await_starts(starts, lambda name: False)
             for name, engine in engines.items():
                 tether = ServerTether(run_directory.path, name)
                 tether[NUM_STAGES] = len(engines)
@@ -134,7 +146,7 @@ def _log_memory(run_directory: RunDirectory, memory: Mapping[str, MemorySection]
             logger.info("memory of %s: %s", device, plan.summary())
 
 
-def _shutdown_engine(engine: StageEngine) -> None:
+def _shutdown_engine(engine: StageEngine | FunctionProcess) -> None:
     try:
         engine.shutdown()
     except Exception:  # the other stages and the directory still have to be removed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +36,12 @@ class OmniRequestOutput(RequestOutput):
     Attributes:
         outputs: the text, as in vLLM.
         multimodal_output: ``audio`` (float32 Tensor [num_samples]; of a diffusion pipeline [N, C, num_samples]),
-            ``sample_rate`` (Hz), and on request ``codec_ids`` (list[int]). The texts of further stages (str), by the
+            ``sample_rate`` (Hz), and on request ``codec_ids`` (list[int]; of Qwen3-TTS a list for each frame, with the
+            codes of all groups). The texts of further stages (str), by the
             names of their modalities. Of a diffusion pipeline also ``images`` (uint8 [N, H, W, 3]), ``frames`` (uint8
             [N, T, H, W, 3]) with ``fps``, ``latents``, and while it runs ``step``, ``num_steps`` and ``preview`` (uint8
-            [H, W, 3]). Deltas while streaming, everything in a final output.
+            [H, W, 3]). Of a second output of a kind, by another stage, the same under ``sketch.images``, where
+            "sketch" is its modality. Deltas while streaming, everything in a final output.
         payloads: references for the next stage; empty in a user's output.
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
@@ -58,9 +60,13 @@ class OmniRequestOutput(RequestOutput):
     def of(cls, output: RequestOutput) -> OmniRequestOutput:
         """Extend vLLM's output by the other modalities; shares its fields with ``output``."""
         omni = adopt(cls, output)
-        omni.multimodal_output, omni.payloads, omni.stage_durations = {}, [], {}
-        omni.latency_parts, omni.slo_reports = {}, {}
+        omni.add_fields()
         return omni
+
+    def add_fields(self) -> None:
+        """Set the fields that vLLM's output has not to nothing."""
+        self.multimodal_output, self.payloads, self.stage_durations = {}, [], {}
+        self.latency_parts, self.slo_reports = {}, {}
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one; nothing of either is lost."""
@@ -191,9 +197,11 @@ def _encode_image(media: Mapping[str, Any], index: int, file_format: str) -> byt
 
 
 def _encode_video(media: Mapping[str, Any], index: int, file_format: str) -> bytes:
-    sounds, fps = media.get("audio"), int(media.get("fps") or DEFAULT_FPS)
-    sound = None if sounds is None else sounds[index]
-    return encode_video(media["frames"][index], fps, VIDEO_FORMATS[file_format], sound, media.get("sample_rate"))
+    own = "video." if "video.audio" in media else ""  # beside speech
+    sounds, fps = media.get(f"{own}audio"), int(media.get("fps") or DEFAULT_FPS)
+    sound = None if sounds is None or sounds.ndim < 3 else sounds[index]  # speech is no sound of the video
+    rate = media.get(f"{own}sample_rate")
+    return encode_video(media["frames"][index], fps, VIDEO_FORMATS[file_format], sound, rate)
 
 
 def _encode_sound(media: Mapping[str, Any], index: int, file_format: str) -> bytes:
@@ -218,22 +226,39 @@ _KINDS = {  # by key of ``multimodal_output``
 
 def copy_completion(completion: CompletionOutput) -> CompletionOutput:
     """A copy into which later pieces can be merged: ``RequestOutput.add`` extends lists in place."""
-    logprobs = None if completion.logprobs is None else completion.logprobs[:]
-    return replace(completion, token_ids=list(completion.token_ids), logprobs=logprobs)
+    copied = adopt(CompletionOutput, completion)  # a fifth of the time of ``dataclasses.replace``, for each token
+    copied.token_ids = list(completion.token_ids)
+    if completion.logprobs is not None:
+        copied.logprobs = completion.logprobs[:]
+    if completion.sampling_mask is not None:
+        copied.sampling_mask = replace(completion.sampling_mask, token_ids=list(completion.sampling_mask.token_ids))
+    return copied
 
 
-def merge_multimodal(into: dict[str, Any], new: dict[str, Any]) -> None:
-    """Append ``new`` to ``into`` in place, texts, lists and tensors (along the first dimension); replace other values.
+def merge_multimodal(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Append ``new`` to ``into`` in place, see ``join_multimodal``."""
+    into.update({name: _joined(name, [into[name], value]) if name in into else value for name, value in new.items()})
+
+
+def join_multimodal(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join texts, lists and tensors (along the first dimension) of several outputs; of other values, take the last.
 
     A preview is not a piece of the output: each replaces the one before.
     """
-    for name, value in new.items():
-        if name in into and isinstance(value, torch.Tensor) and name != "preview":
-            into[name] = torch.cat([into[name], value])
-        elif name in into and isinstance(value, list | str):
-            into[name] = into[name] + value
-        else:
-            into[name] = value
+    values: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for name, value in piece.items():
+            values.setdefault(name, []).append(value)
+    return {name: _joined(name, parts) for name, parts in values.items()}
+
+
+def _joined(name: str, parts: list[Any]) -> Any:
+    *earlier, last = parts
+    if earlier and isinstance(last, torch.Tensor) and name != "preview":
+        return torch.cat(parts)
+    if isinstance(last, str):
+        return "".join(parts)
+    return [item for part in parts for item in part] if isinstance(last, list) else last
 
 
 async def collect(

@@ -20,6 +20,7 @@ MAX_DIMS = 16
 MAX_NUM_BYTES = 1 << 40  # of one tensor
 MAX_PAYLOAD_BYTES = 1 << 30  # inline tensors included
 MAX_TENSORS = 65536  # in one payload
+ROWS = "rows"  # the path of an autoregressive stage's rows, and the name of the stream of those that follow
 
 # Spelled out, not getattr(torch, name): a reference comes off a wire and must not reach other attributes of torch.
 DTYPES: dict[str, torch.dtype] = {
@@ -117,14 +118,28 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """One chunk of a stage's output for the next stage.
+    """One chunk of a stage's output for the stages that read it.
 
     Tensors are named by their path: keys and indices joined by "/", as in ``layers/0/hidden``.
     """
 
     tensors: dict[str, TensorRef] = {}  # path -> reference
     values: Any = {}  # everything else, nested, msgpack types only; None in the place of each tensor
-    streams: dict[str, TensorRef] = {}  # name -> reference of a stream (relay/stream.py)
+    streams: dict[str, TensorRef] = {}  # reading node of the graph -> its stream (relay/stream.py); see ``of``
+    apart: dict[str, dict[str, TensorRef]] = {}  # reading node -> its references, where they are not ``tensors``
+
+    def of(self, node: str) -> Payload:
+        """What one of the reading nodes gets: its tensors, and its stream by the name ``ROWS``; of that, all."""
+        if not self.streams and not self.apart:
+            return self
+        stream = self.streams.get(node) or self.streams.get(ROWS)
+        streams = {} if stream is None else {ROWS: stream}
+        return Payload(self.apart.get(node, self.tensors), self.values, streams)
+
+    def refs(self) -> list[TensorRef]:
+        """All references, of every reader."""
+        apart = (ref for refs in self.apart.values() for ref in refs.values())
+        return [*self.tensors.values(), *self.streams.values(), *apart]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -151,8 +166,8 @@ def decode(data: bytes | memoryview) -> Payload:
         payload = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
         raise RelayBroken(f"malformed payload: {exc}") from exc
-    if len(payload.tensors) > MAX_TENSORS:
-        raise RelayBroken(f"a payload with {len(payload.tensors)} tensors; at most {MAX_TENSORS} can travel")
+    if (num_refs := len(payload.refs())) > MAX_TENSORS:
+        raise RelayBroken(f"a payload with {num_refs} tensors; at most {MAX_TENSORS} can travel")
     return payload
 
 

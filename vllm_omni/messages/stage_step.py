@@ -5,8 +5,9 @@ From: vLLM-Omni (paper), section 3.3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,15 +15,32 @@ from vllm.v1.core.sched.output import SchedulerOutput
 STAGE_ARGS = "omni"
 """Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
 
-``publish`` (bool)            publish the stage's rows for the next stage; of media, keep the references
+``publish`` (bool)            publish the stage's rows for other stages; of media, keep the references
+``readers`` (list[str])       nodes of the graph that read what is published; each gets its own references
 ``unopened`` (bool)           the front end does not fetch published media: only other stages read them
 ``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order; where one has a stream, its
                               rows follow those of the payloads while the request runs
 ``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; a step needs
                               that many rows fewer than tokens
+``frame_chunks`` (dict)       of a stage that decodes a talker's frames (``FRAME_CHUNKS``)
 ``inputs`` (dict[str, str])   of a diffusion stage: argument of its pipeline -> key in the payloads
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
+
+FRAME_CHUNKS = "frame_chunks"
+"""Stage argument of a request that decodes frames while they are made: ``first`` and ``size`` of its chunks."""
+
+
+class Readers(TypedDict):
+    """Arguments of ``RelayHub.publish``."""
+
+    readers: Sequence[str]
+    is_opened: bool
+
+
+def readers_of(args: Mapping[str, Any]) -> Readers:
+    """The readers of what a request generates, by its stage arguments."""
+    return {"readers": args.get("readers", ()), "is_opened": not args.get("unopened")}
 
 
 class StreamUpdate(NamedTuple):

@@ -85,6 +85,17 @@ class TaskNotes:
     token_times: list[tuple[int, int, float]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class TaskTimes:
+    """One task that has ended or failed."""
+
+    task: Task
+    sent_at: float
+    ended_at: float
+    timelines: list[Timeline] = field(default_factory=list)  # of its answers
+    token_times: list[tuple[int, int, float]] = field(default_factory=list)  # see ``TaskNotes``
+
+
 @dataclass
 class StageTimes:
     """All tasks of one request in one stage of the graph, added as they end."""
@@ -94,10 +105,10 @@ class StageTimes:
     timelines: list[Timeline] = field(default_factory=list)
     token_times: list[tuple[int, int, float]] = field(default_factory=list)  # of the answers for the user
 
-    def add(self, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
-        """Add a task that has ended or failed; one without a timeline is known by its start and end."""
-        lost = [Timeline(task, [(Mark.QUEUED, sent_at), (Mark.ENDED, ended_at)])]
-        self.timelines += notes.timelines.values() or lost
-        if task in (Task.WHOLE, Task.DECODE):  # the tokens of other tasks are discarded
-            self.token_times += notes.token_times
-        self.ended_at = max(self.ended_at, ended_at)
+    def add(self, times: TaskTimes) -> None:
+        """Add a task; one without a timeline is known by its start and end."""
+        lost = [Timeline(times.task, [(Mark.QUEUED, times.sent_at), (Mark.ENDED, times.ended_at)])]
+        self.timelines += times.timelines or lost
+        if times.task in (Task.WHOLE, Task.DECODE):  # the tokens of other tasks are discarded
+            self.token_times += times.token_times
+        self.ended_at = max(self.ended_at, times.ended_at)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -13,22 +14,31 @@ from transformers import PreTrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import EdgeConfig, added_pipelines
-from vllm_omni.config.diffusion_params import DiffusionParams
-from vllm_omni.errors import ConfigError, InvalidRequest
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
 from vllm_omni.flow import Activation, Chunk, Graph, Yield
-from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.messages.payload import Payload
-from vllm_omni.messages.timeline import StageTimes, Task, TaskNotes
+from vllm_omni.messages.request import RequestContext as RequestContext
+from vllm_omni.messages.request import StageRequest as StageRequest
+from vllm_omni.messages.stage_output import StageOutput as StageOutput
 from vllm_omni.model_executor.frames import Framing
 from vllm_omni.names import suggest
+
+logger = logging.getLogger(__name__)
 
 PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
     "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
+    "mimo_audio": "vllm_omni.model_executor.models.mimo_audio.pipeline:MiMoAudioPipeline",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",
+    "qwen3_omni_moe": "vllm_omni.model_executor.models.qwen3_omni_moe.pipeline:Qwen3OmniPipeline",
+    "qwen3_omni_moe_thinker": "vllm_omni.model_executor.models.qwen3_omni_moe_thinker.pipeline:ThinkerPipeline",
+    "qwen3_tts": "vllm_omni.model_executor.models.qwen3_tts.pipeline:Qwen3TTSPipeline",
 }
 
-Outputs: TypeAlias = AsyncIterator[OmniRequestOutput]
+ENCODES_VOICE = "encodes_voice"
+"""Option of a request for the features of a recording (``Pipeline.voice_output``), whose prompt has its ``samples``
+(bytes, float32 at 24 kHz) and whether codes are wanted (``with_codes``)."""
+
+Outputs: TypeAlias = AsyncIterator[StageOutput]
 Combine: TypeAlias = Callable[[Activation], AsyncIterator[Chunk]]
 Route: TypeAlias = Callable[[Outputs, Activation], AsyncIterator[Yield]]
 
@@ -42,10 +52,18 @@ class StageSpec:
     output_type: str  # "text", "latents", "audio", "image" or "video": which handler opens the stage's payloads
     hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
+    publishes_frames: bool = False  # its model is a talker (``PredictsFrames``), which publishes frames and not rows
+    # Graph fields whose readers get frames of codes with the tokens, in the front end: they read one answer. The frames
+    # are also state of the engine, so that a request stays on it.
+    frame_fields: frozenset[str] = frozenset()
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
     check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
+    check_params: Callable[[SamplingParams], None] | None = (
+        None  # raises InvalidRequest for what the model cannot honour
+    )
     weight_prefix: str = ""  # of the checkpoint's tensors that the stage loads, for the memory plan
+    weight_folder: str = ""  # where these stand in the checkpoint
     weight_dtype: str = ""  # of the loaded weights, whatever the stage's dtype; "": that dtype
     combine: Mapping[str, Combine] = field(default_factory=dict)
     """Interface -> an async generator that makes the stage's requests of the fields of a join, ``activation.inputs``:
@@ -56,12 +74,19 @@ class StageSpec:
     """Interface -> an async generator that sends each output to the fields that it belongs to (``routes.py``). A field
     that gets none is not reached. Without one each field that the call needs gets every output."""
 
-    def check_fixed_params(self, given: Mapping[str, Any]) -> None:
-        """Check sampling parameters that were given for the stage, by name.
+    def check_sampling_params(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
+        """Check sampling parameters that were given for the stage.
+
+        Args:
+            given: those fields of them that are not defaults.
 
         Raises:
             InvalidRequest: the model needs another value of one of them.
+            OmniError: ``check_params`` fails.
         """
+        if self.check_params is not None:
+            with client_checks(f"stage {self.name!r}: check_params"):
+                self.check_params(params)
         for name, value in self.sampling_params.items():
             if name != "stop_token_ids" and given.get(name, value) != value:  # those are added to the given ones
                 said = f"{name} = {given[name]!r}: the model of this stage needs {name} = {value!r}; leave it out"
@@ -79,8 +104,11 @@ class FunctionSpec:
 
     name: str  # the role's name in the graph
     forward: Callable[[Activation], AsyncIterator[Yield]]
-    """An async generator of emissions, see ``flow.Node``. It runs on the front end's event loop, so it must not compute
-    for long. ``activation.context`` is the ``RequestContext``."""
+    """An async generator of emissions, see ``flow.Node``. ``activation.context`` is the ``RequestContext``."""
+    processes: int = 0
+    """How many processes of its own it runs in, for one that computes for long. 0: on the front end's event loop, which
+    it must not hold up. It is then a function of a module, which each process imports by its name; what it reads and
+    yields is copied (``engine/wire.py``), and it cannot have ``GlobalParameters``."""
 
 
 @dataclass(frozen=True)
@@ -93,41 +121,7 @@ class SpeechPrompt:
     before: str  # the family's markup, control tokens included
     request: str  # plain text
     after: str  # markup, up to the reply
-    reply: str  # plain text, spoken as it is
-
-
-@dataclass
-class StageRequest:
-    """A stage's request, made by a transfer function."""
-
-    prompt: Any  # a vLLM prompt; rendered (``vllm.inputs.tokens_input``) behind the first stage
-    args: dict[str, Any] = field(default_factory=dict)  # stage arguments (stage_model.STAGE_ARGS), msgpack types
-
-
-@dataclass
-class RequestContext:
-    """The data of one request that all stages share."""
-
-    request_id: str
-    params: Mapping[str, SamplingParams | DiffusionParams]  # by stage; the latter for a diffusion stage
-    options: Mapping[str, Any]  # validated by the pipeline: speaker, num_reply_tokens, ...
-    lora_request: Any = None
-    priority: int = 0
-    trace_headers: Mapping[str, str] | None = None
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # more for ``AsyncLLM.generate`` of the first stage
-    stage_durations: dict[str, float] = field(default_factory=dict)  # seconds, filled in as the stages end
-    payloads: list[Payload] = field(default_factory=list)  # published by the stages, released at the end
-    arrived_at: float = field(default_factory=time.time)
-    stage_times: dict[str, StageTimes] = field(default_factory=dict)  # of autoregressive stages, task by task
-
-    def add_duration(self, stage: str, seconds: float) -> None:
-        """Record an activation of a stage that has ended; those of a loop add up."""
-        self.stage_durations[stage] = self.stage_durations.get(stage, 0.0) + seconds
-
-    def note_task(self, stage: str, task: Task, sent_at: float, ended_at: float, notes: TaskNotes) -> None:
-        """Record a task of a stage that has ended, successfully or not. Times are those of ``time.time``."""
-        times = self.stage_times.setdefault(stage, StageTimes(sent_at, ended_at))
-        times.add(task, sent_at, ended_at, notes)
+    reply: str = ""  # plain text, spoken as it is; "" where the first stage itself speaks, being asked to
 
 
 class Pipeline(ABC):
@@ -142,7 +136,7 @@ class Pipeline(ABC):
     # Likewise, only by name: intermediate results (codec ids). One of the two names each output of the graphs.
     extra_outputs: Mapping[str, str] = {}
     sample_rate: int = 0  # of the audio output, Hz; 0: each output carries its own
-    # Edges whose field is cut into chunks: (source, target) -> sizes, a dataclass with the fields CHUNK_KEYS.
+    # Edges whose field is cut into chunks: (source, target) -> sizes, a dataclass with some of the fields CHUNK_KEYS.
     chunks: Mapping[tuple[str, str], Any] = {}
     speakers: Sequence[str] = ()  # the voices; the first is the default
     voices: Mapping[str, str] = {}  # the deployment's further names of them
@@ -150,6 +144,15 @@ class Pipeline(ABC):
     # until it has been idle for so long. None: sessions order nothing and share nothing.
     session_ttl_s: float | None = None
     speech_stage: str | None = None  # generates the speech tokens; None: no text to speech
+    # Where that is the first stage: whether it also replies to others' speech, and speaks a text if its prompt asks for
+    # that (``speech_prompt``, without a reply). False: its prompts are texts to speak.
+    converses: bool = False
+    hears_voices: bool = False  # whether such a prompt can have the recording of a voice (``voice_prompt``)
+    chat_template: str | None = None  # of chats, unless the deployment gives one; None: the checkpoint's
+    # The one of ``extra_outputs`` that has the features of a recording; requests then have the option ``cloned_voice``
+    # (``entrypoints/voice_cloning.py``). None: the model clones no voices.
+    voice_output: str | None = None
+    x_vector_size: int = 0  # of a cloned voice
     # Where the pipeline is given as a class: its stages, with the keys of a deployment file.
     deployment: Mapping[str, Any] = {}
 
@@ -168,16 +171,35 @@ class Pipeline(ABC):
         """Fill the graph's placeholders for a request; override it where there are others than ``prompt``.
 
         Args:
-            options: those that ``validate`` has returned, which has rejected what the client got wrong.
+            options: those that ``validate`` has returned.
+
+        Raises:
+            InvalidRequest: the prompt is wrong; what is wrong with the options, ``validate`` has rejected.
         """
         return {"prompt": StageRequest(prompt)}
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``validate``, where a voice may have a name of the deployment's."""
+        """``validate``, where a voice may have a name of the deployment's.
+
+        Raises:
+            InvalidRequest: ``validate`` rejects an option.
+            OmniError: it fails.
+        """
         speaker = options.get("speaker")
         if isinstance(speaker, str) and speaker in self.voices:
             options = {**options, "speaker": self.voices[speaker]}
-        return self.validate(options)
+        with client_checks(f"{type(self).__name__}.validate"):
+            return self.validate(options)
+
+    @property
+    def speaks_prompts(self) -> bool:
+        """Whether a prompt is itself the text to speak: the first stage generates the speech."""
+        return self.speaks_first and not self.converses
+
+    @property
+    def speaks_first(self) -> bool:
+        """Whether the first stage generates the speech."""
+        return self.speech_stage == self.stages[0].name
 
     def set_voices(self, voices: Mapping[str, str]) -> None:
         """Set the deployment's further names of voices.
@@ -204,24 +226,59 @@ class Pipeline(ABC):
                 raise ConfigError(
                     f"edge {edge.source}->{edge.target}: chunks: the field of this edge is not cut into chunks"
                 )
+            known = [one.name for one in fields(self.chunks[key])]
+            for name in edge.chunks:
+                if name not in known:
+                    raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: {name}: {suggest(name, known)}")
             try:
                 self.chunks = {**self.chunks, key: replace(self.chunks[key], **edge.chunks)}
             except ConfigError as exc:
                 raise ConfigError(f"edge {edge.source}->{edge.target}: chunks: {exc}") from None
 
     def speech_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
-        """Make a prompt to which the first stage replies with ``text``, for models with a ``speech_stage``.
+        """Make a prompt to which the first stage replies with ``text``, for models with a later ``speech_stage``.
 
-        The request's option ``num_reply_tokens`` then counts the tokens of the reply, at the end of the prompt.
+        The request's option ``num_reply_tokens`` then counts the tokens of the reply, at the end of the prompt. For a
+        model that converses, make a prompt that asks for the text, without a reply.
 
         Args:
             instructions: how to speak it.
         """
         raise NotImplementedError
 
-    def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
+    def voice_prompt(self, text: str, instructions: str | None = None) -> SpeechPrompt:
+        """Make a prompt that asks for a text in the voice of a recording, for models that hear voices.
+
+        Its ``before`` has the model's placeholder of the recording.
+        """
+        raise NotImplementedError
+
+    def chat_template_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
+        """Variables of the chat template that follow from what the user gets; those of a request win."""
+        return {}
+
+    def extra_output(self, name: str, output: StageOutput) -> Any:
         """Get the value of one of ``extra_outputs`` from a stage's output; lists of several outputs are joined."""
         raise KeyError(name)
+
+
+@contextmanager
+def client_checks(where: str) -> Iterator[None]:
+    """Run a function of the pipeline that judges what a client sent, and rejects it by ``InvalidRequest`` alone.
+
+    Args:
+        where: names the function.
+
+    Raises:
+        OmniError: it raised something else, whatever its class: that is its own mistake, and not the client's.
+    """
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except Exception as exc:
+        logger.exception("%s failed", where)
+        raise OmniError(f"the pipeline failed: {where}: {exc!r}") from exc
 
 
 def find_pipeline_cls(model_type: str) -> type[Pipeline]:

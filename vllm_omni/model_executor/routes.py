@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from vllm_omni.errors import GraphError
 from vllm_omni.flow import Activation, Emission
-from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.messages.stage_output import StageOutput
 from vllm_omni.names import suggest
 
-KINDS: Mapping[str, Callable[[OmniRequestOutput], bool]] = {
+KINDS: Mapping[str, Callable[[StageOutput], bool]] = {
     "text": lambda output: bool(output.outputs),
     "rows": lambda output: bool(output.payloads),
     "image": lambda output: "images" in output.multimodal_output,
@@ -34,7 +34,7 @@ class ByKind:
         self.fields = fields
 
     async def __call__(
-        self, outputs: AsyncIterator[OmniRequestOutput], activation: Activation
+        self, outputs: AsyncIterator[StageOutput], activation: Activation
     ) -> AsyncIterator[list[Emission]]:
         async for output in outputs:
             yield [

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from vllm.sampling_params import SamplingParams
 
-from vllm_omni.relay import StreamWriter
+from vllm_omni.model_executor.frame_publisher import FramePublisher
+from vllm_omni.model_executor.row_publisher import RowPublisher
 
 
 @dataclass
@@ -27,13 +29,10 @@ class RequestInfo:
     request_id: str
     num_prompt_tokens: int
     args: dict[str, Any]  # the stage arguments, see STAGE_ARGS
+    params: SamplingParams = field(default_factory=SamplingParams)
     state: dict[str, Any] = field(default_factory=dict)  # the model's own: hooks read and write it
-    publish: bool = False
     error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
-    next_row: int = 0  # earlier rows were published; a preempted request computes them a second time
-    pending_rows: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, until the first token
-    writer: StreamWriter | None = None  # publishes the rows after those of the first payload
-    has_announced_reply: bool = False  # the front end was notified that the stream has a row
+    publisher: RowPublisher | FramePublisher | None = None  # if other stages read its rows, or its frames
 
 
 class StepRequest(NamedTuple):
@@ -90,11 +89,54 @@ class PublishesRows(Protocol):
 
 
 @runtime_checkable
+class PublishesLayers(Protocol):
+    """A model of which a later stage reads rows of named layers, not only of the last.
+
+    It implements vLLM's ``SupportsEagle3``, whose interface returns the residual stream between layers.
+
+    Attributes:
+        row_layers: after how many layers, in ascending order; 0 for the embeddings. Empty: nothing is published.
+    """
+
+    row_layers: tuple[int, ...]
+
+    def finished_layer_rows(self, input_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One row per processed token as the next stage wants it: a new tensor, [num_tokens, size], same device.
+
+        Args:
+            input_ids: [num_tokens], device.
+            layers: of each of ``row_layers``, [num_tokens, hidden_size], without a norm.
+        """
+
+
+@runtime_checkable
 class HasOwnPositions(Protocol):
     """A model whose M-RoPE positions come from the previous stage rather than from its own prompt."""
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
         """Positions of the prompt, int64 [3, num_prompt_tokens], and the delta of those that follow."""
+
+
+@runtime_checkable
+class PredictsFrames(Protocol):
+    """A talker whose sampled token is the first code of a frame, and that predicts the others in the same step."""
+
+    def predict_frames(
+        self, infos: Sequence[RequestInfo], hidden_states: torch.Tensor, token_ids: Sequence[int]
+    ) -> list[list[int] | None]:
+        """Predict the rest of each frame, and keep it for the row of the next step.
+
+        Args:
+            infos: the requests that a token was sampled for.
+            hidden_states: [B, hidden_size], device: the rows that the tokens were sampled from.
+            token_ids: the sampled tokens.
+
+        Returns:
+            For each request its whole frame, published with the token instead of rows; None if the token begins none.
+        """
+
+    def compile_frames(self) -> None:
+        """Compile what predicts the frame of a single request. It takes seconds."""
 
 
 def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:

@@ -12,6 +12,8 @@ from vllm_omni.model_executor.pipeline import StageRequest
 class pass_tensors:
     """Hand what a stage has published to a diffusion stage, which pulls it: one request, when the stage has ended.
 
+    ``StageSpec.combine`` may call it for one of several fields.
+
     Args:
         prompt: the text that goes with them.
         inputs: argument of the target's pipeline, or ``image`` -> its key in what the source publishes:
@@ -23,7 +25,7 @@ class pass_tensors:
         self._inputs = inputs
         self.__qualname__ = "pass_tensors"
 
-    async def __call__(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    async def __call__(self, chunks: AsyncIterator[Chunk], call: CallInfo | None = None) -> AsyncIterator[Chunk]:
         payloads = [
             encode(payload)
             async for chunk in chunks

@@ -41,7 +41,7 @@ class WorkerlessExecutor(Executor):
         self.hub.prepare()
         self._load_model()
         if (memory := RankMemory.of(self.vllm_config)) is not None:
-            memory.report(parameter_bytes(self._networks()))
+            memory.report(parameter_bytes(self._networks()) + self._num_state_bytes())
         self._profiler: WorkerProfiler | None = None
         if self.vllm_config.device_config.device_type == "cpu":
             # Its long steps would delay the short steps of other stages.
@@ -53,6 +53,10 @@ class WorkerlessExecutor(Executor):
     @abstractmethod
     def _networks(self) -> Iterable[nn.Module]:
         """The loaded model's."""
+
+    def _num_state_bytes(self) -> int:
+        """Bytes that the model has reserved for requests."""
+        return 0
 
     @abstractmethod
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -76,6 +80,8 @@ class WorkerlessExecutor(Executor):
         """
         if method == "relay_statistics":
             return self.hub.plain_statistics()
+        if method == "release_payloads":
+            return self.hub.release_encoded(*args)
         if method in _NOTHING_TO_DO:
             return None
         raise ValueError(f"this stage has no workers to call {method!r} on")

@@ -33,6 +33,8 @@ class Supervised(Protocol):
     """The engine that a supervisor watches; its methods are called from the supervisor's thread."""
 
     name: str
+    was_ended: bool
+    """Whether the server has killed it for a request: it is then restarted at once, and this does not count."""
 
     @property
     def has_died(self) -> bool:
@@ -146,7 +148,7 @@ class Supervisor:
         """Restart the engine until it runs; returns False when there are no attempts left, or after ``stop``."""
         engine, num_restarts = self._engine, self._engine.current_status().num_restarts
         reason = engine.termination_reason()
-        while (delay_s := self._budget.next_delay_s()) is not None:
+        while (delay_s := 0.0 if engine.was_ended else self._budget.next_delay_s()) is not None:
             num_restarts += 1
             engine.set_status(StageStatus(StageState.RESTARTING, reason, num_restarts))
             logger.error("stage %s: %s; restart in %g s", engine.name, reason, delay_s)

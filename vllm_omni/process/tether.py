@@ -41,10 +41,12 @@ class ServerTether(dict[str, Any]):
     Args:
         directory: the server's ``RunDirectory``.
         stage: the stage's name, or that of one of its instances.
+        is_of_engine: its processes run vLLM, which is named after the stage before it starts.
     """
 
-    def __init__(self, directory: Path, stage: str) -> None:
+    def __init__(self, directory: Path, stage: str, *, is_of_engine: bool = True) -> None:
         super().__init__()
+        self.is_of_engine = is_of_engine
         self.directory = directory
         self.stage = stage
         self.file_stem = stage.replace("/", "-")  # of an instance: "thinker-PD0"
@@ -83,7 +85,8 @@ def _bind(tether: ServerTether) -> None:
             this = ProcessId.current()
             (tether.directory / f"{tether.file_stem}.{this.pid}.process").write_text(str(this.started_at))
         threading.Thread(target=_end_with_server, args=(tether.directory,), name="end-with-server", daemon=True).start()
-        name_stage_process(tether.stage)
+        if tether.is_of_engine:
+            name_stage_process(tether.stage)
 
 
 def _end_with_server(directory: Path) -> None:

@@ -1,8 +1,8 @@
 """``RelayHub``: all relays of a process.
 
-A process publishes by one backend, the one chosen for its stage's edges, and reads by any backend that a reference
-names. Small tensors travel inline in their reference, and so does a tensor for which there is no room: the front end
-then carries the bytes, which is slow but works.
+A process publishes by the backends that were chosen for the edges of its stage, and reads by any backend that a
+reference names. Small tensors travel inline in their reference, and so does a tensor for which there is no room: the
+front end then carries the bytes, which is slow but works.
 
 From: vLLM-Omni (paper), section 3.4: inline for small payloads, another transport for large ones.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken, RelayError
-from vllm_omni.messages.payload import Payload, TensorRef
+from vllm_omni.messages.payload import Payload, TensorRef, decode
 from vllm_omni.relay.base import LEASE_S, TIMEOUT_S, Relay, RelayStatistics
 from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.inline import InlineRelay
@@ -36,16 +36,33 @@ UNTIL_RELEASED_FOR_ALL = 1 << 30
 """``num_readers`` of a tensor that its owner releases with ``for_all=True``, however many have read it."""
 
 
+class EdgeOptions(msgspec.Struct, frozen=True):
+    """How tensors travel to one of the stages that read them."""
+
+    transport: str  # a backend's name
+    num_ranks: int = 1  # processes of the reading stage, each of which reads each tensor
+    stream: bool = False  # rows follow as they are computed, not when the request has ended
+    credits: int = CREDITS  # of a stream, rows
+    stays: bool = False  # tensors stay until the request ends: they may be read again
+
+
 class RelayOptions(msgspec.Struct, frozen=True):
     """How a stage publishes; travels to its processes in vLLM's configuration."""
 
-    transport: str = "inline"  # a backend's name
-    num_bytes: int = NUM_BYTES  # of the slab
-    num_readers: int = 1  # processes that read each tensor: the next stage's ranks
-    stream: bool = False  # rows go to the next stage as they are computed, not when the request has ended
-    credits: int = CREDITS  # of a stream, rows
+    transport: str = "inline"  # a backend's name; for the user, and between the instances of the stage
+    num_bytes: int = NUM_BYTES  # of the slab of each backend
+    edges: dict[str, EdgeOptions] = {}  # by reading stage
     host: str = "127.0.0.1"  # where a transport between hosts listens
     inline_bytes: int = INLINE_BYTES  # a tensor of at most this size travels in its reference
+
+    def edge(self, node: str) -> EdgeOptions | None:
+        """How tensors travel to a node of the graph, ``stage.interface``; None if it reads none."""
+        return self.edges.get(node.partition(".")[0])
+
+    @property
+    def transports(self) -> set[str]:
+        """The backends by which the stage publishes."""
+        return {self.transport, *(edge.transport for edge in self.edges.values())}
 
 
 OPTIONS = "relay"
@@ -70,37 +87,62 @@ class RelayHub:
     # -- producer -----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the slab now instead of with the first tensor."""
-        self._relay(self.options.transport)
+        """Make the slabs now instead of with the first tensor."""
+        for backend in sorted(self.options.transports):
+            self._relay(backend)
 
-    def publish(self, request_id: str, tree: Any) -> Payload:
-        """Put every tensor of nested containers; never waits.
+    def publish(self, request_id: str, tree: Any, readers: Collection[str] = (), *, is_opened: bool = False) -> Payload:
+        """Put every tensor of nested containers, once for each transport of the readers; never waits.
+
+        Args:
+            readers: nodes of the graph that read it; those of stages that read no tensors are left out.
+            is_opened: whether the front end reads it, too; it does if no node reads it.
 
         Raises:
             TypeError: something in it cannot travel; nothing stays published.
         """
         values, tensors = extract(tree)
-        refs: dict[str, TensorRef] = {}
+        edges = {node: edge for node in readers if (edge := self.options.edge(node)) is not None}
+        ways = self._ways(edges, is_opened or not edges)
+        sent: list[dict[str, TensorRef]] = []
         try:
-            for path, tensor in tensors.items():
-                refs[path] = self.put(request_id, tensor)
+            for backend, num_readers in ways.items():
+                sent.append(refs := {})
+                for path, tensor in tensors.items():
+                    refs[path] = self.put(request_id, tensor, num_readers, backend)
         except BaseException:
-            for ref in refs.values():
-                self.release(ref)
+            for ref in (ref for refs in sent for ref in refs.values()):
+                self.release(ref, for_all=True)
             raise
-        return Payload(refs, values)
+        first, *others = ways
+        by_backend = dict(zip(others, sent[1:], strict=True))
+        apart = {node: by_backend[edge.transport] for node, edge in edges.items() if edge.transport != first}
+        return Payload(sent[0], values, apart=apart)
 
-    def put(self, request_id: str, tensor: torch.Tensor) -> TensorRef:
+    def _ways(self, edges: Mapping[str, EdgeOptions], is_opened: bool) -> dict[str, int]:
+        """The backends by which tensors travel to these nodes -> how often each tensor will be released."""
+        ways = {self.options.transport: 1} if is_opened else {}
+        stages: set[str] = set()
+        for node, edge in edges.items():
+            # A process releases a tensor once: of two nodes of one stage, the first would release it for the second.
+            is_again = (stage := node.partition(".")[0]) in stages
+            stages.add(stage)
+            num_readers = UNTIL_RELEASED_FOR_ALL if edge.stays or is_again else edge.num_ranks
+            ways[edge.transport] = min(ways.get(edge.transport, 0) + num_readers, UNTIL_RELEASED_FOR_ALL)
+        return ways
+
+    def put(self, request_id: str, tensor: torch.Tensor, num_readers: int = 1, backend: str | None = None) -> TensorRef:
         """Publish one tensor: inline if it is small or there is no room."""
+        backend = backend or self.options.transport
         try:
-            return self.put_nowait(request_id, tensor, num_readers=self.options.num_readers)
+            return self._put(request_id, tensor, num_readers, backend)
         except PoolExhausted as exc:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "tensors go through the front end while the %s relay is full: %s; "
                     "VLLM_OMNI_RELAY_BYTES makes it larger",
-                    self.options.transport,
+                    backend,
                     exc,
                 )
             return self._inline.put_nowait(request_id, tensor)
@@ -111,8 +153,11 @@ class RelayHub:
         Raises:
             PoolExhausted: there is no room; with ``is_final`` there never will be.
         """
+        return self._put(request_id, tensor, num_readers, self.options.transport)
+
+    def _put(self, request_id: str, tensor: torch.Tensor, num_readers: int, backend: str) -> TensorRef:
         is_small = tensor.numel() * tensor.element_size() <= self.options.inline_bytes
-        relay = self._inline if is_small else self._publisher
+        relay = self._inline if is_small else self._relay(backend)
         return relay.put_nowait(request_id, tensor, num_readers=num_readers)
 
     def lease(self, request_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, TensorRef]:
@@ -143,12 +188,13 @@ class RelayHub:
         """See ``Relay.abort``."""
         self._publisher.abort(request_id)
 
-    def open_stream(self, request_id: str, row: torch.Tensor) -> StreamWriter | None:
-        """Open a stream of rows like this one; None if the transport has no streams, or no room for one."""
-        publisher = self._publisher
-        if isinstance(publisher, Streams):
+    def open_stream(self, request_id: str, row: torch.Tensor, reader: str) -> StreamWriter | None:
+        """Open a stream of rows like this one for a node of the graph; None if nothing is streamed to it, its transport
+        has no streams, or no room for one."""
+        edge = self.options.edge(reader)
+        if edge is not None and edge.stream and isinstance(relay := self._relay(edge.transport), Streams):
             with contextlib.suppress(PoolExhausted):
-                return publisher.open_stream(request_id, tuple(row.shape), row.dtype, credits=self.options.credits)
+                return relay.open_stream(request_id, tuple(row.shape), row.dtype, credits=edge.credits)
         return None
 
     def finish_stream(self, writer: StreamWriter, rows: torch.Tensor | None = None) -> None:
@@ -159,9 +205,12 @@ class RelayHub:
 
         async def finish() -> None:
             try:
-                await writer.write(rows, timeout_s=LEASE_S)
+                for part in rows.split(writer.ref.shape[0]):
+                    await writer.write(part, timeout_s=LEASE_S)
                 writer.end()
-            except RelayError as exc:
+            except Exception as exc:  # whatever it was: a stream without an end would hold its reader for ever
+                if not isinstance(exc, RelayError):
+                    logger.exception("the rest of a stream could not be written")
                 writer.end(str(exc))
 
         io_thread().submit(finish())
@@ -184,12 +233,21 @@ class RelayHub:
             self._relay(ref.backend).release(ref, for_all=for_all)
 
     def release_payload(self, payload: Payload, *, for_all: bool = False) -> None:
-        """Release a payload's tensors and streams; an invalid reference does not stop the others."""
-        for ref in (*payload.tensors.values(), *payload.streams.values()):
+        """Release the tensors that this process has read, or everything; an invalid reference does not stop the others.
+
+        Args:
+            for_all: whatever any reader was given, streams included.
+        """
+        for ref in payload.refs() if for_all else payload.tensors.values():
             try:
                 self.release(ref, for_all=for_all)
             except RelayError as exc:
                 logger.warning("a reference could not be released: %s", exc)
+
+    def release_encoded(self, payloads: Iterable[bytes]) -> None:
+        """Release everything of payloads that this process has published, for the front end."""
+        for payload in payloads:
+            self.release_payload(decode(payload), for_all=True)
 
     def read_stream(self, ref: TensorRef) -> Future[StreamReader]:
         """Connect to a stream without waiting."""
@@ -227,7 +285,7 @@ class RelayHub:
             if relay is None:
                 if backend not in BACKENDS:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
-                num_bytes = self.options.num_bytes if backend == self.options.transport else 0
+                num_bytes = self.options.num_bytes if backend in self.options.transports else 0
                 try:
                     relay = make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
                 except OSError as exc:  # no file descriptor is free, or no memory

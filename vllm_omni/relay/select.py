@@ -28,8 +28,10 @@ BACKENDS = {
     "inline": "vllm_omni.relay.inline:InlineRelay",
 }
 """The fastest first: the order in which ``auto`` tries them."""
-WITHOUT_SLAB = ("local", "inline")
+LOCAL = "local"
+WITHOUT_SLAB = (LOCAL, "inline")
 BETWEEN_HOSTS = ("nixl", "mooncake", "tcp")
+STREAMING = ("shm", *BETWEEN_HOSTS)
 PROBE_TIMEOUT_S = 10.0
 PROBE_BYTES = 1 << 20
 
@@ -62,23 +64,24 @@ def make_relay(backend: str, num_bytes: int, *, prefault: bool = True, host: str
     return relay_cls(num_bytes, prefault=prefault) if backend == "shm" else relay_cls(num_bytes)
 
 
-def choose_backend(transport: str, placement: Placement, edge: str) -> str:
+def choose_backend(transport: str, placement: Placement, edge: str, *, streams: bool = False) -> str:
     """Return the backend of an edge; backends that ``auto`` skips are logged with the reason.
 
     Args:
         transport: a backend's name, or "auto".
         edge: for messages: "thinker->talker".
+        streams: whether rows are streamed on the edge.
 
     Raises:
         ConfigError: the backend that was named cannot work on this edge, or none can; the message says why.
     """
     if transport != "auto":
-        if (reason := why_not(transport, placement)) is not None:
+        if (reason := why_not(transport, placement, streams=streams)) is not None:
             raise ConfigError(f"edge {edge}: transport = {transport!r} cannot work here: {reason}")
         return transport
     skipped_reasons: list[str] = []
     for backend in BACKENDS:
-        reason = why_not(backend, placement)
+        reason = why_not(backend, placement, streams=streams)
         if reason is None:
             skipped = f" (not {'; not '.join(skipped_reasons)})" if skipped_reasons else ""
             logger.info("edge %s: tensors travel by %s%s", edge, backend, skipped)
@@ -87,17 +90,39 @@ def choose_backend(transport: str, placement: Placement, edge: str) -> str:
     raise ConfigError(f"edge {edge}: no transport works here: {'; '.join(skipped_reasons)}")
 
 
-def why_not(backend: str, placement: Placement) -> str | None:
-    """Return why a backend cannot carry an edge; None if it has just carried a test tensor."""
-    if backend == "local" and not placement.same_process:
+def suitable(placement: Placement, *, streams: bool = False) -> list[str]:
+    """The backends that can carry an edge by where its ends run, the fastest first."""
+    return [backend for backend in BACKENDS if not unsuitable(backend, placement, streams=streams)]
+
+
+def unsuitable(backend: str, placement: Placement, *, streams: bool = False) -> str:
+    """Return why a backend cannot carry an edge, by where its ends run; empty: it can."""
+    if backend == LOCAL and not placement.same_process:
         return "source and target are different processes"
     if backend == "shm" and not placement.same_host:
         return "source and target are on different hosts"
     if backend == "cuda_ipc":
         if placement.devices != ("cuda", "cuda"):
             return f"it needs CUDA on both sides, the devices are {' and '.join(placement.devices)}"
-        if not placement.same_gpu:
+        if not (placement.same_host and placement.same_gpu):
             return "source and target are not on the same GPU"
+        if placement.same_process:
+            return "source and target are one process, which has the tensors"
+    if streams and backend not in STREAMING:
+        return "it has no streams"
+    return ""
+
+
+def why_not(backend: str, placement: Placement, *, streams: bool = False) -> str | None:
+    """Return why a backend cannot carry an edge; None if it has just carried a test tensor.
+
+    ``cuda_ipc`` carries none: that would take memory of the GPU for this process, the front end. The engine makes its
+    slab when it loads, and does not start if that fails.
+    """
+    if reason := unsuitable(backend, placement, streams=streams):
+        return reason
+    if backend == "cuda_ipc":
+        return None
     try:
         _probe(backend)
     except (OmniError, OSError, RuntimeError) as exc:

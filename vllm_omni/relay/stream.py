@@ -83,9 +83,10 @@ class StreamWriter(ABC):
             )
         first = self.num_written % credits
         head = min(num_rows, credits - first)
-        self._ring[first : first + head] = rows[:head]
-        if head < num_rows:
-            self._ring[: num_rows - head] = rows[head:]
+        with torch.inference_mode():  # the ring may be a view that an engine's step has made, which torch protects
+            self._ring[first : first + head] = rows[:head]
+            if head < num_rows:
+                self._ring[: num_rows - head] = rows[head:]
 
     async def write(self, rows: torch.Tensor, *, timeout_s: float = TIMEOUT_S) -> None:
         """Append rows as soon as there are credits.
@@ -235,6 +236,9 @@ class Streams(SlabRelay):
     def credits_of(self, ref: TensorRef) -> Callable[[], int] | None:
         """Return a function that counts the rows its writer may still write, for the scheduler of the writing stage;
         None if that is not known in this process.
+
+        Until its reader has connected, a stream has all of its credits: what the reader waits for may be further down
+        in the writer's own output, and a reader that never comes must not hold back the others.
 
         Raises:
             RelayBroken: the producer is gone.

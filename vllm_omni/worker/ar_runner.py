@@ -9,25 +9,30 @@ import logging
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import replace
+from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
-from vllm_omni.errors import ConfigError, PoolExhausted, RelayBroken
+from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.model_executor.frame_publisher import FRAME, FramePublisher
+from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.model_executor.stage_model import (
     ConsumesPayload,
     HasOwnPositions,
+    PredictsFrames,
+    PublishesLayers,
     PublishesRows,
     RequestInfo,
     StepRequest,
@@ -49,6 +54,8 @@ class ARModelRunner(GPUModelRunner):
 
     From: vLLM-Omni design document, section 11; paper, section 3.3.
     """
+
+    use_aux_hidden_state_outputs: bool  # upstream's: whether the model also returns layers before the last
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,11 +79,27 @@ class ARModelRunner(GPUModelRunner):
         model = self.get_model()
         self.consumer = model if isinstance(model, ConsumesPayload) else None
         self.publisher = model if isinstance(model, PublishesRows) else None
+        self.layer_publisher = model if isinstance(model, PublishesLayers) and model.row_layers else None
+        if self.layer_publisher is not None:
+            if self.use_aux_hidden_state_outputs:
+                raise ConfigError("speculative_config: it reads other layers than the model publishes; leave it out")
+            # As for EAGLE-3: the model returns these layers beside its last one.
+            model.set_aux_hidden_state_layers(self.layer_publisher.row_layers)
+            self.use_aux_hidden_state_outputs = True
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
-        if self.publisher is not None and get_tensor_model_parallel_rank() == 0:
+        self.frame_predictor = model if isinstance(model, PredictsFrames) else None
+        if self.hub.options.edges and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
         if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
             self.encoder = self._make_encoder()  # an encoder that cannot be sliced fails at start, not with a request
+
+    @torch.inference_mode()
+    def compile_frames(self) -> None:
+        """Compile what a talker does behind its language model, where vLLM compiles that."""
+        if self.frame_predictor is not None and self.compilation_config.mode != CompilationMode.NONE:
+            started = time.perf_counter()
+            self.frame_predictor.compile_frames()
+            logger.info("compiling the pass that predicts frames took %.1f s", time.perf_counter() - started)
 
     # -- start and end of a request -----------------------------------------------------------------------------------
 
@@ -85,8 +108,8 @@ class ARModelRunner(GPUModelRunner):
         # aborted and submitted again within one step.
         for request_id in scheduler_output.finished_req_ids:
             info = self.request_infos.pop(request_id, None)
-            if info is not None and info.writer is not None:
-                self.hub.finish_stream(info.writer, torch.cat(info.pending_rows) if info.pending_rows else None)
+            if info is not None and info.publisher is not None:
+                info.publisher.finish()
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.request_infos:
                 self._open_request(request)
@@ -100,7 +123,11 @@ class ARModelRunner(GPUModelRunner):
         if args is None:
             return
         assert request.prompt_token_ids is not None, "a stage request always has prompt ids"
-        info = RequestInfo(request.req_id, len(request.prompt_token_ids), args, publish=bool(args.get("publish")))
+        assert params is not None
+        info = RequestInfo(request.req_id, len(request.prompt_token_ids), args, params)
+        if args.get("publish"):
+            publisher_cls = RowPublisher if self.frame_predictor is None else FramePublisher
+            info.publisher = publisher_cls(self.hub, request.req_id, args.get("readers", []))
         self.request_infos[request.req_id] = info
         if "payloads" in args and self.consumer is not None:
             payloads = []
@@ -196,15 +223,45 @@ class ARModelRunner(GPUModelRunner):
             for info in self.request_infos.values()
             if info.error
         }
+        state = self.execute_model_state
         held = self._hold_generators()
         try:
             output = super().sample_tokens(grammar_output)
         finally:
             self.input_batch.generators.update(held)
+        if self.frame_predictor is not None and state is not None:
+            payloads |= self._predict_frames(output, state.sample_hidden_states)
         if payloads:
             assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
         return output if output is None else self._with_report(output)
+
+    def _predict_frames(self, output: Any, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The frames that this step's tokens begin: request id -> packed payload with the codes of all groups."""
+        assert isinstance(output, ModelRunnerOutput) and self.frame_predictor is not None
+        rows, infos, tokens = [], [], []
+        for row, (request_id, sampled) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
+            info = self.request_infos.get(request_id)
+            if sampled and info is not None and not info.error:
+                rows.append(row)
+                infos.append(info)
+                tokens.append(sampled[0])
+        if not rows:
+            return {}
+        frames = self.frame_predictor.predict_frames(infos, hidden_states[rows], tokens)
+        if get_tensor_model_parallel_rank() != 0:  # every rank needs the frames, and one publishes them
+            return {}
+        return {
+            info.request_id: pack(self._published_frame(info, frame))
+            for info, frame in zip(infos, frames, strict=True)
+            if frame is not None
+        }
+
+    @staticmethod
+    def _published_frame(info: RequestInfo, frame: list[int]) -> Payload:
+        if isinstance(info.publisher, FramePublisher):
+            return info.publisher.publish(frame)
+        return Payload(values={FRAME: frame})
 
     def _hold_generators(self) -> dict[int, torch.Generator]:
         """Keep the generators of rows whose token is discarded, as their prompt is not complete, out of the step.
@@ -316,57 +373,40 @@ class ARModelRunner(GPUModelRunner):
         state = self.execute_model_state
         if state is None:
             return {}
-        step = [request for request in self._step_requests(state.scheduler_output) if request.info.publish]
+        requests = self._step_requests(state.scheduler_output)
+        step = [one for one in requests if isinstance(one.info.publisher, RowPublisher)]
         if not step:
             return {}
-        num_tokens = state.scheduler_output.total_num_scheduled_tokens
         # Every rank computes, as the embedding is vocabulary-parallel; only rank 0 publishes.
-        rows = self._finished_rows(self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens])
+        rows = self._finished_rows(state)
         if get_tensor_model_parallel_rank() != 0:
             return {}
         payloads = {}
         for info, start, num_new, offset in step:
-            end = start + num_new
-            num_known = max(0, info.next_row - start)
-            if num_known < num_new:
-                info.pending_rows.append(rows[offset + num_known : offset + num_new])
-                info.next_row = end
-            if end >= info.num_prompt_tokens and info.pending_rows:
-                payload = self._publish(info) if info.writer is None else self._stream(info)
+            assert isinstance(info.publisher, RowPublisher)
+            info.publisher.add(rows[offset : offset + num_new], start)
+            if start + num_new >= info.num_prompt_tokens:
+                payload = info.publisher.publish(partial(self._positions, info))
                 if payload is not None:
                     payloads[info.request_id] = pack(payload)
         return payloads
 
-    def _finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _positions(self, info: RequestInfo) -> dict[str, torch.Tensor]:
+        """The positions of the prompt, where they do not follow from its ids alone."""
+        if not self.uses_mrope:
+            return {}
+        positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
+        return {"positions": positions.to(torch.int32)}
+
+    def _finished_rows(self, state: ExecuteModelState) -> torch.Tensor:
         """In the next stage's form where the model knows it; otherwise what the last layer returned."""
+        num_tokens = state.scheduler_output.total_num_scheduled_tokens
+        input_ids, hidden_states = self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens]
+        if self.layer_publisher is not None:
+            assert state.aux_hidden_states is not None
+            return self.layer_publisher.finished_layer_rows(
+                input_ids, [layer[:num_tokens] for layer in state.aux_hidden_states]
+            )
         if self.publisher is not None:
             return self.publisher.finished_rows(input_ids, hidden_states)
         return hidden_states.clone()  # the next step overwrites them
-
-    def _publish(self, info: RequestInfo) -> Payload:
-        """Publish the pending rows; the first payload opens a stream for all later rows, if the relay has streams."""
-        rows = torch.cat(info.pending_rows)
-        info.pending_rows = []
-        first_row = info.next_row - len(rows)
-        tree = {"rows": rows, "first_row": first_row, "num_rows": len(rows)}
-        if first_row or not self.uses_mrope:
-            return self.hub.publish(info.request_id, tree)
-        positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
-        payload = self.hub.publish(info.request_id, tree | {"positions": positions.to(torch.int32)})
-        if self.hub.options.stream:
-            info.writer = self.hub.open_stream(info.request_id, rows[0])
-        return payload if info.writer is None else replace(payload, streams={"rows": info.writer.ref})
-
-    def _stream(self, info: RequestInfo) -> Payload | None:
-        """Write the pending rows into the stream; rows without credit are written with those of the next step."""
-        assert info.writer is not None
-        rows = torch.cat(info.pending_rows)
-        try:
-            info.writer.write_nowait(rows.cpu())
-        except PoolExhausted:  # only if the scheduler does not know the credits, or it would not schedule the request
-            return None
-        info.pending_rows = []
-        if info.has_announced_reply:
-            return None
-        info.has_announced_reply = True
-        return Payload(values={"num_rows": len(rows)})

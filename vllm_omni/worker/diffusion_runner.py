@@ -34,7 +34,7 @@ from vllm_omni.messages.denoise_step import (
 )
 from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import STAGE_ARGS, Readers, readers_of
 from vllm_omni.relay.hub import process_hub
 from vllm_omni.worker.stage_inputs import pull_inputs
 
@@ -44,6 +44,7 @@ class RunningParams:
     """Parameters of a request that has started, and its progress."""
 
     params: DiffusionParams
+    readers: Readers
     step_index: int = 0  # denoise steps done at the latest engine step
 
 
@@ -128,10 +129,11 @@ class DiffusionModelRunner:
             params = new.sampling_params
             assert params is not None and params.extra_args is not None, "every request has stage arguments"
             try:
-                request = DiffusionRequest.from_args(params.extra_args[STAGE_ARGS][DIFFUSION])
+                args = params.extra_args[STAGE_ARGS]
+                request = DiffusionRequest.from_args(args[DIFFUSION])
                 request = pull_inputs(request, self.hub)
                 self.stepper.add(new.req_id, request)
-                self.requests[new.req_id] = RunningParams(request.params)
+                self.requests[new.req_id] = RunningParams(request.params, readers_of(args))
             except Exception as exc:  # the request fails, the engine must live
                 failures[new.req_id] = make_failure(new.req_id, exc, invalid=ValueError)
 
@@ -176,7 +178,7 @@ class DiffusionModelRunner:
         if outcome.output is not None:
             fps = frame_rate(self.pipeline, running.params) if "frames" in outcome.output else None
             more = progress if fps is None else {**progress, "fps": fps}
-            return self.hub.publish(request_id, {**outcome.output, **more})
+            return self.hub.publish(request_id, {**outcome.output, **more}, **running.readers)
         # Guidance in two calls takes two engine steps for each denoise step.
         is_step = outcome.step_index > running.step_index
         running.step_index = outcome.step_index

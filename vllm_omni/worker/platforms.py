@@ -21,7 +21,7 @@ class Platform:
     """Qualified names of classes, as vLLM starts workers and executors by name."""
 
     ar_worker: str
-    generation_executor: str = "vllm_omni.model_executor.oneshot_executor.OneShotExecutor"
+    generation_executor: str = "vllm_omni.model_executor.generation_executor.GenerationExecutor"
     diffusion_executor: str = "vllm_omni.model_executor.diffusers_executor.DiffusersPipelineExecutor"
     diffusion_worker: str = "vllm_omni.worker.diffusion_worker.DiffusionWorker"  # for vLLM's own executors
     diffusion_dtype: str = "bfloat16"  # of pipelines, unless the deployment says otherwise

@@ -24,7 +24,7 @@ IMAGE = "image"
 
 
 def pull_inputs(request: DiffusionRequest, hub: RelayHub) -> DiffusionRequest:
-    """The request with the tensors of its inputs, on the host, owned by the caller; ``image``: uint8 [N, H, W, 3].
+    """The request with the tensors of its inputs, owned by the caller; ``image``: uint8 [N, H, W, 3].
 
     Raises:
         RelayError: a payload cannot be pulled, or does not have a key.
@@ -39,7 +39,7 @@ def pull_inputs(request: DiffusionRequest, hub: RelayHub) -> DiffusionRequest:
     finally:
         for payload in payloads:
             hub.release_payload(payload)
-    images = [*request.images, *map(to_image, tensors.pop(IMAGE, ()))]
+    images = [*request.images, *(to_image(pixels.cpu()) for pixels in tensors.pop(IMAGE, ()))]
     return structs.replace(request, images=images, tensors=tensors, payloads=[])
 
 

@@ -142,6 +142,7 @@ class CPUARWorker(CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        self.model_runner.compile_frames()
         if self.model_runner.encodes_in_thread:
             self.model_runner.check_encode_in_thread()
         return times
@@ -149,6 +150,10 @@ class CPUARWorker(CPUWorker):
     def relay_statistics(self) -> dict[str, dict[str, int]]:
         """Statistics of this rank's relays, by backend, for ``StageEngine.relay_statistics``."""
         return self.model_runner.hub.plain_statistics()
+
+    def release_payloads(self, payloads: list[bytes]) -> None:
+        """Release what this rank has published, for the front end."""
+        self.model_runner.hub.release_encoded(payloads)
 
 
 class CUDAARWorker(Worker):
@@ -179,6 +184,7 @@ class CUDAARWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        self.model_runner.compile_frames()
         if self.model_config.max_logprobs:  # upstream compiles for the first request with log probabilities
             logprobs = torch.zeros(1, self.model_config.get_vocab_size(), device=self.device)
             token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -188,3 +194,7 @@ class CUDAARWorker(Worker):
     def relay_statistics(self) -> dict[str, dict[str, int]]:
         """See ``CPUARWorker``."""
         return self.model_runner.hub.plain_statistics()
+
+    def release_payloads(self, payloads: list[bytes]) -> None:
+        """See ``CPUARWorker``."""
+        self.model_runner.hub.release_encoded(payloads)

@@ -129,7 +129,7 @@ def simulate(is_ours: bool, rate: float | None, number: int = 120, slo: Slo = SL
     return outcome
 
 
-@pytest.mark.parametrize("rate", [3.0, 5.0])
+@pytest.mark.parametrize("rate", [3.0, pytest.param(5.0, marks=pytest.mark.long)])
 def test_with_a_strict_slo_the_99th_percentile_of_gaps_is_a_third_of_upstreams(rate: float) -> None:
     assert 3 * simulate(True, rate, slo=STRICT_SLO).gap_p99() < simulate(False, rate).gap_p99()
 
@@ -139,7 +139,7 @@ def test_nearly_all_requests_keep_their_slo_at_a_rate_at_which_upstream_misses_a
     assert simulate(True, 3.0, slo=STRICT_SLO).attainment(is_strict=True) > 0.95
 
 
-@pytest.mark.parametrize("rate", [3.0, 5.0, 7.0, 9.0])
+@pytest.mark.parametrize("rate", [3.0, 7.0, *(pytest.param(rate, marks=pytest.mark.long) for rate in (5.0, 9.0))])
 def test_by_the_paper_s_rule_it_is_no_worse_than_upstream(rate: float) -> None:
     ours, stock = (simulate(is_ours, rate).attainment(is_strict=False) for is_ours in (True, False))
     assert ours > 0.95 or ours > 1.1 * stock

@@ -23,7 +23,7 @@ from vllm_omni.messages.payload import Payload, encode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.plugin import register
-from vllm_omni.relay import InlineRelay, StreamWriter
+from vllm_omni.relay import InlineRelay, StreamReader, StreamWriter
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -285,16 +285,27 @@ def test_without_streams_the_step_is_upstreams(vllm_config: VllmConfig) -> None:
 
 def add_producer(scheduler: StreamScheduler, relay: ShmRelay, request_id: str) -> StreamWriter:
     """A request whose runner has opened a stream in its first step."""
+    return add_producers(scheduler, relay, request_id, 1)[0]
+
+
+def add_producers(scheduler: StreamScheduler, relay: ShmRelay, request_id: str, num_readers: int) -> list[StreamWriter]:
     scheduler.add_request(make_request(request_id, {"publish": True}))
-    writer = relay.open_stream(request_id, (WIDTH,), torch.float32, credits=CREDITS)
-    step(scheduler, {request_id: Payload(streams={"rows": writer.ref})})
-    return writer
+    writers = [
+        relay.open_stream(request_id, (WIDTH,), torch.float32, credits=CREDITS * (1 + number))
+        for number in range(num_readers)
+    ]
+    step(scheduler, {request_id: Payload(streams={str(key): one.ref for key, one in enumerate(writers)})})
+    return writers
+
+
+def read(relay: ShmRelay, writer: StreamWriter) -> StreamReader:
+    return asyncio.run(relay.read_stream(writer.ref))
 
 
 def test_a_producer_without_credits_is_not_scheduled(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
-    reader = asyncio.run(relay.read_stream(writer.ref))
+    reader = read(relay, writer)
     for index in range(CREDITS):
         assert step(scheduler)[1] == ["a"]
         write(writer, index)
@@ -304,10 +315,39 @@ def test_a_producer_without_credits_is_not_scheduled(vllm_config: VllmConfig, re
     reader.close()
 
 
+def test_the_slowest_of_several_readers_holds_a_producer_back(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    writers = add_producers(scheduler, relay, "a", 2)
+    readers = [read(relay, writer) for writer in writers]
+    for writer in writers:
+        write(writer, *range(CREDITS))
+    assert step(scheduler)[1] == []
+    readers[1].read_nowait()
+    assert step(scheduler)[1] == []
+    readers[0].read_nowait()
+    assert step(scheduler)[1] == ["a"]
+    for reader in readers:
+        reader.close()
+
+
+def test_a_reader_that_has_not_come_holds_no_producer_back(vllm_config: VllmConfig, relay: ShmRelay) -> None:
+    scheduler = make_scheduler(vllm_config)
+    early, late = add_producers(scheduler, relay, "a", 2)
+    reader = read(relay, early)
+    write(late, *range(2 * CREDITS))
+    for _ in range(3):
+        assert step(scheduler)[1] == ["a"]
+    late_reader = read(relay, late)  # it has come: from now on, it may be too slow
+    assert step(scheduler)[1] == []
+    late_reader.close()
+    assert step(scheduler)[1] == ["a"]
+    reader.close()
+
+
 def test_a_consumer_that_has_gone_holds_no_producer_back(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
-    reader = asyncio.run(relay.read_stream(writer.ref))
+    reader = read(relay, writer)
     write(writer, *range(CREDITS))
     assert step(scheduler)[1] == []
     reader.close()
@@ -320,6 +360,7 @@ def test_a_producer_without_credits_is_preempted_for_a_request_that_cannot_be_ad
     scheduler = make_scheduler(vllm_config)
     writers = [add_producer(scheduler, relay, name) for name in ("a", "b")]
     for writer in writers:
+        read(relay, writer)
         write(writer, *range(CREDITS))
     scheduler.add_request(make_request("c"))
     step(scheduler)
@@ -334,6 +375,7 @@ def test_a_producer_without_credits_is_preempted_for_a_request_that_cannot_be_ad
 def test_a_producer_without_requests_behind_it_keeps_its_blocks(vllm_config: VllmConfig, relay: ShmRelay) -> None:
     scheduler = make_scheduler(vllm_config)
     writer = add_producer(scheduler, relay, "a")
+    read(relay, writer)
     write(writer, *range(CREDITS))
     for _ in range(3):
         assert step(scheduler)[1] == []

@@ -1,4 +1,4 @@
-"""``GenerationScheduler``: requests that their engine answers in one step (``OneShotExecutor``), such as a vocoder's.
+"""``GenerationScheduler``: requests without token steps, such as a vocoder's, that ``GenerationExecutor`` answers.
 
 From: vLLM-Omni (paper), section 3.3 (generation engines without token steps).
 """
@@ -15,14 +15,19 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.frame_stream import FrameStream
 from vllm_omni.core.sched.unqueued import add_outputs, last_output
 from vllm_omni.messages.denoise_step import DenoiseOutput
 from vllm_omni.messages.payload import Payload, pack, unpack
+from vllm_omni.messages.stage_step import StreamSchedulerOutput
 from vllm_omni.relay.hub import process_hub
 
 
 class GenerationScheduler(Scheduler):
     """Each step has the oldest requests, up to ``max_num_seqs``; each of them ends with the step.
+
+    A request that reads a stream of frames keeps its slot until the stream has ended, and is in the steps for which it
+    has enough frames. Its model has state for it, for at most ``max_num_seqs`` requests; others wait.
 
     Upstream's ``Scheduler`` adds, aborts and finishes the requests. It plans token budgets, KV blocks and encoder
     inputs, none of which they have, so ``schedule`` is replaced and upstream's bookkeeping around it is kept.
@@ -33,15 +38,44 @@ class GenerationScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.hub = process_hub(self.vllm_config.additional_config)
+        self.streams: dict[str, FrameStream] = {}  # by request
+
+    # -- start and end of a request -----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if (stream := FrameStream.of(request, self.hub)) is not None:
+            self.streams[request.request_id] = stream
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        # Upstream calls this however a request ends.
+        if (stream := self.streams.pop(request.request_id, None)) is not None:
+            stream.close()
+        return super()._free_request(request, delay_free_blocks)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return True  # there is none; upstream would preempt running requests, whose steps would be lost
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        batch = list(self.requests.values()) if self.pause_state is PauseState.UNPAUSED else []
-        output = SchedulerOutput(**self._start_step(batch[: self.max_num_running_reqs]))
+        batch = self._ready_requests() if self.pause_state is not PauseState.PAUSED_ALL else []
+        ids = [request.request_id for request in batch]
+        streams = {one: self.streams[one].take() for one in ids if one in self.streams}
+        output = StreamSchedulerOutput(**self._start_step(batch), streams=streams)
         self._update_after_schedule(output)
         return output
+
+    def _ready_requests(self) -> list[Request]:
+        """The running requests that a step can continue, and the oldest ready ones for the free slots."""
+        ready = [one for one in self.requests.values() if self._is_ready(one)]
+        num_slots = 0 if self.pause_state is PauseState.PAUSED_NEW else self.max_num_running_reqs - len(self.running)
+        new = [one for one in ready if one.status is not RequestStatus.RUNNING]
+        return [one for one in ready if one.status is RequestStatus.RUNNING] + new[:num_slots]
+
+    def _is_ready(self, request: Request) -> bool:
+        stream = self.streams.get(request.request_id)
+        return stream is None or stream.is_ready()
 
     def _start_step(self, batch: Sequence[Request]) -> dict[str, Any]:
         """Move the batch's new requests to ``running``; returns the fields of its ``SchedulerOutput``."""

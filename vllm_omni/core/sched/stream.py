@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,7 +25,7 @@ from vllm_omni.core.sched.timeline import RequestTimelines
 from vllm_omni.errors import RelayError
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.kv.kv_connector import RelayKVConnector
-from vllm_omni.messages.payload import Payload, TensorRef, decode, unpack
+from vllm_omni.messages.payload import ROWS, Payload, TensorRef, decode, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.messages.timeline import TIMELINES
 from vllm_omni.relay import StreamReader
@@ -33,14 +34,14 @@ from vllm_omni.relay.hub import RelayHub, process_hub
 logger = logging.getLogger(__name__)
 
 
-class _Gate:
+class StreamGate:
     """The stream that one request reads: how many rows arrived, and which tokens they allow to compute."""
 
     def __init__(self, hub: RelayHub, payloads: Sequence[Payload], num_own_tokens: int) -> None:
         (ref,) = (ref for payload in payloads for ref in payload.streams.values())
         self.num_own_tokens = num_own_tokens
         self.error = ""
-        self._num_rows = sum(payload.tensors["rows"].num_rows for payload in payloads)
+        self._num_rows = sum(rows.num_rows for payload in payloads if (rows := payload.tensors.get(ROWS)) is not None)
         self._is_end_taken = False
         self._reader: StreamReader | None = None
         self.connecting: Future[StreamReader] = hub.read_stream(ref)
@@ -89,16 +90,20 @@ def _close_reader(connecting: Future[StreamReader]) -> None:
         connecting.result().close()
 
 
+def _min_of(counts: Iterable[Callable[[], int]]) -> int:
+    return min(count() for count in counts)
+
+
 class StreamGates:
-    """A request that reads a stream waits for its rows; one that writes a stream waits for credits.
+    """A request that reads a stream waits for its rows; one that writes streams, for credits of all of their readers.
 
     The scheduler reads, not the workers, and sends rows with the step that needs them: one reader, however many ranks.
     """
 
     def __init__(self, hub: RelayHub) -> None:
         self._hub = hub
-        self._gates: dict[str, _Gate] = {}  # by request that reads a stream
-        self._credits: dict[str, Callable[[], int]] = {}  # by request that writes one
+        self._gates: dict[str, StreamGate] = {}  # by request that reads a stream
+        self._credits: dict[str, Callable[[], int]] = {}  # of the slowest reader, by request that writes streams
 
     def __bool__(self) -> bool:
         """Whether any request reads or writes a stream."""
@@ -116,7 +121,7 @@ class StreamGates:
             return
         payloads = [decode(data) for data in args["payloads"]]
         if any(payload.streams for payload in payloads):
-            self._gates[request.request_id] = _Gate(self._hub, payloads, args["num_own_tokens"])
+            self._gates[request.request_id] = StreamGate(self._hub, payloads, args["num_own_tokens"])
 
     def remove(self, request_id: str) -> None:
         gate = self._gates.pop(request_id, None)
@@ -157,17 +162,15 @@ class StreamGates:
             payload = unpack(packed)
             if request_id not in alive:
                 self._hub.release_payload(payload, for_all=True)
-            for ref in payload.streams.values() if request_id in alive else ():
-                self._watch(request_id, ref)
+            elif readers := [count for ref in payload.streams.values() if (count := self._count(request_id, ref))]:
+                self._credits[request_id] = partial(_min_of, readers)
 
-    def _watch(self, request_id: str, ref: TensorRef) -> None:
+    def _count(self, request_id: str, ref: TensorRef) -> Callable[[], int] | None:
         try:
-            credits = self._hub.credits_of(ref)
+            return self._hub.credits_of(ref)
         except RelayError as exc:
             logger.warning("request %s: the credits of its stream are unknown: %s", request_id, exc)
-            return
-        if credits is not None:
-            self._credits[request_id] = credits
+            return None
 
 
 class StreamScheduler(Scheduler):

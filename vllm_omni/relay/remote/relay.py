@@ -254,7 +254,7 @@ class RemoteRelay(Streams):
         writer = self.writers.get(ref.lease)
         if writer is None:  # the stream has ended: rows written to it are dropped
             return lambda: ref.num_rows
-        return lambda: writer.num_credits
+        return lambda: writer.num_credits if writer.has_reader else ref.num_rows
 
     # -- both ---------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,8 @@ class Readable:
         start = (TABLE_BYTES + offset) // 8
 
         def count() -> int:
-            if words[first] != lease or max(self.mapping.flags(slot)) >= RELEASED:
+            # Without a reader, or behind its last.
+            if words[first] != lease or max(self.mapping.flags(slot)) != READING:
                 return credits
             # Clamped: the stream may just have ended, and its block have another owner.
             return min(max(credits - (words[start + NUM_WRITTEN] - words[start + NUM_READ]), 0), credits)
