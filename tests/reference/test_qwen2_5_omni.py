@@ -9,13 +9,18 @@ from tests.reference.media import CASES, Case, make_audio, make_video, write_mp4
 from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.testing.qwen2_5_omni import build
 
+QUICK = ("text", "images", "audio_short", "video_fps1", "video_audio_fps1", "mixed")  # one of each kind of input
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(build(tmp_path_factory.mktemp("qwen2_5_omni")))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.long) for case in CASES],
+)
 def test_equals_generate(reference: Reference, case: Case):
     answer = reference.answer(case, max_tokens=8, max_codes=30, repetition_penalty=1.05, seed=3)
     inputs = reference.process(case)

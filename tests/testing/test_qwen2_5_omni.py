@@ -1,3 +1,5 @@
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,36 +18,40 @@ from tests.reference.qwen2_5_omni import Reference
 from vllm_omni.testing.qwen2_5_omni import SYSTEM_PROMPT, VARIANTS, TinyShape, build
 
 TEXT = next(case for case in CASES if case.name == "text")
+OTHERS = tuple(sorted(VARIANTS.keys() - {"base"}))
+all_variants = pytest.mark.parametrize("variants", [("base",), pytest.param(OTHERS, marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def make_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Variant -> its checkpoint."""
-    return {variant: build(tmp_path_factory.mktemp(variant), variant=variant) for variant in VARIANTS}
+    return cache(lambda variant: build(tmp_path_factory.mktemp(variant), variant=variant))
 
 
 @pytest.fixture(scope="module")
-def path(paths: dict[str, Path]) -> Path:
-    return paths["base"]
+def path(make_path: Callable[[str], Path]) -> Path:
+    return make_path("base")
 
 
 def read_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_loads_without_missing_or_unexpected_keys(paths: dict[str, Path]) -> None:
+@all_variants
+def test_loads_without_missing_or_unexpected_keys(make_path: Callable[[str], Path], variants: Sequence[str]) -> None:
     # The class's own from_pretrained cannot return the loading report.
     load = PreTrainedModel.from_pretrained.__func__
-    for variant, path in paths.items():
-        _, report = load(Qwen2_5OmniForConditionalGeneration, path, output_loading_info=True)
+    for variant in variants:
+        _, report = load(Qwen2_5OmniForConditionalGeneration, make_path(variant), output_loading_info=True)
         assert not any(report.values()), (variant, report)
 
 
-def test_weights_have_the_real_names(paths: dict[str, Path]) -> None:
+@all_variants
+def test_weights_have_the_real_names(make_path: Callable[[str], Path], variants: Sequence[str]) -> None:
     expected = {"thinker.model", "thinker.audio_tower", "thinker.visual", "talker.model", "talker.codec_head"}
     expected |= {"talker.thinker_to_talker_proj", "token2wav.code2wav_dit_model", "token2wav.code2wav_bigvgan_model"}
-    for variant, path in paths.items():
-        with safe_open(path / "model.safetensors", "pt") as file:
+    for variant in variants:
+        with safe_open(make_path(variant) / "model.safetensors", "pt") as file:
             prefixes = {".".join(name.split(".")[:2]) for name in file.keys()}  # noqa: SIM118 - not a mapping
         assert prefixes - {"thinker.lm_head"} == expected, variant
 
@@ -57,8 +63,10 @@ def test_processor_loads(path: Path) -> None:
     assert processor.tokenizer.decode(AutoTokenizer.from_pretrained(path)(text).input_ids) == text
 
 
-def test_every_special_id_has_a_row(paths: dict[str, Path]) -> None:
-    for variant, path in paths.items():
+@all_variants
+def test_every_special_id_has_a_row(make_path: Callable[[str], Path], variants: Sequence[str]) -> None:
+    for variant in variants:
+        path = make_path(variant)
         config = Qwen2_5OmniConfig.from_pretrained(path)
         talker, dit = config.talker_config, config.token2wav_config.dit_config
         speakers = torch.load(path / "spk_dict.pt", weights_only=True)
@@ -72,11 +80,14 @@ def test_every_special_id_has_a_row(paths: dict[str, Path]) -> None:
         assert dit.num_embeds >= talker.vocab_size - 1, variant
 
 
-def test_the_same_seed_gives_the_same_bytes(paths: dict[str, Path], tmp_path: Path) -> None:
+@all_variants
+def test_the_same_seed_gives_the_same_bytes(
+    make_path: Callable[[str], Path], variants: Sequence[str], tmp_path: Path
+) -> None:
     torch.manual_seed(99)  # the caller's random state must not matter
     state = torch.get_rng_state()
-    for variant in VARIANTS:
-        assert read_files(build(tmp_path / variant, variant=variant)) == read_files(paths[variant]), variant
+    for variant in variants:
+        assert read_files(build(tmp_path / variant, variant=variant)) == read_files(make_path(variant)), variant
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -85,11 +96,9 @@ def test_another_seed_gives_other_weights(path: Path, tmp_path: Path) -> None:
     assert {name for name in files if files[name] != others[name]} == {"model.safetensors", "spk_dict.pt"}
 
 
-@pytest.mark.parametrize(
-    "variant", ["base", *(pytest.param(name, marks=pytest.mark.long) for name in sorted(VARIANTS) if name != "base")]
-)
-def test_reply_and_speech_are_long_and_varied(variant: str, paths: dict[str, Path]) -> None:
-    answer = Reference(paths[variant]).answer(TEXT, max_tokens=24, max_codes=220)
+@pytest.mark.parametrize("variant", ["base", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_reply_and_speech_are_long_and_varied(variant: str, make_path: Callable[[str], Path]) -> None:
+    answer = Reference(make_path(variant)).answer(TEXT, max_tokens=24, max_codes=220)
     reply, speech = answer.reply, answer.speech
     assert all(32 <= token < 127 for token in reply.token_ids if token < 256)
     if variant == "short":

@@ -2,6 +2,8 @@
 
 ``qwen2_5_omni.build(path)``
     Qwen2.5-Omni with thinker, talker and vocoder; ``VARIANTS`` of its shape, or a ``TinyShape`` of your own.
+``qwen3_omni.build(path)``
+    Qwen3-Omni with thinker, talker and vocoder, or (variant "thinker") the thinker alone.
 ``diffusion.build(path, name)``
     A diffusers pipeline, one of ``diffusion.PIPELINES``: images, videos, sounds.
 ``llava.build(path)``

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, Qwen2_5OmniForConditionalGeneration
 from vllm_omni.testing.qwen2_5_omni_config import make_config
 from vllm_omni.testing.qwen2_5_omni_processor import SYSTEM_PROMPT, make_processor
 from vllm_omni.testing.qwen2_5_omni_shape import VARIANTS, TinyShape
+from vllm_omni.testing.variants import find_variant
 
 __all__ = ["SYSTEM_PROMPT", "VARIANTS", "TinyShape", "build", "randomize"]
 
@@ -50,10 +51,7 @@ def build(
     Raises:
         ValueError: the variant is unknown.
     """
-    if shape is None:
-        if variant not in VARIANTS:
-            raise ValueError(f"no variant {variant!r}; known: {sorted(VARIANTS)}")
-        shape = VARIANTS[variant]
+    shape = shape or find_variant(VARIANTS, variant)
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # constructing consumes random numbers of the global generator

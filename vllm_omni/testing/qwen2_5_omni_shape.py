@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-NUM_BYTES = 256
+from vllm_omni.testing.byte_tokenizer import NUM_BYTES
+
 # In the order of the real vocabulary; ids start at TinyShape.first_special_id.
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|AUDIO|> <|audio_bos|> <|audio_eos|> "

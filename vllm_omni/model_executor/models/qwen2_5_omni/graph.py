@@ -23,7 +23,8 @@ class Talker(Role):
 
 
 class Token2Wav(Role):
-    decode = interface(inputs_or=[["codes"]], outputs={"audio": Field("audio", streamed=True)})
+    # A piece is up to two seconds of sound.
+    decode = interface(inputs_or=[["codes"]], outputs={"audio": Field("audio", streamed=True, window=4)})
 
 
 def build_graph(thinker_to_talker: TransferFunction, talker_to_token2wav: TransferFunction) -> Graph:

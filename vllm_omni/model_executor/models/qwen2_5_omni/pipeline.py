@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
@@ -14,21 +13,19 @@ from vllm.inputs import tokens_input
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
-from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.models.qwen2_5_omni.graph import build_graph
+from vllm_omni.model_executor.models.qwen2_5_omni.media_check import MediaCheck
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import token2wav_hf_config
 from vllm_omni.model_executor.models.qwen2_5_omni.windows import Window, WindowCutter, WindowSizes
-from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageRequest, StageSpec
+from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = ("speaker", "num_reply_tokens")
-MAX_KNOWN_VIDEOS = 1 << 16
 
 # The talker was trained with this system turn; the model's authors support speech with no other.
 SYSTEM_PROMPT = (
@@ -65,7 +62,7 @@ class Qwen2_5OmniPipeline(Pipeline):
                 output_type="latents",
                 publishing_fields=frozenset({"rows"}),
                 engine_args=PUBLISHER_ARGS,
-                check_prompt=self.check_prompt,
+                check_prompt=MediaCheck(self.thinker_config).check_prompt,
                 weight_prefix="thinker.",
             ),
             StageSpec(
@@ -93,14 +90,11 @@ class Qwen2_5OmniPipeline(Pipeline):
                 architecture="Qwen2_5OmniToken2Wav",
                 output_type="audio",
                 hf_overrides=token2wav_hf_config,
-                sampling_params={"max_tokens": 1, "detokenize": False},
                 weight_prefix="token2wav.",
                 weight_dtype="float32",
             ),
         )
         self.end_codes = frozenset(end_codes)
-        # By the video's name: vLLM's processor cache leaves out the data of those that the engine has.
-        self._video_positions: dict[str, float] = {}
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name in options:
@@ -139,7 +133,7 @@ class Qwen2_5OmniPipeline(Pipeline):
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
-            output: OmniRequestOutput = chunk.payload
+            output: StageOutput = chunk.payload
             num_prompt_tokens = len(output.prompt_token_ids or ()) - call.context.options["num_reply_tokens"]
             for payload in output.payloads:
                 is_streamed |= bool(payload.streams)
@@ -176,43 +170,10 @@ class Qwen2_5OmniPipeline(Pipeline):
                 seq += 1
         yield Chunk(_vocoder_request(cutter.finish(), args), seq, last=True)
 
-    def check_prompt(self, prompt: Any) -> None:
-        """Reject audio that is not finite, and videos that last longer than the model has positions.
-
-        Raises:
-            InvalidRequest: a sample that is NaN or infinite; frames per second that are not a positive number, or so
-                few that the video lasts for hours.
-        """
-        for item in prompt.get("mm_kwargs", {}).get("audio", ()):
-            if item is not None and not item.get_data()["input_audio_features"].isfinite().all():
-                raise InvalidRequest("the audio has samples that are NaN, infinite or far beyond [-1, 1]")
-        tokens_per_second = self.thinker_config.position_id_per_seconds
-        names = prompt.get("mm_hashes", {}).get("video", ())
-        for name, item in zip(names, prompt.get("mm_kwargs", {}).get("video", ()), strict=True):
-            if item is None:
-                continue
-            data = item.get_data()
-            seconds = float(data["second_per_grid_ts"])
-            reach = int(data["video_grid_thw"][0]) * seconds * tokens_per_second
-            if not 0 < reach < math.inf:
-                raise InvalidRequest(
-                    f"mm_processor_kwargs: the video has {seconds} seconds per pair of frames: give an fps above 0"
-                )
-            self._video_positions[name] = reach
-            if len(self._video_positions) > MAX_KNOWN_VIDEOS:
-                del self._video_positions[next(iter(self._video_positions))]
-        num_positions = sum(self._video_positions.get(name, 0.0) for name in names)
-        most = max_video_positions(self.thinker_config.text_config)
-        if num_positions > most:
-            raise InvalidRequest(
-                f"mm_processor_kwargs: at this fps the videos last {num_positions / tokens_per_second:.0f} s, and the "
-                f"model has positions for {most / tokens_per_second:.0f} s: give a higher fps"
-            )
-
-    def extra_output(self, name: str, output: OmniRequestOutput) -> Any:
+    def extra_output(self, name: str, output: StageOutput) -> Any:
         return self.codec_ids(output)
 
-    def codec_ids(self, output: OmniRequestOutput) -> list[int]:
+    def codec_ids(self, output: StageOutput) -> list[int]:
         """Codes of a talker's output, without the stop token, which vLLM includes."""
         completion = output.outputs[0]
         ends = self.end_codes | {completion.stop_reason}  # the user may have given more of them

@@ -1,0 +1,75 @@
+"""Which tokens of the thinker's prompt the talker reads, and where it counts them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.model_executor.models.qwen3_omni_moe.layout import make_layout, talker_positions
+
+START, SYSTEM, USER, ASSISTANT, NEWLINE = 1, 2, 3, 4, 5
+AUDIO, IMAGE, VIDEO, AUDIO_START, AUDIO_END, VISION_START, VISION_END = range(10, 17)
+CONFIG = SimpleNamespace(
+    im_start_token_id=START,
+    user_token_id=USER,
+    assistant_token_id=ASSISTANT,
+    thinker_config=SimpleNamespace(
+        audio_token_id=AUDIO,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_end_token_id=AUDIO_END,
+        audio_start_token_id=AUDIO_START,
+        vision_start_token_id=VISION_START,
+    ),
+)
+PICTURE = [VISION_START, IMAGE, IMAGE, VISION_END]
+FILM = [VISION_START, AUDIO_START, VIDEO, AUDIO, AUDIO_END, VISION_END]
+
+
+def turn(role: int, *content: int) -> list[int]:
+    return [START, role, NEWLINE, *content]
+
+
+def test_the_users_turns_are_read_and_the_last_one_of_the_assistant():
+    ids = turn(SYSTEM, 20) + turn(USER, 21, 22) + turn(ASSISTANT, 23) + turn(USER, 24) + turn(ASSISTANT)
+    layout = make_layout(ids, CONFIG)
+    assert [ids[start:end] for start, end in layout.turns] == [turn(USER, 21, 22), turn(USER, 24)]
+    assert layout.reply_start == len(ids)
+    assert layout.num_prompt_tokens == 5 + 4 + 9
+
+
+def test_a_given_reply_begins_behind_the_header():
+    ids = turn(USER, 21) + turn(ASSISTANT, 30, 31)
+    assert make_layout(ids, CONFIG).reply_start == len(ids) - 2
+
+
+def test_media_are_those_of_the_user():
+    ids = turn(SYSTEM, IMAGE) + turn(USER, 20, *PICTURE, 21, AUDIO) + turn(ASSISTANT)
+    assert [ids[start:end] for start, end in make_layout(ids, CONFIG).media] == [[IMAGE, IMAGE], [AUDIO]]
+
+
+@pytest.mark.parametrize(
+    ("content", "is_flat"), [([*FILM], True), ([*PICTURE, *FILM], True), ([*FILM, *PICTURE], False)]
+)
+def test_a_video_with_its_audio_is_counted_as_text_unless_a_picture_follows(content, is_flat):
+    ids = turn(USER, *content) + turn(ASSISTANT)
+    flat = [ids[start:end] for start, end in make_layout(ids, CONFIG).flat]
+    assert flat == ([[AUDIO_START, VIDEO, AUDIO, AUDIO_END]] if is_flat else [])
+
+
+def test_positions_move_with_the_turns_that_are_left_out():
+    ids = turn(SYSTEM, 20, 21) + turn(USER, *PICTURE) + turn(ASSISTANT)
+    positions = np.broadcast_to(np.arange(len(ids)), (3, len(ids))).copy()
+    picture = ids.index(IMAGE)
+    positions[:, picture : picture + 2] = [[9, 9], [9, 9], [9, 10]]
+    positions[:, picture + 2 :] = np.arange(11, 11 + len(ids) - picture - 2)
+    expected = [[0, 1, 2, 3, 4, 4, 6], [0, 1, 2, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]]
+    ours = talker_positions(positions, make_layout(ids, CONFIG))
+    assert ours[:, :7].tolist() == expected
+    assert ours[:, 7:].tolist() == [list(range(7, 16))] * 3
+
+
+def test_a_prompt_without_a_turn_of_the_assistant_is_rejected():
+    with pytest.raises(InvalidRequest, match="no turn of the assistant"):
+        make_layout(turn(USER, 20), CONFIG)

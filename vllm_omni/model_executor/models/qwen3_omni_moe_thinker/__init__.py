@@ -1,0 +1,1 @@
+"""Qwen3-Omni without speech (Thinking, Captioner): the thinker alone."""

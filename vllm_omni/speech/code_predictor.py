@@ -1,0 +1,237 @@
+"""``CodePredictor``: the residual codes of a frame, from the talker's hidden state and the frame's first code.
+
+For each frame a small transformer reads [hidden, E(c0)] and then one code after another; group g has an embedding and
+a head of its own. It starts anew with each frame, so the sequence has at most ``num_code_groups`` positions: keys and
+values stand in a buffer of that length, and attention reads all of it under a mask. A pass thus has the same shapes at
+every position, and is compiled once for all of them (``compile_pass``).
+
+From: Qwen3-Omni (arXiv:2509.17765), section 2.5, multi-token prediction; the same module serves Qwen3-TTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vllm_omni.errors import ConfigError
+from vllm_omni.speech.residual_sampling import CodeSampling, SamplingBatch
+from vllm_omni.speech.window_transformer import GatedMlp
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    """Fields have the names of the checkpoints' ``code_predictor_config``."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    num_code_groups: int  # also the positions of a sequence
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    attention_bias: bool = False  # of queries, keys and values
+    is_qwen2: bool = False  # else Qwen3: a norm on each head's queries and keys, and the bias of outputs, too
+    is_causal: bool = True
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> PredictorConfig:
+        """Read a section of a checkpoint's config.json; fields of other parts are ignored.
+
+        Raises:
+            ConfigError: a field is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in section.items() if name in known and value is not None}
+        rope = section.get("rope_parameters") or {}
+        values |= {"rope_theta": theta} if (theta := rope.get("rope_theta")) else {}
+        try:
+            return cls(**values)
+        except TypeError as exc:
+            raise ConfigError(f"the code predictor's configuration is incomplete: {exc}") from exc
+
+
+class CodePredictor(nn.Module):
+    """Predicts frames of a batch of requests at once. Names of parameters are the checkpoints'.
+
+    Args:
+        talker_size: width of the talker, which the embeddings have, too; where it differs from the predictor's, inputs
+            pass ``small_to_mtp_projection``.
+    """
+
+    def __init__(self, config: PredictorConfig, talker_size: int) -> None:
+        super().__init__()
+        self.config = config
+        num_residual = config.num_code_groups - 1
+        tables = (nn.Embedding(config.vocab_size, talker_size) for _ in range(num_residual))
+        self.model = FrameTransformer(config, tables)
+        self.lm_head = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(num_residual)
+        )
+        is_narrower = talker_size != config.hidden_size
+        self.small_to_mtp_projection = nn.Linear(talker_size, config.hidden_size) if is_narrower else nn.Identity()
+
+    def forward(self, hidden: Tensor, first_embedding: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Predict one frame of each request: its residual codes, [B, num_code_groups - 1] int64.
+
+        Args:
+            hidden: [B, talker_size], after the talker's last norm.
+            first_embedding: [B, talker_size], the talker's embedding of the first code.
+        """
+        config = self.config
+        num_residual = config.num_code_groups - 1
+        noise = None if sampling.is_greedy else sampling.noise(num_residual, config.vocab_size, hidden.device)
+        cache = self.model.new_cache(hidden)
+        x = self.small_to_mtp_projection(torch.stack((hidden, first_embedding), dim=1))
+        codes: list[Tensor] = []
+        for group, (head, table) in enumerate(zip(self.lm_head, self.model.codec_embedding, strict=True)):
+            y = self.model.advance(x, cache, position=group + 1 if group else 0)
+            codes.append(sampling.sample(head(y[:, -1]), None if noise is None else noise[group]))
+            if group + 1 < num_residual:
+                x = self.small_to_mtp_projection(table(codes[-1]))[:, None]
+        return torch.stack(codes, dim=1)
+
+    def compile_pass(self) -> None:
+        """See ``FrameTransformer``; here a frame of one request is predicted, so that the pass is made."""
+        self.model.compile_pass()
+        weight = self.model.codec_embedding[0].weight
+        row = weight.new_zeros(1, weight.shape[1])
+        self(row, row, SamplingBatch([CodeSampling()], [None], row.device))
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Sum of the residual codes' embeddings: [B, num_code_groups - 1] -> [B, talker_size]."""
+        tables = enumerate(self.model.codec_embedding)
+        return torch.stack([table(codes[:, group]) for group, table in tables]).sum(0)
+
+
+class Places(NamedTuple):
+    """Where rows of a pass stand."""
+
+    positions: Tensor  # [n] int64
+    cos: Tensor  # [n, head_dim]
+    sin: Tensor  # the same
+    mask: Tensor  # [n, num_code_groups] bool: which positions a row attends to
+
+
+class FrameTransformer(nn.Module):
+    """Layers and a norm, for sequences that start anew with each frame; names of parameters are transformers'.
+
+    Args:
+        tables: embeddings of codes, where the checkpoint has them here.
+    """
+
+    def __init__(self, config: PredictorConfig, tables: Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        self.config = config
+        self.codec_embedding = nn.ModuleList(tables)
+        self.layers = nn.ModuleList(PredictorLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        dim, length = config.head_dim, config.num_code_groups
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        angles = torch.arange(length).float()[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)  # [num_code_groups, head_dim]
+        mask = torch.ones(length, length, dtype=torch.bool)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("mask", mask.tril() if config.is_causal else mask, persistent=False)
+        self.register_buffer("positions", torch.arange(length), persistent=False)
+        self._compiled: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def new_cache(self, like: Tensor) -> Tensor:
+        """Keys and values of a batch: [num_layers, 2, B, num_kv_heads, num_code_groups, head_dim]."""
+        config = self.config
+        shape = (config.num_hidden_layers, 2, len(like), config.num_key_value_heads)
+        return like.new_zeros(*shape, config.num_code_groups, config.head_dim)
+
+    def compile_pass(self) -> None:
+        """Compile a pass of one row at one position, when it is first made; others stay as they are.
+
+        A pass of one request is bound by what its many small operations cost beside their arithmetic, which is most of
+        the time in a batch.
+        """
+        # Without guards, which would cost as much as a small pass: only one kind of shapes comes, and the model does
+        # not change. Compilations of each model are counted alone, however many a process has.
+        self._compiled = torch.compile(
+            self._advance,
+            fullgraph=True,
+            dynamic=False,
+            isolate_recompiles=True,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        )
+
+    def advance(self, x: Tensor, cache: Tensor, position: int) -> Tensor:
+        """Rows of the next positions, [B, n, hidden_size] -> the same; their keys and values are put into the cache.
+
+        Without ``is_causal`` all positions must come at once.
+        """
+        num_rows, num_new, _ = x.shape
+        assert self.config.is_causal or num_new == self.config.num_code_groups, "rows would attend to empty positions"
+        positions = self.positions[position : position + num_new]
+        is_compiled = self._compiled is not None and num_rows == num_new == 1
+        run = self._compiled if is_compiled else self._advance
+        assert run is not None
+        return run(x, cache, positions)
+
+    def _advance(self, x: Tensor, cache: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.cos[positions].to(x.dtype), self.sin[positions].to(x.dtype)
+        places = Places(positions, cos, sin, self.mask[positions])
+        for layer, kept in zip(self.layers, cache.unbind(), strict=True):
+            assert isinstance(layer, PredictorLayer)
+            x = layer.advance(x, kept, places)
+        return self.norm(x)
+
+
+class PredictorLayer(nn.Module):
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.self_attn = PredictorAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.mlp = GatedMlp(size, config.intermediate_size)
+
+    def advance(self, x: Tensor, kept: Tensor, places: Places) -> Tensor:
+        x = x + self.self_attn.advance(self.input_layernorm(x), kept, places)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class PredictorAttention(nn.Module):
+    """Attention of new rows to the positions that the mask gives them."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        has_norms = not config.is_qwen2
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias and has_norms)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
+        self.has_groups = config.num_attention_heads != config.num_key_value_heads
+
+    def advance(self, x: Tensor, kept: Tensor, places: Places) -> Tensor:
+        num_rows, num_new, _ = x.shape
+        query, key, value = (
+            projection(x).view(num_rows, num_new, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = (rotate(y, places.cos, places.sin) for y in (self.q_norm(query), self.k_norm(key)))
+        keys, values = kept.unbind()
+        keys.index_copy_(2, places.positions, key)
+        values.index_copy_(2, places.positions, value)
+        y = functional.scaled_dot_product_attention(query, keys, values, places.mask, enable_gqa=self.has_groups)
+        return self.o_proj(y.transpose(1, 2).reshape(num_rows, num_new, -1))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,198 @@
+"""``VoiceStore``: recordings of voices that users have uploaded, in a private directory.
+
+A voice is a folder with two files, which appears and vanishes by a rename: whoever lists the directory sees whole
+voices. Servers that share a directory see each other's voices; their changes take turns by a lock on a file in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_omni.errors import ConfigError, InvalidRequest, UnknownVoice, VoiceExists
+from vllm_omni.names import suggest
+
+ABOUT, RECORDING = "voice.json", "recording"  # files of a voice
+LOCK = ".lock"
+UNFINISHED = ".unfinished-"  # start of a folder's name while it is written or removed
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+class Quota(NamedTuple):
+    """Of all voices together."""
+
+    max_voices: int
+    max_bytes: int
+
+
+class StoredVoice(msgspec.Struct, frozen=True):
+    """What is known of an uploaded voice."""
+
+    name: str
+    transcript: str  # of the recording; "": the timbre alone is cloned
+    seconds: float
+    num_bytes: int
+    digest: str  # of the recording's bytes
+    created_at: int  # seconds since 1970
+    consent: str | None = None  # as its owner has named it
+
+
+class VoiceStore:
+    """Adds, lists and removes voices. Its methods block: they belong in a thread.
+
+    Args:
+        directory: created with its parents, for its owner alone.
+
+    Raises:
+        ConfigError: it cannot be created, or others may read it.
+    """
+
+    def __init__(self, directory: Path, quota: Quota) -> None:
+        self.directory = directory
+        self.quota = quota
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = directory.stat()
+        except OSError as exc:
+            raise ConfigError(
+                f"no directory for voices at {directory}: {exc.strerror}: set VLLM_OMNI_VOICES_DIR to a writable one"
+            ) from exc
+        if about.st_mode & 0o077 or about.st_uid != os.geteuid():
+            raise ConfigError(
+                f"VLLM_OMNI_VOICES_DIR: {directory} is open to other users, and recordings of voices are private: "
+                f"chmod 700 {directory}, or name another directory"
+            )
+        with self._locked():
+            for left in directory.glob(f"{UNFINISHED}*"):  # of a server that was killed
+                shutil.rmtree(left, ignore_errors=True)
+
+    def voices(self) -> list[StoredVoice]:
+        """All voices, the oldest first."""
+        folders = (path for path in self.directory.iterdir() if NAME.fullmatch(path.name))
+        voices = [voice for path in folders if (voice := self._read(path)) is not None]
+        return sorted(voices, key=lambda voice: (voice.created_at, voice.name))
+
+    def find(self, name: str) -> StoredVoice | None:
+        """The voice of a name, if there is one; any text may be asked for."""
+        name = name.lower()
+        return self._read(self.directory / name) if NAME.fullmatch(name) else None
+
+    def recording(self, voice: StoredVoice) -> bytes:
+        """The file as it was uploaded.
+
+        Raises:
+            UnknownVoice: it has been deleted meanwhile.
+        """
+        try:
+            return (self.directory / voice.name / RECORDING).read_bytes()
+        except OSError as exc:
+            raise UnknownVoice(f"voice {voice.name!r} has been deleted", param="voice") from exc
+
+    def add(
+        self, name: str, recording: bytes, *, seconds: float, transcript: str = "", consent: str | None = None
+    ) -> StoredVoice:
+        """Store a voice, once ``check_name`` has accepted its name.
+
+        Raises:
+            VoiceExists: there is one of this name.
+            InvalidRequest: the quota is used up, or the disk is full.
+        """
+        digest = hashlib.sha256(recording).hexdigest()
+        voice = StoredVoice(name, transcript, seconds, len(recording), digest, int(time.time()), consent)
+        with self._locked():
+            if self.find(name) is not None:
+                raise VoiceExists(
+                    f"name: there is a voice {name!r}: choose another name, or delete it first", param="name"
+                )
+            self._check_quota(len(recording))
+            self._write(voice, recording)
+        return voice
+
+    def delete(self, name: str) -> StoredVoice:
+        """Remove a voice.
+
+        Raises:
+            UnknownVoice: there is none of this name.
+        """
+        with self._locked():
+            voice = self.find(name)
+            if voice is None:
+                known = [one.name for one in self.voices()]
+                raise UnknownVoice(f"no uploaded voice {name!r}: {suggest(name, known)}", param="name")
+            gone = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.directory))
+            (self.directory / voice.name).rename(gone / voice.name)
+            shutil.rmtree(gone, ignore_errors=True)
+        return voice
+
+    def _check_quota(self, num_bytes: int) -> None:
+        voices, quota = self.voices(), self.quota
+        if len(voices) >= quota.max_voices:
+            raise InvalidRequest(
+                f"there are {len(voices)} uploaded voices, which is the limit (VLLM_OMNI_MAX_VOICES): delete one first"
+            )
+        used = sum(voice.num_bytes for voice in voices)
+        if used + num_bytes > quota.max_bytes:
+            raise InvalidRequest(
+                f"the recording has {num_bytes:,} bytes, and the uploaded voices use {used:,} of {quota.max_bytes:,} "
+                "(VLLM_OMNI_MAX_VOICE_BYTES): send a shorter or compressed one, or delete a voice first",
+                param="audio_sample",
+            )
+
+    def _write(self, voice: StoredVoice, recording: bytes) -> None:
+        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.directory))
+        try:
+            for name, data in ((RECORDING, recording), (ABOUT, msgspec.json.encode(voice))):
+                with (made / name).open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            made.rename(self.directory / voice.name)
+        except OSError as exc:
+            shutil.rmtree(made, ignore_errors=True)
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise InvalidRequest(f"the disk of {self.directory} is full: delete a voice first") from exc
+            raise
+
+    @staticmethod
+    def _read(folder: Path) -> StoredVoice | None:
+        try:
+            return msgspec.json.decode((folder / ABOUT).read_bytes(), type=StoredVoice)
+        except (OSError, msgspec.MsgspecError):  # it has just been deleted, or is none of ours
+            return None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change at a time, of all servers."""
+        with (self.directory / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def check_name(name: object) -> str:
+    """The name under which a voice is stored: names do not differ by case.
+
+    Raises:
+        InvalidRequest: it is none; the message has a similar one that is.
+    """
+    made = str(name).lower()
+    if isinstance(name, str) and NAME.fullmatch(made):
+        return made
+    near = re.sub(r"[^a-z0-9_-]+", "-", made).strip("-_")[:64].rstrip("-_") or "my-voice"
+    raise InvalidRequest(
+        f"name = {str(name)[:80]!r}: must be 1 to 64 letters, digits, - and _, a letter or digit first: "
+        f"for example {near!r}",
+        param="name",
+    )
