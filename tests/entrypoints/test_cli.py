@@ -113,10 +113,16 @@ def test_commands_that_start_nothing_import_no_vllm(
 # -- tiny --------------------------------------------------------------------------------------------------------------
 
 
-def test_tiny_writes_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main(["tiny", "qwen2_5_omni", str(tmp_path / "tiny"), "--seed", "3"])
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("qwen2_5_omni", "qwen2_5_omni"), ("qwen3_omni", "qwen3_omni_moe"), ("mimo_audio", "qwen2")],
+)
+def test_tiny_writes_a_checkpoint(
+    name: str, model_type: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main(["tiny", name, str(tmp_path / "tiny"), "--seed", "3"])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
-    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "qwen2_5_omni"
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == model_type
 
 
 def test_tiny_writes_a_language_model_that_reads_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -296,6 +302,7 @@ def test_serve_help_has_our_flags_and_vllms(capsys: pytest.CaptureFixture[str]) 
 # -- vLLM's own command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # quick: tests/server.py serves so, and test_serve_rejects_wrong_flags
 def test_vllm_serve_with_omni_is_ours() -> None:
     command = [VLLM, "serve", "m", "--omni", "--stage-override={}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -148,7 +148,8 @@ def test_commands_of_the_guide_to_instances(checkout: Path, monkeypatch: pytest.
     ]
     (program,) = [block for block in BLOCKS["epd.md"] if block.is_program]
     (checkout / "program.py").write_text(program.text)
-    assert run([sys.executable, "program.py"], checkout).split()[-1].startswith("w")
+    # Warnings are lines of the output, too, for example of a process that a busy machine ends late.
+    assert any(line.startswith("w") for line in run([sys.executable, "program.py"], checkout).splitlines())
     (deployment,) = [block for block in BLOCKS["epd.md"] if block.language == "yaml"]
     (checkout / "deploy.yaml").write_text(deployment.text)
     (stage,) = load_config("llava-hf/llava-1.5-7b-hf", deploy_config="deploy.yaml").stages
@@ -202,6 +203,7 @@ def test_commands_of_the_command_line(
             if "-n" in command:  # images go to files, and their paths to stdout
                 assert out.splitlines() == [str(path) for path in images]
     assert (checkout / "build" / "answer.flac").stat().st_size > 44
+    assert 0 < soundfile.info(checkout / "build" / "cloned.wav").frames <= 25 * 1920
     assert [decode(path.read_bytes()).shape for path in images] == [(64, 64, 3)] * 2
     assert yaml.safe_load((checkout / "build" / "deploy.yaml").read_text())["model_type"] == "qwen2_5_omni"
 

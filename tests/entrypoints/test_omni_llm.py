@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from vllm.sampling_params import SamplingParams
 
+from tests.encoded_link import served_from_bytes
 from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image, make_video
 from tests.shared_engines import BLOCK_SIZE, QWEN, SharedEngines
 from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
@@ -406,6 +407,19 @@ def run_stage(omni: OmniLLM, stage: str, prompt_token_ids: list[int], args: dict
                 return output
 
     return omni.run(first_output())
+
+
+def test_speech_about_a_picture_is_the_same_where_every_message_is_encoded(omni: OmniLLM) -> None:
+    prompt = {"prompt": format_prompt(IMAGE), "multi_modal_data": {"image": make_image(56, 84)}}
+    params = {**SHORT, "token2wav": {"seed": 3}}
+    (expected,) = generate(omni, prompt, sampling_params_list=params)
+    with served_from_bytes(omni.engine.orchestrator):
+        (answer,) = generate(omni, prompt, sampling_params_list=params)
+    assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert answer.prompt_token_ids == expected.prompt_token_ids
+    assert torch.equal(answer.multimodal_output["audio"], expected.multimodal_output["audio"])
+    assert answer.stage_durations.keys() == expected.stage_durations.keys()
+    assert answer.latency_parts.keys() == expected.latency_parts.keys() == {"thinker", "talker"}
 
 
 def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: OmniLLM) -> None:

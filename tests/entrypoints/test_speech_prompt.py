@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_omni.entrypoints.speech_prompt import cut
+from vllm_omni.speech.text import cut
 
 CONTROL_TOKENS = ["<|im_end|>", "<|im", "ab", "bab", "aa", "x"]
 

@@ -208,7 +208,8 @@ class StageAdmin(EngineClient):
         if not engines:
             first = self.config.stages[0]
             raise StageFailed(first.name, f"it {without_adapters(first)}")
-        return await self._call(call, engines)
+        # One that is being restarted has no adapters, and loads each with its first request for it.
+        return await self._call(call, [engine for engine in engines if not engine.has_died] or engines)
 
     def _engines(self, matches: Callable[[StageConfig], bool]) -> list[StageEngine]:
         return [engine for engine in self.orchestrator.engines.values() if matches(engine.config)]

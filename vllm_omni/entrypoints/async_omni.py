@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -22,8 +21,9 @@ from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.entrypoints.deadline import Deadline
-from vllm_omni.entrypoints.speech_prompt import tokenize_speech_prompt
 from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
+from vllm_omni.entrypoints.text_to_speech import Speaking, TextToSpeech, Voice, speaker_option
+from vllm_omni.entrypoints.voice_cloning import Recording
 from vllm_omni.errors import InvalidRequest, StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.names import suggest
@@ -87,6 +87,10 @@ class AsyncOmni(StageAdmin):
         self.params = StageParamsResolver(
             self.config, self.model_config, lambda stage, *params: self.orchestrator.front(stage).check_params(*params)
         )
+        self.speech = TextToSpeech(
+            self.config, self.orchestrator, self.params, self.model_config, self.renderer, self.generate
+        )
+        self.voices = self.speech.voices
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -99,6 +103,7 @@ class AsyncOmni(StageAdmin):
         modalities: Sequence[str] | None = None,
         graph: str | None = None,
         speaker: str | None = None,
+        options: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -117,8 +122,9 @@ class AsyncOmni(StageAdmin):
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
                 For a diffusion pipeline ``DiffusionParams``, or their fields by name.
             modalities: modalities of the output: "text", "audio"; and "codec_ids" for the codes. All by default.
-            graph: the name of one of the pipeline's graphs; its first by default.
+            graph: the name of one of the pipeline's graphs, or "graph.call"; its first graph by default.
             speaker: a voice of the checkpoint.
+            options: further options of the pipeline, by name: ``language``, ``instructions``.
             deadline_s: abort and raise ``DeadlineExceeded`` after so many seconds.
             stage_params: stage -> fields that win over ``sampling_params``; checked by ``params.check_overrides``.
             engine_kwargs: other arguments of ``EngineClient.generate``, for the first stage.
@@ -136,9 +142,9 @@ class AsyncOmni(StageAdmin):
             prompt,
             params,
             request_id or uuid4().hex,
-            modalities=self.orchestrator.modalities_of(graph) if modalities is None else modalities,
+            modalities=list(self.orchestrator.modalities_of(graph)) if modalities is None else modalities,
             graph=graph,
-            options=_speaker_option(speaker),
+            options={**(options or {}), **speaker_option(speaker)},
             lora_request=lora_request,
             priority=priority,
             trace_headers=trace_headers,
@@ -149,15 +155,20 @@ class AsyncOmni(StageAdmin):
         is_final_only = isinstance(first, SamplingParams) and first.output_kind is RequestOutputKind.FINAL_ONLY
         return _only_final(outputs) if is_final_only else outputs
 
-    async def speak(
+    def speak(
         self,
-        text: str,
+        text: str | AsyncIterable[str],
         sampling_params: ParamsList = None,
         request_id: str | None = None,
         *,
         instructions: str | None = None,
         modalities: Sequence[str] = ("audio",),
+        graph: str | None = None,
         speaker: str | None = None,
+        ref_audio: Recording | None = None,
+        ref_text: str | None = None,
+        speaker_embedding: Sequence[float] | None = None,
+        options: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -165,63 +176,33 @@ class AsyncOmni(StageAdmin):
     ) -> AsyncGenerator[OmniRequestOutput, None]:
         """Text to speech: stream the speech of a text in pieces; the last one has ``finished``.
 
-        The first stage is given the text as its reply instead of sampling one; the stages behind it run as for
-        ``generate``. Each output has the token ids of the first stage's prompt, reply included, and no text.
+        Where the model has a language model in front, that is given the text as its reply instead of sampling one; the
+        stages behind it run as for ``generate``. A model whose prompts are texts to speak does the same as for
+        ``generate``; one that converses in speech is asked for the text. Each output has the token ids of the first
+        stage's prompt, reply included, and no text.
 
         Args:
-            text: the text to speak; no part of it is read as a control token.
-            sampling_params: of the stages behind the first, by position (None for the first) or by name.
+            text: the text to speak; no part of it is read as a control token. Or its pieces as they come: each sentence
+                is then spoken as soon as it is complete, as it would be alone, and the last output has no sound.
+            sampling_params: as for ``generate``; a first stage that samples nothing has none.
             instructions: how to speak it.
             modalities: "audio"; and "codec_ids" for the codes.
+            speaker: a voice of the checkpoint, or an uploaded one.
+            ref_audio: for a model that clones voices, a recording of one: a URL, base64, the bytes of a file, or
+                samples and their rate.
+            ref_text: what the recording says; without it, the timbre alone is cloned.
+            speaker_embedding: an x-vector, instead of a recording.
             others: those of ``generate``.
 
         Raises:
             InvalidRequest: the request is malformed, or the model does not support text to speech.
             StageFailed: a stage failed it.
         """
-        deadline = Deadline(deadline_s)
-        params = self._speech_params(sampling_params, modalities)
-        async with deadline.limit("the reading of the text"):
-            prompt_token_ids, num_reply_tokens = await self._speech_prompt(text, instructions)
-        outputs = self.orchestrator.generate(
-            {"prompt_token_ids": prompt_token_ids},
-            params,
-            request_id or uuid4().hex,
-            modalities=modalities,
-            options={"num_reply_tokens": num_reply_tokens, **_speaker_option(speaker)},
-            lora_request=lora_request,
-            priority=priority,
-            trace_headers=trace_headers,
-            deadline_s=deadline.left_s(),
-        )
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.multimodal_output or output.finished:  # otherwise it is text of the first stage
-                    output.prompt_token_ids = prompt_token_ids
-                    yield output
-
-    def _speech_params(self, sampling_params: ParamsList, modalities: Sequence[str]) -> dict[str, Any]:
-        """The parameters of every stage for a reply that is given."""
-        first = self.config.stages[0].name
-        if self.orchestrator.pipeline.speech_stage is None:
-            raise InvalidRequest(f"this model ({self.config.model_type}) does not support text to speech")
-        if "text" in modalities:
-            raise InvalidRequest("modalities: text to speech has no text output; ask for audio alone")
-        if self.params.by_stage(sampling_params).get(first):
-            raise InvalidRequest(f"stage {first!r}: sampling parameters have no effect: the text is fixed")
-        params = self.params.resolve(sampling_params)
-        params[first] = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        return params
-
-    async def _speech_prompt(self, text: str, instructions: str | None) -> tuple[list[int], int]:
-        """Token ids of the first stage's prompt with its reply, and the number of the reply's."""
-        pipeline = self.orchestrator.pipeline
-        assert pipeline.speech_stage is not None, "checked by _speech_params"
-        stages = (self.config.stages[0].name, pipeline.speech_stage)
-        models = [self.orchestrator.front(name).vllm_config.model_config for name in stages]
-        # The first stage ends with one more token; the speech stage needs two to start.
-        max_num_tokens = min(model.max_model_len for model in models) - 2
-        return await tokenize_speech_prompt(self.renderer, pipeline.speech_prompt(text, instructions), max_num_tokens)
+        more = {"modalities": modalities, "graph": graph, "lora_request": lora_request}
+        more |= {"priority": priority, "trace_headers": trace_headers}
+        request_id, deadline = request_id or uuid4().hex, Deadline(deadline_s)
+        speaking = Speaking(request_id, sampling_params, instructions, options or {}, deadline, more)
+        return self.speech.speak(text, Voice(speaker, ref_audio, ref_text, speaker_embedding), speaking)
 
     @property
     def is_diffusion(self) -> bool:
@@ -284,8 +265,13 @@ class AsyncOmni(StageAdmin):
         self.orchestrator.check_health(None if stage is None else [stage])
 
     def graph_of(self, model: str | None) -> str | None:
-        """The graph that a request names as its model; None: the first, which the served names stand for."""
-        return model if model in self.orchestrator.plans else None
+        """The graph or graph call that a request names as its model; None: the first graph, or a served name."""
+        return model if model in self.orchestrator.models else None
+
+    def check_replies(self) -> None:
+        """Raise ``InvalidRequest`` if the model speaks its prompts, and so has no replies."""
+        if self.orchestrator.pipeline.speaks_prompts:
+            raise InvalidRequest("this model speaks a text, and replies to none: send the text to /v1/audio/speech")
 
     def check_available(self, modalities: Sequence[str], speaker: str | None = None, graph: str | None = None) -> None:
         """Check, before a reply starts, that the stages which produce these modalities are up.
@@ -296,13 +282,16 @@ class AsyncOmni(StageAdmin):
             InvalidRequest: an unknown modality or speaker.
         """
         self.orchestrator.requests.check()
-        self.orchestrator.pipeline.check_options(_speaker_option(speaker))
+        if speaker is not None:
+            self.orchestrator.pipeline.check_options({"speaker": speaker})
         outputs = self.orchestrator.outputs_of(modalities, graph)
         self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values(), graph))
 
     def stage_report(self) -> dict[str, StageStatus]:
-        """The state of every engine: ``thinker``; of a stage with several ``thinker/PD0``, ``talker/1``."""
-        return {name: engine.current_status() for name, engine in self.orchestrator.engines.items()}
+        """The state of every engine: ``thinker``; of a stage with several ``thinker/PD0``, ``talker/1``. And of every
+        process of a function.
+        """
+        return {one.name: one.current_status() for one in self.orchestrator.watched}
 
     def instance_statistics(self) -> dict[str, InstanceStatistics]:
         """The work of each instance, of every stage that has several."""
@@ -363,10 +352,6 @@ def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterab
         isinstance(modalities, Sequence) and all(isinstance(one, str) for one in modalities)
     ):
         raise InvalidRequest(f"modalities = {modalities!r}: must be a list of names")
-
-
-def _speaker_option(speaker: str | None) -> dict[str, Any]:
-    return {} if speaker is None else {"speaker": speaker}
 
 
 async def _only_final(outputs: AsyncGenerator[OmniRequestOutput, None]) -> AsyncGenerator[OmniRequestOutput, None]:

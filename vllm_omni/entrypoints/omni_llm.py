@@ -24,6 +24,7 @@ from vllm_omni.config import StageConfig  # noqa: E402
 from vllm_omni.engine.rejection import rejection  # noqa: E402
 from vllm_omni.entrypoints.async_omni import AsyncOmni  # noqa: E402
 from vllm_omni.entrypoints.stage_params import ParamsList  # noqa: E402
+from vllm_omni.entrypoints.voice_cloning import Recording  # noqa: E402
 from vllm_omni.errors import InvalidRequest, OmniError  # noqa: E402
 from vllm_omni.messages.outputs import OmniRequestOutput, Progress, collect  # noqa: E402
 
@@ -75,6 +76,7 @@ class OmniLLM:
         *,
         graph: str | None = None,
         speaker: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[OmniRequestOutput]:
         """Answer prompts, all at once; the outputs come in the prompts' order.
 
@@ -89,8 +91,9 @@ class OmniLLM:
                 pipeline, over the denoise steps.
             lora_request: one for all prompts, or one for each.
             priority: one for each prompt.
-            graph: the name of one of the pipeline's graphs; its first by default.
+            graph: the name of one of the pipeline's graphs, or "graph.call"; its first graph by default.
             speaker: a voice of the checkpoint.
+            options: further options of the pipeline, by name: ``language``, ``instructions``.
 
         Raises:
             InvalidRequest: a prompt or parameter is wrong; other requests of the call are aborted.
@@ -113,6 +116,7 @@ class OmniLLM:
                 modalities=modalities,
                 graph=graph,
                 speaker=speaker,
+                options=options,
                 lora_request=lora,
                 priority=one_priority,
                 stage_params={names[0]: {"progress": True}} if has_steps else None,
@@ -145,9 +149,12 @@ class OmniLLM:
             raise InvalidRequest("a diffusion pipeline has no chat: give `generate` a prompt")
         messages = [messages] if isinstance(messages, Mapping) else messages
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        orchestrator = self.engine.orchestrator
+        wanted = orchestrator.modalities_of(graph) if modalities is None else modalities
+        variables = {**orchestrator.pipeline.chat_template_kwargs(wanted), **(chat_template_kwargs or {})}
         params = ChatParams(
-            chat_template=chat_template,
-            chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})},
+            chat_template=chat_template or orchestrator.pipeline.chat_template,
+            chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **variables},
             mm_processor_kwargs=dict(mm_processor_kwargs) if mm_processor_kwargs else None,
         )
         prompts: list[EngineInput] = self.run(self._render(conversations, params, mm_processor_kwargs))
@@ -169,7 +176,12 @@ class OmniLLM:
         *,
         instructions: str | None = None,
         modalities: Sequence[str] = ("audio",),
+        graph: str | None = None,
         speaker: str | None = None,
+        ref_audio: Recording | None = None,
+        ref_text: str | None = None,
+        speaker_embedding: Sequence[float] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[OmniRequestOutput]:
         """Text to speech for several texts at once; the outputs come in the texts' order.
 
@@ -177,7 +189,16 @@ class OmniLLM:
         """
         return self._collect_all(
             self.engine.speak(
-                text, sampling_params_list, instructions=instructions, modalities=modalities, speaker=speaker
+                text,
+                sampling_params_list,
+                instructions=instructions,
+                modalities=modalities,
+                graph=graph,
+                speaker=speaker,
+                ref_audio=ref_audio,
+                ref_text=ref_text,
+                speaker_embedding=speaker_embedding,
+                options=options,
             )
             for text in ([texts] if isinstance(texts, str) else texts)
         )

@@ -5,7 +5,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from vllm_omni.flow import Activation, Emission, Field, Graph, Role, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.model_executor.models.diffusers.pipeline import diffusers_stage
 from vllm_omni.model_executor.pipeline import FunctionSpec
+from vllm_omni.testing import qwen3_tts as tiny_qwen3_tts
 
 QUESTION = "What is this, and what did you hear?\n"
 NUM_IMAGE_TOKENS = 56 // 28 * 84 // 28 + 2  # and a token before and behind it
@@ -62,6 +63,11 @@ def test_wrong_flags_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
         (["m", "--prompt", "x", "--modalities", "codec_ids"], "--modalities codec_ids: only with --json"),
         (["m", "--prompt", "x", "--use-audio-in-video"], "there is no --video"),
         (["m", "--prompt", "x", "--use-audio-in-video", "--video=v", "--audio=a"], "not with --audio"),
+        (
+            ["m", "--prompt", "x", "--ref-text", "y"],
+            "--ref-text: it is the transcript of --ref-audio, which is missing",
+        ),
+        (["m", "--prompt", "x", "--ref-audio=y", "--speaker=z"], "--ref-audio and --speaker are alternatives"),
         (["m", "--prompt", "x", "--output", "x.wave"], "unknown suffix '.wave': did you mean '.wav'?"),
     ]:
         assert why in rejected(capsys, "generate", *args), args
@@ -88,6 +94,7 @@ def test_errors_come_before_a_stage_starts(
         ),
         (["--image", "http://127.0.0.1:9/x.png"], "--image http://127.0.0.1:9/x.png: Connection refused"),
         (["--video", "silent.mp4", "--use-audio-in-video"], "--video silent.mp4: no readable sound"),
+        (["--ref-audio", "sound.wav"], "--ref-audio: this model clones no voices: leave it out"),
         (["--stage", "talker.top_q=1"], "unknown key 'top_q' of stage 'talker'"),
     ]:
         with pytest.raises(SystemExit) as exit_info:
@@ -100,6 +107,19 @@ def test_errors_come_before_a_stage_starts(
         assert sorted(media.iterdir()) == before
 
 
+def test_a_voice_that_cannot_be_cloned_is_rejected_before_a_stage_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, media: Path, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(media)
+    model = str(tiny_qwen3_tts.build(tmp_path / "tiny", variant="clone"))
+    for args, why in [
+        ([], "no voice: this checkpoint speaks in cloned voices alone"),
+        (["--ref-audio", "absent.wav"], "--ref-audio absent.wav: No such file or directory"),
+        (["--ref-audio", "text.png"], "--ref-audio text.png: not a readable audio"),
+    ]:
+        assert why in rejected(capsys, "generate", model, "--prompt", "x", *args), args
+
+
 def test_empty_prompt_on_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert "--prompt: the prompt is empty" in rejected(capsys, "generate", "m", "--prompt", "-")
@@ -110,7 +130,7 @@ def test_empty_prompt_on_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_the_first_of_several_graphs_answers(tiny_checkpoint: Path) -> None:
     config = load_config(str(tiny_checkpoint), pipeline=GraphsPipeline)  # other graphs make images and comments
-    options = argparse.Namespace(modalities=None, speaker=None)
+    options = argparse.Namespace(modalities=None, speaker=None, ref_audio=None)
     assert list(generate._check_request(config, options)) == ["text"]
 
 
@@ -158,12 +178,14 @@ def make_output(num_samples: int) -> OmniRequestOutput:
     return output
 
 
-def written(output: OmniRequestOutput, path: Path, *, as_json: bool = False) -> str:
+def written(
+    output: OmniRequestOutput, path: Path, modalities: Sequence[str] = ("text", "audio"), *, as_json: bool = False
+) -> str:
     stage = StageConfig(stage_id=0, name="thinker", model="m")
     config = OmniConfig(model="m", model_type="qwen2_5_omni", stages=(stage,))
     stdout = io.StringIO()
     try:
-        write_answer(output, config, ["text", "audio"], path, as_json=as_json, stdout=stdout)
+        write_answer(output, config, modalities, path, as_json=as_json, stdout=stdout)
     except OmniError as exc:
         return f"{stdout.getvalue()}error: {exc}"
     return stdout.getvalue()
@@ -181,6 +203,14 @@ def test_answer_too_short_for_speech_writes_no_file(capsys: pytest.CaptureFixtur
     assert "speech  none: the text is too short for speech" in capsys.readouterr().err
     assert json.loads(written(make_output(0), tmp_path / "a.flac", as_json=True))["audio"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_speech_of_a_given_text_is_described_without_tokens(tmp_path: Path) -> None:
+    output = make_output(12000)
+    output.outputs = []
+    answered = json.loads(written(output, tmp_path / "a.wav", ["audio"], as_json=True))
+    assert (answered["audio"]["num_samples"], answered["num_prompt_tokens"]) == (12000, 3)
+    assert not answered.keys() & {"text", "num_tokens"}
 
 
 def test_the_texts_of_further_stages_are_written_under_their_names(tmp_path: Path) -> None:
@@ -201,6 +231,7 @@ def test_text_is_printed_if_the_speech_cannot_be_written(tmp_path: Path) -> None
 # -- an answer ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # quick: this command in test_generate_media.py, such prompts in test_omni_llm.py
 def test_prompt_with_media_is_answered_in_text_and_speech(tiny_checkpoint: Path, media: Path, tmp_path: Path) -> None:
     prompt = ["--prompt", "-", "--system", "Be brief.", "--image", "a picture.png", "--audio", "sound.wav"]
     answer = ["--max-tokens=8", "--seed=3", "--speaker=Ethan", f"--output={tmp_path}/new/answer.flac", "--json"]

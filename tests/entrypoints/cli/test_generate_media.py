@@ -104,10 +104,11 @@ def test_json_has_the_channels_and_rate_of_a_sound(tmp_path: Path) -> None:
 # -- a video of an image (images: test_documented_commands.py) ---------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_video_of_an_image(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
 ) -> None:
-    """In this process; ``test_generate.py`` and ``test_documented_commands.py`` start the program itself."""
+    """In this process; long tests of ``test_generate.py`` and ``test_documented_commands.py`` start the program."""
     monkeypatch.chdir(directory)
     args = ["wan2.2-i2v", "--prompt=a tram", "--image=picture.png", "--size=32x32", "--num-frames=5", "--fps=8"]
     main(["generate", *args, "--seed=1", "--steps=2", "-o", str(tmp_path), "--json"])

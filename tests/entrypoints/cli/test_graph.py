@@ -69,6 +69,24 @@ def test_graph_of_a_model_is_checked_with_a_deployment(
     assert (code, "--deploy-config: for a model" in err) == (2, True)
 
 
+def test_a_graph_that_another_one_calls_is_printed_behind_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calls = """
+def make():
+    graph.graph_call("say", ["y"])
+    outer = Graph("outer")
+    outer.output(y=outer.graph_ref(graph, "inner").say(x=outer.placeholder("x")).y)
+    return outer
+outer = make()
+del graph
+"""
+    code, out, _ = run(capsys, write(tmp_path, GOOD + calls))
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("graph")] == ["graph outer", "graph echo"]
+    assert "  inner.say (calls graph echo)" in out.splitlines()
+
+
 def test_graphs_of_a_file_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, write(tmp_path, GOOD), "--format", "mermaid")
     assert (code, out.splitlines()[0]) == (0, "flowchart LR")

@@ -84,6 +84,7 @@ def test_sizes_of_devices_are_read(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{text!r} is not a size: give for example 24GiB, 80GB or 512MiB" in line
 
 
+@pytest.mark.long  # the program itself; quick: test_a_dry_run_of_a_server_is_the_same_plan
 def test_the_table_is_all_that_is_on_stdout(tiny_checkpoint: Path) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(tiny_checkpoint), "--omni", "--dry-run"]
     done = subprocess.run([*command, *FLAGS], capture_output=True, text=True, timeout=120)

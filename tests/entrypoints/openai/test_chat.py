@@ -4,19 +4,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.outputs import RequestOutput
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.chat_media import AnswerMedia
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.outputs import OmniRequestOutput
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Draw a cat."}]}
+KINDS = {"music": "audio", "sketch": "image"}
 
 
 def make_chat(*modalities: str) -> OmniServingChat:
     chat = OmniServingChat.__new__(OmniServingChat)
-    orchestrator = SimpleNamespace(modalities_of=lambda graph: list(modalities))
-    chat.omni = SimpleNamespace(orchestrator=orchestrator, graph_of=lambda model: None)  # type: ignore[assignment]
+    orchestrator = SimpleNamespace(modalities_of=lambda graph: {name: KINDS.get(name, name) for name in modalities})
+    chat.omni = SimpleNamespace(  # type: ignore[assignment]
+        orchestrator=orchestrator, graph_of=lambda model: None, check_replies=lambda: None
+    )
     return chat
 
 
@@ -26,6 +33,22 @@ async def test_a_modality_that_chat_answers_cannot_have_is_rejected(stream: bool
     with pytest.raises(InvalidRequest, match="'video' is not served in chat answers: valid: text, image") as rejected:
         await make_chat("text", "image", "video").create_chat_completion(request)
     assert rejected.value.param == "modalities"
+
+
+async def test_a_chat_answer_has_one_sound() -> None:
+    request = OmniChatCompletionRequest(**CHAT, modalities=["text", "music"])
+    with pytest.raises(InvalidRequest, match="'music' is not served in chat answers: valid: text, audio, sketch"):
+        await make_chat("text", "audio", "music", "sketch").create_chat_completion(request)
+
+
+async def test_images_of_two_stages_are_told_apart_in_a_chat_answer() -> None:
+    output = OmniRequestOutput.of(RequestOutput("a", None, [1], None, outputs=[], finished=True))
+    pixels = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+    output.multimodal_output = {"images": pixels, "sketch.images": pixels, "critique": "so-so"}
+    media = AnswerMedia({"text": "text", "image": "image", "sketch": "image", "critique": "text"})
+    delta = await media.read(output)
+    assert [(one["index"], one.get("name")) for one in delta["images"]] == [(0, None), (1, "sketch")]
+    assert media.fields["texts"] == {"critique": "so-so"}
 
 
 @pytest.mark.parametrize(("more", "param"), [({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search")])

@@ -64,7 +64,9 @@ async def stream_of(
         finally:
             closed.append("outputs")
 
-    stream = MediaStream(generate(), Samples(), AnswerMedia(["audio"]), ChatStreamWriter("audio-chat", wants_text))  # type: ignore[arg-type]
+    stream = MediaStream(
+        generate(), Samples(), AnswerMedia({"audio": "audio"}), ChatStreamWriter("audio-chat", wants_text)
+    )  # type: ignore[arg-type]
     seen: list[str] = []
     message: dict[Any, Any] = {}  # as OpenAI's client makes it of the stream
     async for line in stream.merge(write_lines(stream)):
@@ -123,7 +125,9 @@ def test_a_client_that_leaves_closes_the_outputs() -> None:
             finally:
                 closed.append("outputs")
 
-        stream = MediaStream(generate(), Samples(), AnswerMedia(["audio"]), ChatStreamWriter("audio-chat", True))  # type: ignore[arg-type]
+        stream = MediaStream(
+            generate(), Samples(), AnswerMedia({"audio": "audio"}), ChatStreamWriter("audio-chat", True)
+        )  # type: ignore[arg-type]
         merged = stream.merge(write_lines(stream))
         await anext(merged)
         await merged.aclose()
@@ -141,7 +145,7 @@ def test_images_before_the_text_follow_its_first_chunk_and_can_be_joined() -> No
 
     async def read() -> list[dict[str, Any]]:
         writer = ChatStreamWriter("audio-chat", True, is_spoken=False)
-        stream = MediaStream(generate(), None, AnswerMedia(["text", "image"]), writer)
+        stream = MediaStream(generate(), None, AnswerMedia({"text": "text", "image": "image"}), writer)
         return [
             json.loads(line.removeprefix("data: ")) async for line in stream.merge(write_lines(stream)) if line != DONE
         ]
@@ -168,7 +172,7 @@ def test_an_answer_without_tokens_ends_with_a_reason() -> None:
         yield DONE
 
     async def read() -> list[str]:
-        stream = MediaStream(generate(), None, AnswerMedia([]), ChatStreamWriter("", True))
+        stream = MediaStream(generate(), None, AnswerMedia({}), ChatStreamWriter("", True))
         return [line async for line in stream.merge(write_head(stream))]
 
     assert asyncio.run(read()) == [chunk({"role": "assistant"}), event(json.loads(chunk({}, "stop")[6:])), DONE]

@@ -98,6 +98,36 @@ async def test_a_deadline_bounds_the_reading_of_the_prompt() -> None:
         await make_serving(SlowPrompt).answer("a cat", fields, InputImages(), make_request())
 
 
+def serve_images_of(role: str) -> GraphMediaServing:
+    """Images that a role makes: ``painter`` is a diffusion stage, ``writer`` another one, ``crop`` a function."""
+    stages = {"writer": SimpleNamespace(is_diffusion=False), "painter": SimpleNamespace(is_diffusion=True)}
+    serving: Any = make_serving(GraphMediaServing)
+    serving.pipeline = SimpleNamespace(modalities={"image": "picture"})
+    plan = SimpleNamespace(name="drawn", outputs={"picture": object()})
+    serving._omni.orchestrator.plan_of = lambda name: plan
+    serving._omni.orchestrator.stage_of = lambda output, graph: role
+    serving._omni.config = SimpleNamespace(stage_names=tuple(stages), stage=stages.__getitem__)
+    made: GraphMediaServing = serving
+    return made
+
+
+def test_settings_of_an_image_go_to_the_diffusion_stage_that_makes_it() -> None:
+    params = serve_images_of("painter")._stage_params(ImageRequest(prompt="a cat", size="64x32"))
+    assert params["painter"].items() >= {"num_outputs_per_prompt": 1, "width": 64, "height": 32}.items()
+
+
+@pytest.mark.parametrize("role", ["writer", "crop"])
+@pytest.mark.parametrize(
+    ("given", "name"), [({"size": "64x32"}, "width"), ({"n": 2}, "num_outputs_per_prompt"), ({"seed": 0}, "seed")]
+)
+def test_settings_of_an_image_that_nothing_reads_are_rejected(role: str, given: Any, name: str) -> None:
+    serving = serve_images_of(role)
+    assert serving._stage_params(ImageRequest(prompt="a cat")) is None
+    with pytest.raises(InvalidRequest, match=f"{name} = .* has no effect: '{role}' makes the image, and is no") as said:
+        serving._stage_params(ImageRequest(prompt="a cat", **given))
+    assert said.value.param == name
+
+
 def test_an_image_of_a_graph_is_made_in_the_session_of_its_header() -> None:
     serving = make_serving(GraphMediaServing)
     arguments = serving._arguments(ImageRequest(prompt="a cat"), make_request(x_session_id="s"))

@@ -1,18 +1,22 @@
 """``/v1/audio/speech`` over HTTP, on the server of ``conftest.py``, and what it does with sound in many pieces."""
 
 import base64
+import io
 import json
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from vllm.outputs import RequestOutput
 
@@ -71,12 +75,32 @@ async def outputs_with(pieces: Any) -> AsyncGenerator[OmniRequestOutput, None]:
         yield output
 
 
+def make_speech(name: str, metrics: AudioMetrics | None = None) -> Speech:
+    make_encoder = partial(AudioEncoder, AUDIO_FORMATS[name], is_stream=True)
+    return Speech(make_encoder, 24000, MediaTimer(metrics), Deadline(None))
+
+
+async def test_a_sound_of_a_diffusion_pipeline_keeps_its_channels_and_rate() -> None:
+    sound = torch.stack([make_sound(0.5), -make_sound(0.5)])
+    (output,) = [one async for one in outputs_with([sound[None]])]
+    output.multimodal_output["sample_rate"] = 16000
+    speech = make_speech("wav")
+    data = await speech.encode(output) + await speech.finish()
+    with av.open(io.BytesIO(data)) as file:
+        (stream,) = file.streams.audio
+        assert (stream.rate, stream.channels) == (16000, 2)
+        assert sum(frame.samples for frame in file.decode(stream)) == sound.shape[1]
+
+
+async def test_a_speech_without_samples_is_a_file() -> None:
+    assert (await make_speech("wav").finish()).startswith(b"RIFF")
+
+
 @pytest.mark.parametrize("name", AUDIO_FORMATS)
 async def test_each_piece_of_sound_is_sent_as_soon_as_it_is_encoded(name: str) -> None:
     sound, metrics = make_sound(2.0), AudioMetrics(CollectorRegistry())
     pieces = [sound[:0], *sound.split(4800), sound[:0]]  # a fifth of a second each
-    encoder = AudioEncoder(AUDIO_FORMATS[name], 24000, is_stream=True)
-    speech = Speech(encoder, 24000, MediaTimer(metrics), Deadline(None))
+    speech = make_speech(name, metrics)
     sent = [await speech.encode(output) async for output in outputs_with(pieces)]
     joined = b"".join(sent) + await speech.finish()
     assert sum(map(bool, sent)) >= len(pieces) - 3
@@ -211,7 +235,8 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "too fast": ({"speed": 5}, "speed = 5: input should be less than or equal to 4"),
     "no speed": ({"speed": 0}, "speed = 0"),
     "mistyped field": ({"instruction": "Sing."}, "unknown field 'instruction': did you mean 'instructions'?"),
-    "field of others": ({"ref_audio": "x"}, "unknown field 'ref_audio': valid: input, model, voice"),
+    "voice to clone": ({"ref_audio": "x"}, "ref_audio: this model clones no voices"),
+    "field of others": ({"task_type": "Base"}, "unknown field 'task_type': valid: input, model, voice"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens = 0"),
     "seed": ({"seed": 2**70}, "seed"),
     "unknown stage": ({"sampling_params_list": {"talkr": {}}}, "did you mean 'talker'?"),

@@ -80,6 +80,7 @@ def test_a_stuck_vocoder_fails_speech_alone_and_restarts(client: openai.OpenAI, 
     assert server.holds_nothing()
 
 
+@pytest.mark.long
 def test_a_killed_first_stage_restarts_and_stops_the_server_the_second_time(
     client: openai.OpenAI, server: Server, text: str
 ) -> None:

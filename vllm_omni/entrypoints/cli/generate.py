@@ -76,21 +76,26 @@ def _generate(parsed: Deployment, stdout: TextIO) -> None:
         check_writable(audio_path)
     allowed = config.stages[0].engine_args["allowed_local_media_path"]
     media = [read_media(kind, named, allowed, options.use_audio_in_video) for kind, named in options.media]
+    voice = _read_voice(options, allowed)
 
     content = [*media, {"type": "text", "text": prompt}]
     messages = [{"role": "user", "content": content if media else prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
     print_start(config)
+    params, speaker = _stage_params(config, options), options.speaker
     with OmniLLM(config=config) as omni:
-        (output,) = omni.chat(
-            messages,
-            _stage_params(config, options),
-            modalities,
-            use_tqdm=False,
-            speaker=options.speaker,
-            mm_processor_kwargs={"use_audio_in_video": True} if options.use_audio_in_video else None,
-        )
+        if omni.engine.orchestrator.pipeline.speaks_prompts:
+            (output,) = omni.speak(prompt, params, modalities=modalities, speaker=speaker, **voice)
+        else:
+            (output,) = omni.chat(
+                messages,
+                params,
+                modalities,
+                use_tqdm=False,
+                speaker=speaker,
+                mm_processor_kwargs={"use_audio_in_video": True} if options.use_audio_in_video else None,
+            )
     write_answer(output, config, modalities, audio_path, as_json=options.json, stdout=stdout)
 
 
@@ -116,6 +121,12 @@ def _add_arguments(parser: DeploymentParser) -> None:
         "--modalities", metavar="LIST", type=_words, help="text,audio or one of them; by default, all of the model's."
     )
     group.add_argument("--speaker", metavar="NAME", help="A voice of the checkpoint; by default, its first.")
+    group.add_argument(
+        "--ref-audio",
+        metavar="FILE",
+        help="A recording of the voice to speak in: a file, or a URL (http, https, data).",
+    )
+    group.add_argument("--ref-text", metavar="TEXT", help="What the recording says; without it, its timbre is cloned.")
     group.add_argument("--max-tokens", metavar="N", type=_at_least(1), help="Maximum number of text tokens.")
     group.add_argument(
         "--seed",
@@ -158,6 +169,11 @@ def _check(parser: DeploymentParser, options: argparse.Namespace) -> None:
         "--use-audio-in-video: not with --audio: the model would take every sound for a video's": (
             options.use_audio_in_video and "audio" in kinds
         ),
+        "--ref-text: it is the transcript of --ref-audio, which is missing": (
+            options.ref_text is not None and options.ref_audio is None
+        ),
+        "--ref-audio and --speaker are alternatives: each is a whole voice": None
+        not in (options.ref_audio, options.speaker),
         "--modalities codec_ids: only with --json": "codec_ids" in (options.modalities or ()) and not options.json,
     }.items():
         if is_wrong:
@@ -192,10 +208,24 @@ def _check_request(config: OmniConfig, options: argparse.Namespace) -> Sequence[
     try:
         if options.modalities is not None:
             orchestrator.outputs_of(options.modalities)
-        orchestrator.pipeline.check_options({} if options.speaker is None else {"speaker": options.speaker})
+        if orchestrator.pipeline.speaks_prompts and (options.media or options.system is not None):
+            raise ConfigError("this model speaks the prompt, a text: it has no media and no --system; leave them out")
+        if options.ref_audio is not None:
+            if orchestrator.pipeline.voice_output is None:
+                raise ConfigError("--ref-audio: this model clones no voices: leave it out")
+        else:
+            orchestrator.pipeline.check_options({} if options.speaker is None else {"speaker": options.speaker})
     except InvalidRequest as exc:
         raise ConfigError(str(exc)) from exc
-    return options.modalities or orchestrator.modalities_of()
+    return options.modalities or list(orchestrator.modalities_of())
+
+
+def _read_voice(options: argparse.Namespace, allowed_local_media_path: str) -> dict[str, Any]:
+    """Arguments of ``OmniLLM.speak`` for a cloned voice. Raise ``ConfigError`` if its recording cannot be read."""
+    if options.ref_audio is None:
+        return {}
+    part = read_media("audio", options.ref_audio, allowed_local_media_path, option="--ref-audio")
+    return {"ref_audio": part["audio_url"]["url"], "ref_text": options.ref_text}
 
 
 def _stage_params(config: OmniConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -260,9 +290,9 @@ def _num_seconds(output: OmniRequestOutput) -> float:
 def _as_data(
     output: OmniRequestOutput, config: OmniConfig, modalities: Sequence[str], saved: Path | None
 ) -> dict[str, Any]:
-    answer = output.outputs[0]
     data: dict[str, Any] = {"model": config.model}
     if "text" in modalities:
+        answer = output.outputs[0]
         data |= {"text": answer.text, "finish_reason": answer.finish_reason}
     data |= _other_texts(output)
     if "audio" in modalities:
@@ -277,6 +307,7 @@ def _as_data(
     if "codec_ids" in output.multimodal_output:
         data["codec_ids"] = output.multimodal_output["codec_ids"]
     data["num_prompt_tokens"] = len(output.prompt_token_ids or ())
-    data["num_tokens"] = len(answer.token_ids)
+    if output.outputs:  # speech of a given text has none
+        data["num_tokens"] = len(output.outputs[0].token_ids)
     data["stage_seconds"] = stage_seconds(output)
     return data

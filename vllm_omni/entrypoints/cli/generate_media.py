@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput
 
-TEXT_OPTIONS = ("system", "speaker", "max_tokens", "use_audio_in_video")
+TEXT_OPTIONS = ("system", "speaker", "ref_audio", "ref_text", "max_tokens", "use_audio_in_video")
 """Options, by attribute, that have no effect on a diffusion pipeline."""
 
 

@@ -10,6 +10,7 @@ from vllm_omni.compat import require_vllm
 from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.errors import ConfigError, GraphError
 from vllm_omni.flow import Graph, GraphParser, StaticPlan
+from vllm_omni.flow.graph.parser import with_called
 from vllm_omni.flow.graph.render import to_mermaid, to_svg, to_text
 
 FORMATS = {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
@@ -37,7 +38,7 @@ def graph(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     plans: list[StaticPlan] = []
     errors: list[GraphError] = []
-    for one in _read_graphs(options.source, options.deploy_config, options.pipeline):
+    for one in with_called(_read_graphs(options.source, options.deploy_config, options.pipeline)):
         try:
             plans.append(GraphParser(one).parse())
         except GraphError as exc:

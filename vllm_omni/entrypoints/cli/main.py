@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "answer one prompt, media included, without a server",
     "config": "show a model's deployment, and the origin of each value",
     "plan-memory": "print how the stages would share the memory of their devices",
+    "replicas": "list the engines of running servers, and their load",
     "drain": "give an engine of a running server no new requests, others of its stage get them",
     "undrain": "give it requests again",
     "graph": "print the graph of a model, or of a Python file, and check it",

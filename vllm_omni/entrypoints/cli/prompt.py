@@ -35,8 +35,13 @@ def read_prompt(options: argparse.Namespace) -> str:
     return str(text)
 
 
-def read_media(kind: str, name: str, allowed_local_media_path: str, with_sound: bool) -> dict[str, Any]:
+def read_media(
+    kind: str, name: str, allowed_local_media_path: str, with_sound: bool = False, *, option: str | None = None
+) -> dict[str, Any]:
     """Fetch an image, sound or video and decode it once, so that a wrong one fails before any stage starts.
+
+    Args:
+        option: that named it, for errors; the kind's by default.
 
     Returns:
         A part of a message's content in OpenAI's API, with a ``file:`` or ``data:`` URL.
@@ -44,7 +49,7 @@ def read_media(kind: str, name: str, allowed_local_media_path: str, with_sound: 
     Raises:
         ConfigError: the medium cannot be fetched or decoded.
     """
-    flag = f"--{kind} {name if len(name) <= 80 else name[:77] + '...'}"
+    flag = f"{option or f'--{kind}'} {name if len(name) <= 80 else name[:77] + '...'}"
     try:
         url = _url(kind, name)
     except Exception as exc:  # the HTTP client's errors have no class in common

@@ -47,12 +47,18 @@ def parse_serve_args(args: Sequence[str]) -> Deployment:
 
 def _add_arguments(parser: DeploymentParser) -> None:
     make_arg_parser(parser)
+    group = parser.add_argument_group("Replicas", "What several servers know of each other.")
+    group.add_argument(
+        "--replica-registry",
+        metavar="redis://HOST:PORT/DB",
+        help="A Redis server in which servers publish the state of their engines for each other: GET /replicas.",
+    )
     group = parser.add_argument_group("Memory", "Plan without a start.")
     group.add_argument(
         "--dry-run", action="store_true", help="Print how the stages would share memory, as `vllm-omni plan-memory`."
     )
     add_device_flag(group)
-    parser.own_groups = ["Omni", "Memory"]
+    parser.own_groups = ["Omni", "Replicas", "Memory"]
 
 
 def _check(parser: DeploymentParser, args: argparse.Namespace) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from vllm_omni.config import DIFFUSERS, LANGUAGE, bundled_model_types
 from vllm_omni.entrypoints.cli.parser import RejectingParser, reason
 from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.testing import diffusion as diffusers_tiny
 
 LLAVA = "llava-1.5"  # a language model that reads images
+MODEL_TYPES = ("mimo_audio", "qwen2_5_omni", "qwen3_omni", "qwen3_tts")  # modules of vllm_omni.testing
 
 
 def tiny(args: Sequence[str]) -> None:
@@ -20,8 +20,7 @@ def tiny(args: Sequence[str]) -> None:
         description="Write a tiny checkpoint with random weights, in the layout of a real one: configuration, weights, "
         "tokenizer and processors. No network is used, and the same arguments give the same bytes.",
     )
-    model_types = [name for name in bundled_model_types() if name not in (DIFFUSERS, LANGUAGE)]
-    names = [*model_types, LLAVA, *diffusers_tiny.PIPELINES]
+    names = [*MODEL_TYPES, LLAVA, *diffusers_tiny.PIPELINES]
     parser.add_argument(
         "name", metavar="NAME", choices=names, help="a model type, a language model or a pipeline: %(choices)s"
     )
@@ -30,7 +29,7 @@ def tiny(args: Sequence[str]) -> None:
     parser.add_argument("--variant", default="base", help="a shape of the model type (default: %(default)s)")
     options = parser.parse_args(args)
     directory: Path = options.directory
-    is_model_type = options.name in model_types
+    is_model_type = options.name in MODEL_TYPES
     _check(directory, options.name, options.variant, is_model_type=is_model_type)
     try:
         _write(directory, options.name, options.seed, options.variant, is_model_type=is_model_type)

@@ -7,11 +7,11 @@ import socket
 from argparse import Namespace
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
 import vllm.envs as envs
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
@@ -43,11 +43,20 @@ from vllm_omni.entrypoints.openai.protocol import (
     OmniBatchChatCompletionRequest,
     OmniChatCompletionRequest,
     OmniCompletionRequest,
+    SpeechBatchRequest,
     SpeechRequest,
 )
+from vllm_omni.entrypoints.openai.replicas import Membership, address_of, open_registry, replicas_router
 from vllm_omni.entrypoints.openai.schema import describe_app
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
+from vllm_omni.entrypoints.openai.speech_batch import create_batch
+from vllm_omni.entrypoints.openai.speech_stream import speak_stream
+from vllm_omni.entrypoints.openai.voices import OmniServingVoices, add_voice_routes
 from vllm_omni.errors import ConfigError, Unavailable
+from vllm_omni.vllm_patches import decline_chats
+
+if TYPE_CHECKING:
+    from vllm_omni.flow.remote.registry.redis import RedisRegistry
 
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
@@ -131,6 +140,27 @@ async def create_speech(request: SpeechRequest, raw_request: Request) -> Respons
     return await speech.create_speech(request, raw_request)
 
 
+@router.post(
+    "/v1/audio/speech/batch",
+    dependencies=[Depends(validate_json_request)],
+    responses=answers(),
+    response_model=None,
+)
+@with_cancellation
+@load_aware_call
+async def create_speech_batch(request: SpeechBatchRequest, raw_request: Request) -> Response:
+    """Speak several texts at once; each has a file or an error of its own."""
+    return await create_batch(raw_request.app.state.openai_serving_speech, request, raw_request)
+
+
+@router.websocket("/v1/audio/speech/stream")
+async def create_speech_stream(websocket: WebSocket) -> None:
+    """Speak a text that arrives in pieces."""
+    speech: OmniServingSpeech = websocket.app.state.openai_serving_speech
+    omni: AsyncOmni = websocket.app.state.engine_client
+    await speak_stream(websocket, speech.start_stream, omni.orchestrator.requests)
+
+
 @router.get("/v1/audio/voices")
 async def voices(raw_request: Request) -> JSONResponse:
     """The names of voices: the checkpoint's, and the deployment's for them."""
@@ -162,6 +192,7 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
+    registry = open_registry(args.replica_registry)
     # The port first: if it is taken, no stage was started in vain.
     try:
         _, sock = setup_server(args, reuse_port=False)
@@ -176,7 +207,7 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     try:
         omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats)
         try:
-            uvloop.run(_serve(omni, args, sock))
+            uvloop.run(_serve(omni, args, sock, registry))
         finally:
             omni.shutdown()
     finally:
@@ -184,23 +215,26 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
         sock.close()
 
 
-async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
+async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket, registry: RedisRegistry | None) -> None:
     app = await build_omni_app(omni, args)
+    name = (args.served_model_name or [args.model])[0]
+    app.state.membership = Membership(omni.orchestrator, registry, address_of(args), name)
     log_config = get_uvicorn_log_config(args)
     more: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
-    stopped = await serve_http(
-        app,
-        sock=sock,
-        # Upstream then accepts connections itself. libuv closes those for which no file descriptor is free, and once it
-        # has lost the one that it keeps for this purpose, it uses a whole core until others are free.
-        peer_loads=([0], 0),
-        log_level=args.uvicorn_log_level,
-        access_log=not args.disable_uvicorn_access_log,
-        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        **{name: getattr(args, name) for name in HTTP_ARGS},
-        **more,
-    )
+    async with app.state.membership.joined():
+        stopped = await serve_http(
+            app,
+            sock=sock,
+            # Upstream then accepts connections itself. libuv closes those for which no file descriptor is free, and
+            # once it has lost the one that it keeps for this purpose, it uses a whole core until others are free.
+            peer_loads=([0], 0),
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            **{name: getattr(args, name) for name in HTTP_ARGS},
+            **more,
+        )
     # The server ends by itself when the first stage has died too often; by a signal, it has ended the stages by now.
     died = omni.dead_error if not omni.is_running and not omni.is_stopped else None
     await omni.aclose()
@@ -210,39 +244,43 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket) -> None:
 
 
 async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """vLLM's application over these stages, ready to serve.
-
-    Raises:
-        ConfigError: a served name is that of a further graph, which is a model of its own.
-    """
+    """vLLM's application over these stages, ready to serve."""
     if omni.is_diffusion:
         app = build_diffusion_app(omni, args)
         _replace_routes(app, common_router)
         _replace_routes(app, draining_router)
+        _replace_routes(app, replicas_router)
         _finish(app, omni, args)
         return app
-    graphs = [graph.name for graph in omni.orchestrator.pipeline.further_graphs]
+    graphs = list(omni.orchestrator.models)[1:]
     names = args.served_model_name or [args.model]
-    if taken := [name for name in names if name in graphs]:
-        raise ConfigError(f"--served-model-name {taken[0]}: one of the pipeline's graphs has this name; choose another")
-    args = Namespace(**{**vars(args), "served_model_name": [*names, *graphs]})
+    template = args.chat_template or omni.orchestrator.pipeline.chat_template
+    args = Namespace(**{**vars(args), "served_model_name": [*names, *graphs], "chat_template": template})
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     _replace_routes(app, common_router)
     _replace_routes(app, draining_router)
+    _replace_routes(app, replicas_router)
     _replace_routes(app, router)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, Deadline(None), modalities=("text",))
+    if omni.orchestrator.pipeline.speaks_prompts:
+        decline_chats(omni.renderer)
     await init_app_state(text_engine, app.state, args, tasks)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
     for name, method in TEXT_HANDLERS.items():
-        if graphs and (handler := getattr(app.state, name, None)) is not None:
+        if omni.orchestrator.pipeline.speaks_prompts:
+            setattr(app.state, name, None)  # vLLM answers that the model does not support it
+        elif graphs and (handler := getattr(app.state, name, None)) is not None:
             serve_graphs(handler, method, omni)
     chat: OmniServingChat = app.state.openai_serving_chat
     app.state.openai_serving_speech = OmniServingSpeech(chat, omni, metrics, args.sse_keep_alive_interval)
     add_graph_media_routes(app, omni, chat, args.sse_keep_alive_interval)
+    if omni.voices is not None:
+        pipeline = omni.orchestrator.pipeline
+        add_voice_routes(app, OmniServingVoices(omni.voices, lambda: [*pipeline.speakers, *pipeline.voices]))
     _finish(app, omni, args)
     return app
 

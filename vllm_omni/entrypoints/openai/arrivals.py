@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni.engine.running import STOPPING, RunningRequests
@@ -63,6 +64,6 @@ def count_arrivals(app: FastAPI, requests: RunningRequests) -> None:
     app.user_middleware.append(Middleware(Arrivals, requests=requests))
 
 
-def deadline_of(deadline_s: float | None, raw_request: Request | None) -> Deadline:
+def deadline_of(deadline_s: float | None, raw_request: HTTPConnection | None) -> Deadline:
     """The deadline of a request whose body has this field; without ``raw_request``, it has arrived now."""
     return Deadline(deadline_s, None if raw_request is None else raw_request.scope.get("state", {}).get(ARRIVED_AT))

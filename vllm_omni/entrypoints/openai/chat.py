@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -42,8 +43,10 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
 from vllm_omni.vllm_patches import adopt
 
-NOT_SERVED = ("video",)
-"""Modalities that a chat answer cannot have."""
+
+def served_in_chats(made: Mapping[str, str]) -> list[str]:
+    """Those of a model's modalities (name -> kind) that a chat answer can have: one sound, and no video."""
+    return [name for name, kind in made.items() if kind != "video" and (kind != "audio" or name == "audio")]
 
 
 async def _after_empty_text(
@@ -65,7 +68,8 @@ class OmniServingChat(OpenAIServingChat):
     engine_client: AsyncOmni | EngineWithArguments  # with those of the request, in the copy that serves it
     omni: AsyncOmni
     audio_metrics: AudioMetrics | None
-    timer: MediaTimer  # of the request, in the copy that serves it
+    kinds: Mapping[str, str]  # of the modalities of the request, in the copy that serves it
+    timer: MediaTimer  # likewise
     deadline = Deadline(None)  # likewise
 
     @classmethod
@@ -90,18 +94,24 @@ class OmniServingChat(OpenAIServingChat):
             DeadlineExceeded: the deadline passed before the reply started.
         """
         request = OmniChatCompletionRequest.of(request)
+        self.omni.check_replies()
         graph = self.omni.graph_of(request.model)
         made = self.omni.orchestrator.modalities_of(graph)
         if request.modalities is None and "text" not in made:
-            shown = [modality for modality in made if modality not in NOT_SERVED]
-            request = request.model_copy(update={"modalities": shown})
+            request = request.model_copy(update={"modalities": served_in_chats(made)})
         self._check(request, made)
         modalities = ["text"] if request.modalities is None else request.modalities
         speaker = request.audio.speaker if request.audio else None
+        of_pipeline = self.omni.orchestrator.pipeline.chat_template_kwargs(modalities)
+        variables = {**of_pipeline, **(request.chat_template_kwargs or {})}
+        request = request.model_copy(update={"chat_template_kwargs": variables or None})
         self.omni.check_available(modalities, speaker, graph)
         stage_params = self.omni.params.check_overrides(request.sampling_params_list)
+        if "audio" in modalities:
+            self._check_one_sound(stage_params, graph)
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.
         serving = copy.copy(self)
+        serving.kinds = {name: made[name] for name in modalities if name in made}
         serving.timer = MediaTimer(self.audio_metrics)
         serving.deadline = deadline_of(request.deadline_s, raw_request)
         serving.engine_client = EngineWithArguments(
@@ -114,9 +124,19 @@ class OmniServingChat(OpenAIServingChat):
         )
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
 
-    def _check(self, request: OmniChatCompletionRequest, made: Sequence[str]) -> None:
+    def _check_one_sound(self, stage_params: Mapping[str, Mapping[str, Any]], graph: str | None) -> None:
+        orchestrator = self.omni.orchestrator
+        role = orchestrator.stage_of(orchestrator.pipeline.modalities["audio"], graph)
+        if role not in self.omni.config.stage_names or not self.omni.config.stage(role).is_diffusion:
+            return
+        params = {**self.omni.config.stage(role).default_sampling_params, **stage_params.get(role, {})}
+        if (number := params.get("num_outputs_per_prompt", 1)) > 1:
+            said = f"stage {role!r}: num_outputs_per_prompt = {number}: a chat answer has one sound; give 1"
+            raise InvalidRequest(said, param="sampling_params_list")
+
+    def _check(self, request: OmniChatCompletionRequest, made: Mapping[str, str]) -> None:
         request.check()
-        served = [modality for modality in made if modality not in NOT_SERVED]
+        served = served_in_chats(made)
         for modality in request.modalities or ():
             if modality in made and modality not in served:
                 raise InvalidRequest(
@@ -161,7 +181,7 @@ class OmniServingChat(OpenAIServingChat):
         if not request.wants_media:
             return await super().chat_completion_full_generator(request, result_generator, request_id, *args, **kwargs)
         speech = self._speech(request, is_stream=False) if request.wants_audio else None
-        media = AnswerMedia(request.modalities or ())
+        media = AnswerMedia(self.kinds)
 
         async def listen() -> AsyncIterator[OmniRequestOutput]:
             async for output in self._with_text(request, result_generator):
@@ -216,7 +236,7 @@ class OmniServingChat(OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         writer = ChatStreamWriter(f"audio-{request_id}", request.wants_text, is_spoken=request.wants_audio)
         speech = self._speech(request, is_stream=True) if request.wants_audio else None
-        stream = MediaStream(self._with_text(request, outputs), speech, AnswerMedia(request.modalities or ()), writer)
+        stream = MediaStream(self._with_text(request, outputs), speech, AnswerMedia(self.kinds), writer)
         texts = without_tracebacks(stream.read_text())
         lines = super().chat_completion_stream_generator(request, texts, request_id, *args, **kwargs)
         async with aclosing(stream.merge(lines)) as merged:
@@ -242,7 +262,7 @@ class OmniServingChat(OpenAIServingChat):
 
     def _speech(self, request: OmniChatCompletionRequest, *, is_stream: bool) -> Speech:
         sample_rate = self.omni.orchestrator.pipeline.sample_rate
-        assert sample_rate is not None, "a model with audio output has one"
+        assert sample_rate, "checked before the start of a model with audio output"
         audio_format = AUDIO_FORMATS[request.audio_format]
-        encoder = AudioEncoder(audio_format, sample_rate, is_stream=is_stream)
-        return Speech(encoder, sample_rate, self.timer, self.deadline)
+        make_encoder = partial(AudioEncoder, audio_format, is_stream=is_stream)
+        return Speech(make_encoder, sample_rate, self.timer, self.deadline)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni.entrypoints.openai.images import data_url
-from vllm_omni.media.image import IMAGE_FORMATS
+from vllm_omni.media.image import IMAGE_FORMATS, to_image
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 FORMAT = IMAGE_FORMATS["png"]
@@ -17,12 +17,13 @@ class AnswerMedia:
     """Collects the parts of one answer, as fields of its message: ``images`` and ``texts``.
 
     Args:
-        modalities: those that the request asks for.
+        modalities: those that the request asks for, and their kinds.
     """
 
-    def __init__(self, modalities: Iterable[str]) -> None:
-        self._names = set(modalities) - {"text", "audio", "image"}
-        self._wants_images = "image" in modalities
+    def __init__(self, modalities: Mapping[str, str]) -> None:
+        images = {name for name, kind in modalities.items() if kind == "image"}
+        self._names = modalities.keys() - {"text", "audio"} - images
+        self._wants_images = bool(images)
         self.fields: dict[str, Any] = {}
         if self._wants_images:
             self.fields["images"] = []
@@ -32,15 +33,14 @@ class AnswerMedia:
     async def read(self, output: OmniRequestOutput) -> dict[str, Any]:
         """Add what an output has; returns it, as the fields of a delta."""
         delta: dict[str, Any] = {}
-        if self._wants_images and (images := output.images):
-            urls = [await asyncio.to_thread(data_url, image, FORMAT) for image in images]
-            # Clients that join the deltas of a stream find an item by its index.
-            first = len(self.fields["images"])
-            delta["images"] = [
-                {"index": index, "type": "image_url", "image_url": {"url": url}}
-                for index, url in enumerate(urls, first)
-            ]
-            self.fields["images"] += delta["images"]
+        for key, pixels in output.multimodal_output.items() if self._wants_images else ():
+            name, _, value = key.rpartition(".")
+            for one in pixels if value == "images" else ():
+                url = await asyncio.to_thread(data_url, to_image(one), FORMAT)
+                # Clients that join the deltas of a stream find an item by its index.
+                item = {"index": len(self.fields["images"]), "type": "image_url", "image_url": {"url": url}}
+                self.fields["images"].append(item | ({"name": name} if name else {}))
+                delta.setdefault("images", []).append(self.fields["images"][-1])
         texts = {name: output.multimodal_output[name] for name in self._names if output.multimodal_output.get(name)}
         if texts:
             delta["texts"] = texts

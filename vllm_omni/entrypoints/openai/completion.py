@@ -48,6 +48,7 @@ class OmniServingCompletion(OpenAIServingCompletion):
         """
         request = OmniCompletionRequest.of(request)
         request.check()
+        self.omni.check_replies()
         serving = copy.copy(self)
         serving.deadline = deadline_of(request.deadline_s, raw_request)
         graph = self.omni.graph_of(request.model)

@@ -16,13 +16,23 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError
 
 from vllm_omni.entrypoints.openai.mistakes import invalid_body
-from vllm_omni.errors import DeadlineExceeded, InvalidRequest, OmniError, Unavailable, UnknownModel
+from vllm_omni.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OmniError,
+    Unavailable,
+    UnknownModel,
+    UnknownVoice,
+    VoiceExists,
+)
 from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
 STATUS = {
     UnknownModel: HTTPStatus.NOT_FOUND,
+    UnknownVoice: HTTPStatus.NOT_FOUND,
+    VoiceExists: HTTPStatus.CONFLICT,
     ValueError: HTTPStatus.BAD_REQUEST,  # the request is at fault
     Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,  # it may be tried again
     DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,

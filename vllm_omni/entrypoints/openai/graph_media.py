@@ -10,6 +10,7 @@ from vllm.entrypoints.generate.base.serving import SESSION_ID_HEADER
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing
@@ -23,8 +24,8 @@ MODALITIES = ("image", "video")
 
 
 class GraphMediaServing(DiffusionServing):
-    """Sends the text of a request through the chat template to the first stage, and its parameters to the stage whose
-    output is asked for.
+    """Sends the text of a request through the chat template to the first stage, and its parameters to the diffusion
+    stage whose output is asked for; where something else makes it, parameters are rejected.
     """
 
     def __init__(self, omni: AsyncOmni, chat: OmniServingChat, modality: str, metrics: ImageMetrics | None) -> None:
@@ -38,14 +39,21 @@ class GraphMediaServing(DiffusionServing):
 
     def _stage_params(self, fields: DiffusionFields) -> Any:
         plan, name = self._plan_of(fields.model), self.pipeline.modalities[self.modality]
-        output = plan.outputs.get(name)
-        if output is None:
+        if name not in plan.outputs:
             served = [model.name for model in self._models.base_model_paths]
             valid = ", ".join(one for one in served if name in self._plan_of(one).outputs)
             said = f"model = {fields.model!r} has no {self.modality} output: valid: {valid}"
             raise InvalidRequest(said, param="model")
-        role = plan.nodes[output.source].role
-        return {role: fields.params()} if role in self._omni.config.stage_names else None
+        role = self._omni.orchestrator.stage_of(name, plan.name)
+        params, config = fields.params(), self._omni.config
+        if role in config.stage_names and config.stage(role).is_diffusion:
+            return {role: params}
+        default = DiffusionParams()
+        for one, value in params.items():
+            if value != getattr(default, one):
+                said = f"{role!r} makes the {self.modality}, and is no diffusion pipeline: leave it out"
+                raise InvalidRequest(f"{one} = {value!r} has no effect: {said}", param=one)
+        return None
 
     def _plan_of(self, model: str | None) -> StaticPlan:
         return self._omni.orchestrator.plan_of(self._omni.graph_of(model))

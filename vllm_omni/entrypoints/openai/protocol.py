@@ -148,7 +148,7 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
 
 
 class SpeechRequest(BaseModel):
-    """OpenAI's request for speech; the last four fields are ours."""
+    """OpenAI's request for speech; those from ``language`` on are ours."""
 
     model_config = ConfigDict(extra="allow")  # the handler rejects unknown fields, with the nearest name
 
@@ -162,6 +162,16 @@ class SpeechRequest(BaseModel):
         default=None,
         description='"audio": bytes as they are encoded; "sse": events; by default, one whole file.',
     )
+    language: str | None = Field(
+        default=None, description="Of the text, for models that speak several; by default, auto."
+    )
+    ref_audio: str | None = Field(
+        default=None, description="A recording of the voice to clone: a URL (http, https, data) or base64."
+    )
+    ref_text: str | None = Field(
+        default=None, description="What the recording says; without it, the timbre alone is cloned."
+    )
+    speaker_embedding: list[float] | None = Field(default=None, description="An x-vector, instead of a recording.")
     seed: int | None = Field(default=None, description="The random seed of every stage that samples.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of the speech, at most.")
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
@@ -172,3 +182,20 @@ class SpeechRequest(BaseModel):
     @property
     def speaker(self) -> str | None:
         return self.voice.id if isinstance(self.voice, Voice) else self.voice
+
+
+MAX_BATCH = 128
+
+
+class SpeechBatchRequest(BaseModel):
+    """Several requests for speech; every other field is one of ``SpeechRequest``, for all items."""
+
+    model_config = ConfigDict(extra="allow")
+
+    items: list[dict[str, Any]] = Field(
+        min_length=1,
+        max_length=MAX_BATCH,
+        description="Requests for speech, with an `input` each; their fields win over those beside `items`.",
+    )
+    model: str | None = documented("A name of `/v1/models`; by default, the served model.")
+    deadline_s: DeadlineField = None
