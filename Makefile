@@ -20,8 +20,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TINY := build/tiny/qwen2_5_omni
 TINY_SOURCES := $(wildcard vllm_omni/testing/*.py)
 
-# No network, and the small machine's settings of vLLM's CPU backend.
-RUN_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING \
+# No network, the small machine's settings of vLLM's CPU backend, and bytecode, which every engine's process reads.
+RUN_ENV := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING \
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 # Optional: what cannot be compiled here is left out, and torch does its work.

@@ -21,22 +21,29 @@ def find_executable() -> str:
     return executable
 
 
-@contextlib.contextmanager
-def run_redis(directory: Path) -> Iterator[str]:
-    """Its URL. Nothing is written to disk, and it listens on a socket in ``directory`` alone."""
+def start_redis(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """The process, and its URL. Nothing is written to disk, and it listens on a socket in ``directory`` alone."""
     path = directory / "redis.sock"
+    path.unlink(missing_ok=True)
     process = subprocess.Popen(
         [find_executable(), "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"],
         cwd=directory,
         stdout=subprocess.DEVNULL,
     )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _answers(path):
+        assert process.poll() is None, f"redis-server ended with {process.returncode}"
+        assert time.monotonic() < deadline, "redis-server does not answer"
+        time.sleep(0.01)
+    return process, f"unix://{path}"
+
+
+@contextlib.contextmanager
+def run_redis(directory: Path) -> Iterator[str]:
+    """The URL of a server that ends with the block."""
+    process, url = start_redis(directory)
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(path):
-            assert process.poll() is None, f"redis-server ended with {process.returncode}"
-            assert time.monotonic() < deadline, "redis-server does not answer"
-            time.sleep(0.01)
-        yield f"unix://{path}"
+        yield url
     finally:
         process.terminate()
         process.wait(10)

@@ -24,7 +24,7 @@ ORDER = [
     ["messages"],
     ["config", "flow", "ops"],
     ["process", "relay"],
-    ["diffusion", "epd", "kv"],
+    ["diffusion", "epd", "kv", "speech"],
     ["testing", "model_executor"],
     ["core", "worker"],
     ["capacity", "engine"],
@@ -168,7 +168,7 @@ def run_without_vllm(code: str) -> subprocess.CompletedProcess:
 
 def without_vllm_names() -> list[str]:
     names = ["vllm_omni", "vllm_omni.config", "vllm_omni.envs"]
-    packages = ("flow", "relay", "ops", "diffusion", "epd")
+    packages = ("flow", "relay", "ops", "diffusion", "epd", "speech")
     for path in FILES:
         file = relative(path)
         if file.startswith(packages) and path.name != "redis.py":

@@ -107,6 +107,7 @@ class Answers:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
 
 
+@pytest.mark.long
 def test_no_engine_is_asked_twice_and_modes_that_are_compared_are_asked_the_same():
     one, another, third = Answers(), Answers(), Answers()
     engines = {"stock": [one], "ours": [third], "2 stock": [one, another]}

@@ -23,6 +23,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 def test_quick_run_ends_with_a_line_of_json():
     done = subprocess.run(COMMAND, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -54,6 +55,7 @@ def receives_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("receives_sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupted_it_leaves_nothing_behind(number):

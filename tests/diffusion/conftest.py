@@ -15,9 +15,9 @@ from vllm_omni.diffusion.merge_rules import MergeRule
 from vllm_omni.diffusion.stepper import PipelineStepper
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def load_tiny(tiny_pipeline: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """Name -> the pipeline, the same one for all tests; a test that changes it copies it first."""
+    """Name -> the pipeline, the same one for all tests here; a test that changes it copies it first."""
     patch = pytest.MonkeyPatch()
     # These pipelines scale every input image to a million pixels, and have no argument against it.
     patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (64, 64, None))
@@ -26,7 +26,7 @@ def load_tiny(tiny_pipeline: Callable[[str], Path]) -> Iterator[Callable[[str], 
     patch.undo()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checked_rules(load_tiny: Callable[[str], Any]) -> Callable[[str], Mapping[str, MergeRule]]:
     """Name -> the merge rules that hold for the pipeline."""
 

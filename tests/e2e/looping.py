@@ -27,7 +27,7 @@ class Writer(Role):
 
 
 class LoopingPipeline(Pipeline):
-    modalities = {"text": "text", "audio": "comment"}
+    modalities = {"text": "text", "comment": "comment"}
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         self.graph = Graph("looping")

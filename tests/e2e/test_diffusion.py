@@ -409,6 +409,7 @@ def audio_omni(engines: SharedEngines) -> OmniLLM:
     return engines.get(STABLE_AUDIO)
 
 
+@pytest.mark.long
 @on_the_loop_of("audio_omni")
 async def test_sounds_of_a_batch_equal_diffusers_and_a_bad_request_stops_no_worker(
     audio_omni: AsyncOmni, engines: SharedEngines

@@ -91,13 +91,14 @@ COST = CostModel(
             marks=pytest.mark.long,
         ),
         pytest.param({"tpot_ms": 5.0, "cost": vars(COST)}, id="costs given", marks=pytest.mark.long),
-        pytest.param({"tpot_ms": 5.0}, id="costs measured"),
+        pytest.param({"tpot_ms": 5.0}, id="costs measured", marks=pytest.mark.long),
         pytest.param({"tpot_ms": 5.0, "profile_s": 0}, id="costs learned", marks=pytest.mark.long),
         pytest.param(
             {"token_budget": 24, "image_budget": llava.NUM_IMAGE_TOKENS, "encode_in": "thread"},
             id="one image, in a thread",
+            marks=pytest.mark.long,
         ),
-        pytest.param({"tpot_ms": 5.0, "encode_in": "thread"}, id="costs measured, in a thread", marks=pytest.mark.long),
+        pytest.param({"tpot_ms": 5.0, "encode_in": "thread"}, id="costs measured, in a thread"),
     ],
 )
 def test_with_budgets_it_answers_as_upstream_does(llava_checkpoint: Path, upstream: Run, epd: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from vllm_omni.errors import InvalidRequest
 from vllm_omni.process.status import StageState
 from vllm_omni.testing.llava import TINY
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]  # without adapters: test_epd_instances.py
 
 LONG = 100
 RANK = 8
@@ -122,7 +122,6 @@ def test_a_missing_adapter_fails_only_its_request(omni: OmniLLM, upstream: Upstr
     assert answered == upstream.adapted[0]
 
 
-@pytest.mark.long
 def test_killed_instances_restart_and_no_request_is_lost(
     omni: OmniLLM, group: InstanceGroup, upstream: Upstream, adapter: LoRARequest
 ) -> None:

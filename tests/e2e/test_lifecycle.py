@@ -103,7 +103,7 @@ class Program:
 
     def engine_cores(self) -> list[psutil.Process]:
         """The children that vLLM has spawned, from their first instruction on."""
-        return [process for process in self.processes() if process.ppid() == self.process.pid and is_spawned(process)]
+        return [process for process in self.processes() if is_spawned(process, self.process.pid)]
 
     def note_shared_memory(self) -> list[str]:
         """What the program's processes have mapped of /dev/shm; other programs may put things there, too."""
@@ -154,9 +154,11 @@ class Program:
         assert [path for path in self.leftovers() if "/sem." not in path] == []
 
 
-def is_spawned(process: psutil.Process) -> bool:
-    """Whether multiprocessing made it, or vLLM has already renamed it."""
+def is_spawned(process: psutil.Process, parent_pid: int) -> bool:
+    """Whether this parent's multiprocessing made it, or vLLM has already renamed it. What has ended is not."""
     try:
+        if process.ppid() != parent_pid:
+            return False
         line = " ".join(process.cmdline())
     except psutil.Error:
         return False
@@ -224,6 +226,7 @@ def test_close_ends_everything_and_is_quiet(run: Run) -> None:
     assert_quiet(log)
 
 
+@pytest.mark.long
 def test_exit_without_close_ends_everything_and_is_quiet(run: Run, one_stage: Path) -> None:
     program = run("leave", model=one_stage)
     program.wait_for_event("leaving")

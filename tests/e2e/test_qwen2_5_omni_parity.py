@@ -152,7 +152,8 @@ async def think(
     token_ids: list[int] = []
     rows: list[torch.Tensor] = []
     positions = rest = None
-    async for output in engine.generate(StageRequest(case.vllm_prompt), context, frozenset({"rows"})):
+    request = StageRequest(case.vllm_prompt, {"readers": ["talker.generate"]})
+    async for output in engine.generate(request, context, frozenset({"rows"})):
         token_ids += output.outputs[0].token_ids
         prompt_token_ids = output.prompt_token_ids
         for payload in output.payloads:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.processes import paused
-from tests.server import SHORT, engine_core, serve
+from tests.redis_server import run_redis
+from tests.server import SHORT, Server, engine_core, serve, wait_for
 from vllm_omni import OmniLLM
 from vllm_omni.engine.replicas import ReplicaGroup
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow.remote.registry.redis import RedisRegistry
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.process.status import StageState
 from vllm_omni.testing import qwen2_5_omni as tiny
@@ -171,26 +173,36 @@ def test_a_request_moves_from_a_killed_thinker_and_the_thinker_returns(
     assert num_tasks(omni)["thinker/1"] > before
 
 
-def test_a_killed_talker_fails_requests_that_have_read_its_stream_and_no_others(
+def test_requests_move_from_a_talker_that_is_killed_while_it_reads_their_streams(
     omni: OmniLLM, by_one: list[OmniRequestOutput]
 ) -> None:
-    async def run() -> list[Any]:
-        victim = group(omni, "talker").engines["talker/0"]
+    long = {**PARAMS, "thinker": {**PARAMS["thinker"], "max_tokens": 160}}
+
+    async def run() -> tuple[list[OmniRequestOutput], OmniRequestOutput, OmniRequestOutput]:
+        victim, thinkers = group(omni, "talker").engines["talker/0"], group(omni, "thinker").engines.values()
         with paused(*victim.pids()):
-            answers = asyncio.gather(*(ask(omni, number) for number in range(NUM_REQUESTS)), return_exceptions=True)
+            answers = asyncio.gather(*(ask(omni, number) for number in range(NUM_REQUESTS)))
             await until(lambda: victim.num_requests == NUM_REQUESTS // 2)
             victim.kill()
-            return await answers
+        got = await answers
+        await recovered(omni)
+        before.update(num_tasks(omni))
+        expected = await collect(omni.engine.generate(PROMPT.format(7), long, session_id="long"))
+        (home,) = (name for name in ("talker/0", "talker/1") if num_tasks(omni)[name] != before[name])
+        victim = group(omni, "talker").engines[home]
+        with paused(*victim.pids()):
+            answer = asyncio.create_task(collect(omni.engine.generate(PROMPT.format(7), long, session_id="long")))
+            await until(lambda: victim.num_requests == 1)
+            assert sum(one.num_requests for one in thinkers) == 1  # the reply is not complete
+            victim.kill()
+        return got, await answer, expected
 
-    got = omni.run(run())
-    failed = [one for one in got if isinstance(one, BaseException)]
-    assert len(failed) == NUM_REQUESTS // 2
-    for error in failed:
-        assert isinstance(error, StageFailed) and error.stage == "talker/0"
-        assert "died" in str(error) and "they cannot be read again" in str(error)
-    for answer, expected in zip(got, by_one, strict=True):
-        if not isinstance(answer, BaseException):
-            assert_equal(answer, expected)
+    before: dict[str, int] = {}
+    got, moved, expected = omni.run(run())
+    for answer, one in zip(got, by_one, strict=True):
+        assert_equal(answer, one)
+    assert_equal(moved, expected)
+    assert group(omni, "talker").router.statistics().num_redone
     omni.run(recovered(omni))
 
 
@@ -210,11 +222,29 @@ def test_without_streams_requests_move_from_a_killed_talker(checkpoint: Path, by
         assert group(omni, "talker").router.statistics().num_redone
 
 
-def test_a_server_drains_a_replica_by_the_command_line(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    with run_redis(tmp_path) as url:
+        yield url
+
+
+async def published(url: str, server: Server) -> dict[str, str]:
+    """What another server reads in the registry: engine -> state."""
+    registry = RedisRegistry(url)
+    try:
+        replicas = await registry.replicas()
+    finally:
+        await registry.aclose()
+    assert {(one.address, one.model) for one in replicas} <= {(server.url, "tiny")}
+    return {one.engine: one.state for one in replicas}
+
+
+def test_a_server_drains_a_replica_by_the_command_line_and_publishes_it(
+    checkpoint: Path, tmp_path: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--skip-mm-profiling", "--api-key=secret"]
-    with serve(checkpoint, tmp_path / "log", *flags, "--stage=thinker.replicas=2") as server:
+    flags += ["--stage=thinker.replicas=2", f"--replica-registry={redis_url}"]
+    with serve(checkpoint, tmp_path / "log", *flags) as server:
 
         def states() -> dict[str, str]:
             return {name: one["state"] for name, one in server.get("/health").json()["stages"].items()}
@@ -229,6 +259,10 @@ def test_a_server_drains_a_replica_by_the_command_line(
         assert run("drain", "thinker/1", "--api-key=secret", "--timeout=60") == "thinker/1: drained"
         up = dict.fromkeys(("thinker/0", "thinker/1", "talker", "token2wav"), "running")
         assert states() == up | {"thinker/1": "drained"}
+        wait_for("the heartbeat", lambda: asyncio.run(published(redis_url, server)) == states())
+        listed = [line.split()[:5] for line in run("replicas", "--api-key=secret").splitlines()]
+        assert listed[0] == ["SERVER", "MODEL", "ENGINE", "STATE", "REQUESTS"]
+        assert [server.url, "tiny", "thinker/1", "drained", "0"] in listed and len(listed) == 5
         for _ in range(3):
             assert server.client.chat.completions.create(**SHORT).choices[0].message.content
         tasks = 'vllm_omni:instance_tasks_total{stage="thinker/'
@@ -244,3 +278,5 @@ def test_a_server_drains_a_replica_by_the_command_line(
             assert server.client.chat.completions.create(**SHORT).choices[0].message.content
         response = server.get("/health")
         assert response.status_code == 200 and states() == up | {"thinker/1": "restarting"}
+        wait_for("the heartbeat", lambda: asyncio.run(published(redis_url, server))["thinker/1"] == "restarting")
+    assert asyncio.run(published(redis_url, server)) == {}

@@ -73,7 +73,7 @@ def test_an_error_of_the_pipelines_own_code_is_a_500_with_the_stages_name(server
 
 def test_a_rejection_stays_one_although_another_node_already_reads_the_rejected(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match=f"stage 'writer': .*{MAX_MODEL_LEN}"):
-        ask(server, seed=TOO_LONG, modalities=["text", "audio"])
+        ask(server, seed=TOO_LONG, modalities=["text", "comment"])
 
 
 class SlowImages(ThreadingHTTPServer):

@@ -15,7 +15,7 @@ from vllm_omni.engine.stage import StageEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.tether import ServerTether
-from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
+from vllm_omni.relay.hub import OPTIONS, EdgeOptions, RelayHub, RelayOptions
 from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = pytest.mark.long
@@ -35,7 +35,9 @@ def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> Sta
     with run_directory.inherited():
         engine = StageEngine(config.stage("thinker"), spec)
         tether = ServerTether(run_directory.path, "thinker")
-        tether[OPTIONS] = to_builtins(RelayOptions("shm", 16 << 20, stream=True))
+        tether[OPTIONS] = to_builtins(
+            RelayOptions(num_bytes=16 << 20, edges={"talker": EdgeOptions("shm", stream=True)})
+        )
         engine.start(tether, hub)
     return engine
 

@@ -40,7 +40,6 @@ class MorsePipeline(Pipeline):
                 architecture="Morse",
                 output_type="audio",
                 hf_overrides=morse_hf_config,
-                sampling_params={"max_tokens": 1, "detokenize": False},
             ),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from tests.e2e.graphs.pondering import ponder
 from vllm_omni.flow import Activation, CallInfo, Chunk, Emission, Field, GlobalParameters, Graph, Role, interface
 from vllm_omni.model_executor.models.diffusers.pipeline import diffusers_stage
 from vllm_omni.model_executor.pipeline import FunctionSpec, Outputs, Pipeline, StageRequest, StageSpec
@@ -38,6 +39,9 @@ class Critic(Role):
 
 class Painter(Role):
     paint = interface([["prompt"], ["advice"]], {"image": IMAGE}, max_iterations=1)
+    sketch = interface([["prompt"]], {"latents": Field("latents", streamed=True)})
+    refine = interface([["latents"]], {"image": IMAGE})
+    retouch = interface([["rows"], ["rows", "advice"]], {"image": IMAGE}, max_iterations=2)
 
 
 class Tool(Role):
@@ -46,6 +50,10 @@ class Tool(Role):
 
 class Parser(Role):
     parse = interface([["prompt"]], {"first": TEXT, "second": TEXT, "third": TEXT})
+
+
+class Ponderer(Role):
+    ponder = interface([["text"]], {"comment": STREAM})
 
 
 class Historian(Role):
@@ -78,6 +86,14 @@ async def join(activation: Activation) -> AsyncIterator[Chunk]:
             if chunk.payload is not None:
                 prompt += [token for one in chunk.payload.outputs for token in one.token_ids]
     yield Chunk(StageRequest({"prompt_token_ids": prompt}), last=True)
+
+
+async def retouch(activation: Activation) -> AsyncIterator[Chunk]:
+    """A picture of the same rows in each iteration, once the advice is there."""
+    if "advice" in activation.inputs:
+        assert await read(activation.inputs["advice"])
+    async for chunk in pass_tensors(prompt_embeds="rows")(activation.inputs["rows"]):
+        yield chunk
 
 
 async def act(outputs: Outputs, activation: Activation) -> AsyncIterator[Emission]:
@@ -122,6 +138,12 @@ async def to_prompt(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterat
 
 async def to_picture(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
     yield Chunk(StageRequest(await read(chunks)), last=True)
+
+
+async def to_ids(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+    """A reply's ids as the prompt of another graph."""
+    replied = [chunk.payload.outputs async for chunk in chunks if chunk.payload is not None]
+    yield Chunk(StageRequest({"prompt_token_ids": [one for (out,) in replied for one in out.token_ids]}), last=True)
 
 
 async def user_to_picture(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
@@ -183,6 +205,7 @@ def illustrated() -> Graph:
     writer, painter = roles(graph, "writer", "painter")
     reply = writer.write(prompt=graph.placeholder("prompt"))
     graph.output(text=reply.text, image=painter.paint(prompt=reply.text.via(to_picture)).image)
+    graph.graph_call("hasty", ["text", "image"], until=["text"])
     return graph
 
 
@@ -196,6 +219,58 @@ def embedded() -> Graph:
     return graph
 
 
+def painting() -> Graph:
+    """Only called: a picture of rows."""
+    graph = Graph("painting")
+    (painter,) = roles(graph, "painter")
+    graph.output(image=painter.paint(prompt=graph.placeholder("rows")).image)
+    graph.graph_call("paint", ["image"])
+    return graph
+
+
+def handed(painting: Graph) -> Graph:
+    """The painter reads the writer's hidden states in a graph of its own."""
+    graph = Graph("handed")
+    (writer,) = roles(graph, "writer")
+    reply = writer.embed(prompt=graph.placeholder("prompt"))
+    painted = graph.graph_ref(painting).paint(rows=reply.rows.via(pass_tensors(prompt_embeds="rows")))
+    graph.output(text=reply.text, image=painted.image)
+    return graph
+
+
+def assembled(painting: Graph) -> Graph:
+    """Writer and painter are each in a graph of its own."""
+    embedding, graph = Graph("embedding"), Graph("assembled")
+    (writer,) = roles(embedding, "writer")
+    reply = writer.embed(prompt=embedding.placeholder("prompt"))
+    embedding.output(text=reply.text, rows=reply.rows)
+    embedding.graph_call("embed", ["text", "rows"])
+    made = graph.graph_ref(embedding).embed(prompt=graph.placeholder("prompt"))
+    painted = graph.graph_ref(painting).paint(rows=made.rows.via(pass_tensors(prompt_embeds="rows")))
+    graph.output(text=made.text, image=painted.image)
+    return graph
+
+
+def retouched() -> Graph:
+    """Each iteration of a loop over the painter reads the writer's hidden states again."""
+    graph = Graph("retouched")
+    writer, painter, critic = roles(graph, "writer", "painter", "critic")
+    painted = painter.retouch(rows=writer.embed(prompt=graph.placeholder("prompt")).rows)
+    comment = critic.look(image=painted.image.via(to_critic))
+    painter.retouch(advice=comment.text)
+    graph.output(image=painted.image, comment=comment.text)
+    return graph
+
+
+def refined() -> Graph:
+    """The painter starts a second time, from its own latents."""
+    graph = Graph("refined")
+    (painter,) = roles(graph, "painter")
+    sketch = painter.sketch(prompt=graph.placeholder("prompt").via(user_to_picture))
+    graph.output(image=painter.refine(latents=sketch.latents.via(pass_tensors("w7 w8", latents="latents"))).image)
+    return graph
+
+
 def critique() -> Graph:
     """A picture, what the critic says about it, and a second picture of that."""
     graph = Graph("critique")
@@ -204,6 +279,32 @@ def critique() -> Graph:
     comment = critic.look(image=painted.image.via(to_critic))
     painter.paint(advice=comment.text.via(to_picture))
     graph.output(image=painted.image, comment=comment.text)
+    graph.graph_call("review", ["image", "comment"])
+    return graph
+
+
+def reviewed(critique: Graph) -> Graph:
+    """The critique of what the writer says, as a node."""
+    graph = Graph("reviewed")
+    (writer,) = roles(graph, "writer")
+    reply = writer.write(prompt=graph.placeholder("prompt"))
+    made = graph.graph_ref(critique).review(prompt=reply.text.via(to_ids))
+    graph.output(text=reply.text, image=made.image, comment=made.comment)
+    return graph
+
+
+def retold(history: Graph) -> Graph:
+    graph = Graph("retold")
+    graph.output(text=graph.graph_ref(history).tell(prompt=graph.placeholder("prompt")).text)
+    return graph
+
+
+def pondered() -> Graph:
+    """A function computes for long about what the writer says."""
+    graph = Graph("pondered")
+    writer, ponderer = roles(graph, "writer", "ponderer")
+    reply = writer.write(prompt=graph.placeholder("prompt"))
+    graph.output(text=reply.text, comment=ponderer.ponder(text=reply.text).comment)
     return graph
 
 
@@ -212,6 +313,7 @@ def history() -> Graph:
     historian, writer = roles(graph, "historian", "writer")
     told = historian.tell(prompt=graph.placeholder("prompt"))
     graph.output(text=writer.write(prompt=told.prompt).text)
+    graph.graph_call("tell", ["text"])
     return graph
 
 
@@ -222,6 +324,7 @@ ROLES: dict[str, type[Role]] = {
     "tool": Tool,
     "parser": Parser,
     "historian": Historian,
+    "ponderer": Ponderer,
 }
 PARAMETERS = {"historian": (GlobalParameters("history", list),)}
 
@@ -239,7 +342,11 @@ class GraphsPipeline(Pipeline):
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         self.graph = plain()
-        self.further_graphs = (diamond(), gathered(), agent(), illustrated(), embedded(), critique(), history())
+        criticized, told, painted = critique(), history(), painting()
+        self.further_graphs = (
+            *(diamond(), gathered(), agent(), illustrated(), embedded(), retouched(), refined()),
+            *(criticized, told, reviewed(criticized), retold(told), handed(painted), assembled(painted), pondered()),
+        )
         self.stages = (
             StageSpec(
                 "writer",
@@ -250,12 +357,13 @@ class GraphsPipeline(Pipeline):
                 publishing_fields=frozenset({"rows"}),
             ),
             StageSpec("critic", "", "text"),
-            diffusers_stage("painter", "image"),
+            diffusers_stage("painter", "image", combine={"retouch": retouch}, publishing_fields=frozenset({"latents"})),
         )
         self.functions = (
             FunctionSpec("tool", use_tool),
             FunctionSpec("parser", parse),
             FunctionSpec("historian", tell),
+            FunctionSpec("ponderer", ponder, processes=1),
         )
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:

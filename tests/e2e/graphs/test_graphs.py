@@ -3,7 +3,10 @@
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,18 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.e2e.graphs.pipelines import NUM_TOOL_CALLS, GraphsPipeline
+from tests.e2e.graphs.pondering import DIRECTORY, HOLD
+from tests.encoded_link import served_from_bytes
+from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
 from vllm_omni.entrypoints.openai.app import build_omni_app
-from vllm_omni.errors import ConfigError
+from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
+from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.process.status import StageState
+from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.testing import diffusion, llava
 
 pytestmark = [
@@ -36,6 +45,9 @@ PARAMS: dict[str, Any] = {
     "critic": {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True},
     "painter": {"num_inference_steps": 2, "height": 64, "width": 64, "seed": 3, "guidance_scale": 0.0},
 }
+# The latents of a smaller picture would travel inline.
+LATENTS = PARAMS | {"painter": PARAMS["painter"] | {"output_type": "latents", "height": 160, "width": 160}}
+PARAMS_OF = {"refined": LATENTS}
 
 
 SHAPE = replace(llava.TINY, hidden_size=32, num_heads=1)
@@ -63,29 +75,41 @@ def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
-    omni = start(tmp_path_factory.mktemp("graphs"))
-    yield omni
-    omni.shutdown()
+def pondering(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests hold a function while it computes."""
+    return tmp_path_factory.mktemp("pondering")
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory, pondering: Path) -> Iterator[AsyncOmni]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY, str(pondering))
+        omni = start(tmp_path_factory.mktemp("graphs"))
+        yield omni
+        omni.shutdown()
 
 
 async def ask(omni: AsyncOmni, graph: str, prompt: Sequence[int] = PROMPT, **more: Any) -> OmniRequestOutput:
-    return await collect(omni.generate({"prompt_token_ids": list(prompt)}, PARAMS, graph=graph, **more))
+    return await collect(
+        omni.generate({"prompt_token_ids": list(prompt)}, PARAMS_OF.get(graph, PARAMS), graph=graph, **more)
+    )
 
 
 class ByHand:
     """The engines without the graph."""
 
-    def __init__(self, omni: AsyncOmni) -> None:
+    def __init__(self, omni: AsyncOmni, params: Mapping[str, Any] = PARAMS) -> None:
         self._omni = omni
-        self._params = omni.params.resolve(PARAMS)
+        self._params = omni.params.resolve(params)
 
-    async def run(self, stage: str, prompt: Any, params: Mapping[str, Any] | None = None) -> OmniRequestOutput:
+    async def run(
+        self, stage: str, prompt: Any, params: Mapping[str, Any] | None = None, args: Mapping[str, Any] | None = None
+    ) -> OmniRequestOutput:
         engine = self._omni.orchestrator.front(stage)
         context = RequestContext(
             f"by-hand-{id(prompt)}", self._params if params is None else self._omni.params.resolve(params), {}
         )
-        outputs = engine.generate(StageRequest(prompt), context, frozenset({"text"}))
+        outputs = engine.generate(StageRequest(prompt, dict(args or {})), context, frozenset({"text"}))
         return await collect(outputs)
 
     async def write(self, prompt: Sequence[int]) -> list[int]:
@@ -132,19 +156,59 @@ async def test_a_painter_reads_the_hidden_states_of_the_writer(omni: AsyncOmni) 
     params = omni.params.resolve(PARAMS)
     context = RequestContext("by-hand", params, {})
     request = StageRequest({"prompt_token_ids": PROMPT})
-    reply = await collect(orchestrator.front("writer").generate(request, context, frozenset({"rows"})))
+    record = RequestRecord()
+    outputs = orchestrator.front("writer").generate(request, context, frozenset({"rows"}), report=record.add)
+    reply = await collect(outputs)
     rows = torch.cat([orchestrator.hub.pull_blocking(payload)["rows"] for payload in reply.payloads])
     assert rows.shape == (len(PROMPT) + PARAMS["writer"]["max_tokens"] - 1, SHAPE.hidden_size)
     pipeline = DiffusionPipeline.from_pretrained(omni.config.stage("painter").model)
     settings = {name: value for name, value in PARAMS["painter"].items() if name != "seed"}
     generator = torch.Generator().manual_seed(PARAMS["painter"]["seed"])
     expected = pipeline(prompt_embeds=[rows], generator=generator, output_type="np", **settings).images
-    for payload in context.payloads:
+    for payload in record.published:
         orchestrator.hub.release_payload(payload, for_all=True)
     answer = await ask(omni, "embedded")
     assert answer.outputs[0].text == reply.outputs[0].text
     pixels = answer.multimodal_output["images"].float() / 255
     assert (pixels - torch.from_numpy(expected)).abs().max() <= 1.01 / 255  # rounded to eight bits
+
+
+async def test_a_stage_reads_its_own_tensors_by_reference(omni: AsyncOmni) -> None:
+    painter = omni.orchestrator.front("painter")
+    (before,) = await painter.relay_statistics()
+    answer = await ask(omni, "refined")
+    (after,) = await painter.relay_statistics()
+    for count in ("num_puts", "num_gets"):
+        assert after["local"][count] == before["local"][count] + 1
+    assert after["local"]["num_leases"] == after["local"]["num_expired"] == 0
+    hand = ByHand(omni)
+    sketch = await hand.run("painter", " ".join(f"w{token}" for token in PROMPT), LATENTS)
+    latents = sketch.multimodal_output["latents"]
+    inputs = {
+        "payloads": [encode(RelayHub(RelayOptions()).publish("", {"latents": latents}))],
+        "inputs": {"latents": "latents"},
+    }
+    refined = await hand.run("painter", "w7 w8", LATENTS, inputs)
+    assert torch.equal(answer.multimodal_output["latents"], refined.multimodal_output["latents"])
+    assert not torch.equal(latents, refined.multimodal_output["latents"])
+
+
+async def test_each_iteration_of_a_loop_reads_the_same_tensors_which_are_then_released(omni: AsyncOmni) -> None:
+    prompt = PROMPT * 40  # its rows are too many to travel inline
+    once = await ask(omni, "embedded", prompt)
+    answer = await ask(omni, "retouched", prompt)
+    assert torch.equal(answer.multimodal_output["images"], torch.cat([once.multimodal_output["images"]] * 3))
+    (statistics,) = await omni.orchestrator.front("writer").relay_statistics()
+    assert statistics["shm"]["num_puts"] > 1
+    assert not statistics["shm"]["num_leases"]
+
+
+@pytest.mark.parametrize("graph", ["handed", "assembled"])
+async def test_tensors_pass_between_graphs_that_call_one_another(omni: AsyncOmni, graph: str) -> None:
+    prompt = PROMPT * 40
+    once, answer = await ask(omni, "embedded", prompt), await ask(omni, graph, prompt)
+    assert answer.outputs[0].text == once.outputs[0].text
+    assert torch.equal(answer.multimodal_output["images"], once.multimodal_output["images"])
 
 
 async def test_a_picture_is_painted_again_as_the_critic_says(omni: AsyncOmni) -> None:
@@ -157,6 +221,55 @@ async def test_a_picture_is_painted_again_as_the_critic_says(omni: AsyncOmni) ->
     assert torch.equal(answer.multimodal_output["images"], expected)
 
 
+async def test_a_graph_is_a_node_of_another_one(omni: AsyncOmni) -> None:
+    hand = ByHand(omni)
+    reply = await hand.run("writer", {"prompt_token_ids": PROMPT})
+    first = await hand.run("painter", " ".join(f"w{token}" for token in reply.outputs[0].token_ids))
+    said = await hand.run("critic", {"prompt": "w5 <image> w6", "multi_modal_data": {"image": first.images[0]}})
+    second = await hand.run("painter", said.outputs[0].text)
+    answer = await ask(omni, "reviewed")
+    assert answer.outputs[0].text == reply.outputs[0].text
+    expected = torch.cat([first.multimodal_output["images"], second.multimodal_output["images"]])
+    assert torch.equal(answer.multimodal_output["images"], expected)
+    assert answer.multimodal_output["comment"].startswith(said.outputs[0].text)
+    assert set(answer.stage_durations) == {"writer", "painter", "critic", "total"}
+    alone = await ask(omni, "critique.review", reply.outputs[0].token_ids)
+    assert torch.equal(alone.multimodal_output["images"], expected)
+
+
+async def test_a_request_ends_the_graphs_that_it_calls(omni: AsyncOmni) -> None:
+    slow = PARAMS | {"painter": PARAMS["painter"] | {"num_inference_steps": 500}}
+    answer = omni.generate({"prompt_token_ids": PROMPT}, slow, "slow", graph="reviewed", deadline_s=60)
+    async for output in answer:
+        if output.outputs and output.outputs[0].finish_reason:
+            break
+    while not omni.orchestrator.front("painter").num_requests:  # noqa: ASYNC110 - the other engine reads it
+        await asyncio.sleep(0.001)
+    await omni.abort("slow")
+    with pytest.raises(CallAborted):
+        await anext(answer)
+    assert not omni.orchestrator.front("painter").num_requests
+    assert omni.orchestrator.runtime.statistics().num_open_calls == 0
+    with pytest.raises(DeadlineExceeded, match=r"still running: critique.review, critique.review > painter.paint;"):
+        await collect(omni.generate({"prompt_token_ids": PROMPT}, slow, graph="reviewed", deadline_s=1))
+
+
+async def test_a_graph_call_ends_with_the_outputs_that_complete_it(omni: AsyncOmni) -> None:
+    answer = await ask(omni, "illustrated.hasty")
+    assert answer.finished
+    assert answer.outputs[0].finish_reason == "length"
+    assert not answer.images
+
+
+async def test_a_called_graph_shares_the_session_of_its_request(omni: AsyncOmni) -> None:
+    hand = ByHand(omni)
+    first = await ask(omni, "history", [1, 10], session_id="called")
+    assert list(first.outputs[0].token_ids) == await hand.write([1, 10])
+    second = await ask(omni, "retold", [1, 11], session_id="called")
+    assert list(second.outputs[0].token_ids) == await hand.write([1, 10, 1, 11])
+    assert second.outputs[0].finish_reason == "length"
+
+
 async def test_calls_of_a_session_share_its_history_in_order(omni: AsyncOmni) -> None:
     hand = ByHand(omni)
     calls = [ask(omni, "history", [1, number], session_id="s") for number in range(10, 15)]
@@ -167,6 +280,44 @@ async def test_calls_of_a_session_share_its_history_in_order(omni: AsyncOmni) ->
         assert list(answer.outputs[0].token_ids) == await hand.write(history)
     alone = await ask(omni, "history", [1, 10])
     assert list(alone.outputs[0].token_ids) == await hand.write([1, 10])
+
+
+# -- with every message encoded ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(omni: AsyncOmni) -> Iterator[AsyncOmni]:
+    with served_from_bytes(omni.orchestrator):
+        yield omni
+
+
+@pytest.fixture(scope="module")
+async def answers(omni: AsyncOmni) -> dict[str, OmniRequestOutput]:
+    """By graph; without graph calls, whose other outputs end when the last one that completes them does."""
+    return {graph: await ask(omni, graph) for graph, plan in omni.orchestrator.models.items() if not plan.until}
+
+
+async def test_answers_are_the_same_where_every_message_is_encoded(
+    answers: dict[str, OmniRequestOutput], encoded: AsyncOmni
+) -> None:
+    for graph, expected in answers.items():
+        answer = await ask(encoded, graph)
+        for one, other in zip(answer.outputs, expected.outputs, strict=True):
+            assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+        assert answer.multimodal_output.keys() == expected.multimodal_output.keys()
+        for name, value in expected.multimodal_output.items():
+            made = answer.multimodal_output[name]
+            assert torch.equal(made, value) if isinstance(value, torch.Tensor) else made == value
+        assert answer.stage_durations.keys() == expected.stage_durations.keys()
+        assert answer.latency_parts.keys() == expected.latency_parts.keys()
+    for engine in encoded.orchestrator.engines.values():
+        assert not any(one["num_leases"] for rank in await engine.relay_statistics() for one in rank.values())
+
+
+async def test_an_engines_rejection_is_the_clients_where_every_message_is_encoded(encoded: AsyncOmni) -> None:
+    with pytest.raises(InvalidRequest, match="prompt") as there:
+        await ask(encoded, "plain", range(1, 300))
+    assert type(there.value) is InvalidRequest
 
 
 # -- over HTTP --------------------------------------------------------------------------------------------------------
@@ -238,9 +389,11 @@ async def test_an_agents_stream_ends_once_with_its_usage(omni: AsyncOmni, client
     assert usage == whole.usage
 
 
-async def test_graphs_are_models_of_their_own(client: openai.AsyncOpenAI) -> None:
+async def test_graphs_are_models_of_their_own(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
     names = [model.id async for model in client.models.list()]
-    assert names == ["tiny", "diamond", "gathered", "agent", "illustrated", "embedded", "critique", "history"]
+    assert names == ["tiny", *list(omni.orchestrator.models)[1:]]
+    assert {"diamond", "critique", "critique.review"} <= set(names)
+    assert "painting" not in names
     completion = await client.completions.create(
         model="diamond", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
     )
@@ -248,6 +401,10 @@ async def test_graphs_are_models_of_their_own(client: openai.AsyncOpenAI) -> Non
         model="tiny", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
     )
     assert completion.choices[0].text != plain.choices[0].text
+    called = await client.completions.create(
+        model="retold", prompt="<s> w10", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert (called.choices[0].text, called.usage) == (plain.choices[0].text, plain.usage)
     with pytest.raises(openai.NotFoundError, match="dimond"):
         await client.completions.create(model="dimond", prompt="w1")
     with pytest.raises(openai.BadRequestError, match=r"unknown modality 'image'.*valid: text"):
@@ -270,12 +427,6 @@ async def test_other_routes_of_texts_run_the_graph_that_is_named(
         await client.post(f"/{route}", body={"model": "critique", **field}, cast_to=object)
 
 
-async def test_a_served_name_cannot_be_that_of_a_graph(omni: AsyncOmni) -> None:
-    parsed = parse_serve_args([omni.config.model, "--served-model-name", "tiny", "diamond", "--dtype", "float32"])
-    with pytest.raises(ConfigError, match="--served-model-name diamond: one of the pipeline's graphs has this name"):
-        await build_omni_app(omni, parsed.args)
-
-
 async def test_sessions_over_http_share_their_history(client: openai.AsyncOpenAI) -> None:
     async def ask_in(session: str | None) -> str:
         headers = {} if session is None else {"X-Session-ID": session}
@@ -287,6 +438,84 @@ async def test_sessions_over_http_share_their_history(client: openai.AsyncOpenAI
     assert await ask_in("http") == alone
     assert await ask_in("http") != alone
     assert await ask_in("other") == alone
+
+
+async def wait_until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not is_true():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def hold(pondering: Path) -> Iterator[Path]:
+    """The function computes until this file is removed."""
+    file = pondering / HOLD
+    file.touch()
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def release(hold: Path) -> None:
+    hold.unlink()
+
+
+async def it_computes(hold: Path) -> None:
+    """Wait until the function computes for one more request."""
+    calls: list[Path] = []
+
+    def has_started() -> bool:
+        calls[:] = [one for one in hold.parent.iterdir() if one != hold]
+        return bool(calls)
+
+    await wait_until(has_started)
+    calls[0].unlink()
+
+
+PONDERED = chat("pondered", modalities=["text", "comment"])
+
+
+async def test_a_function_that_computes_holds_no_stream_up(
+    omni: AsyncOmni, client: openai.AsyncOpenAI, hold: Path
+) -> None:
+    text = (await ask(omni, "plain")).outputs[0].text
+    prompt = {"prompt_token_ids": PROMPT}
+    streamed = ""
+    async with aclosing(omni.generate(prompt, PARAMS, graph="pondered", modalities=["text", "comment"])) as outputs:
+        while streamed != text:  # all that comes before the comment
+            streamed += "".join(one.text for one in (await anext(outputs)).outputs)
+        await it_computes(hold)
+        other = await client.chat.completions.create(**chat("tiny"), stream=True)
+        assert [chunk async for chunk in other][-1].choices[0].finish_reason == "length"
+        release(hold)  # until here the function has computed
+        comments = [output.multimodal_output.get("comment", "") async for output in outputs]
+    assert "".join(comments) == text[::-1]
+
+
+@pytest.mark.long  # units: tests/engine/test_function_process.py
+async def test_a_functions_process_that_is_killed_fails_its_request_alone_and_is_restarted(
+    omni: AsyncOmni, client: openai.AsyncOpenAI, hold: Path
+) -> None:
+    async def health() -> httpx.Response:
+        return await client._client.get("http://server/health")
+
+    text = (await client.chat.completions.create(**chat("tiny"))).choices[0].message.content or ""
+    killed = asyncio.ensure_future(client.chat.completions.create(**PONDERED))
+    await it_computes(hold)
+    (process,) = omni.orchestrator.function_processes
+    os.kill(process.pids()[0], signal.SIGKILL)
+    with pytest.raises(openai.InternalServerError, match=r"stage 'ponderer': its process has died: killed by SIGKILL"):
+        await killed
+    release(hold)
+    response = await health()
+    assert response.status_code == 503
+    assert response.json()["stages"]["ponderer"]["state"] == "restarting"
+    with pytest.raises(openai.APIStatusError, match="stage 'ponderer': restarting"):
+        await client.chat.completions.create(**PONDERED)
+    assert (await client.chat.completions.create(**chat("tiny"))).choices[0].message.content == text
+    await wait_until(lambda: process.current_status().state is StageState.RUNNING)
+    assert (await health()).status_code == 200
+    again = await client.chat.completions.create(**PONDERED)
+    assert again.choices[0].message.texts["comment"] == text[::-1]  # type: ignore[attr-defined]
 
 
 async def test_an_images_route_paints_what_the_language_model_says(omni: AsyncOmni, client: openai.AsyncOpenAI) -> None:
@@ -303,10 +532,12 @@ async def test_an_images_route_paints_what_the_language_model_says(omni: AsyncOm
     events = [event async for event in stream]
     assert [event.type for event in events] == ["image_generation.progress"] * 2 + ["image_generation.completed"]
     assert torch.equal(pixels_of("," + events[-1].b64_json), image)  # type: ignore[union-attr]
+    called = await client.images.generate(**body | {"model": "reviewed"}, extra_body=settings)
+    assert len(called.data or ()) == 2
     with pytest.raises(openai.BadRequestError) as rejected:
         await client.images.generate(**body | {"size": "0x64"}, extra_body=settings)  # type: ignore[arg-type]
     assert rejected.value.param == "size"
-    with pytest.raises(openai.BadRequestError, match=r"'diamond' has no image output: valid: illustrated, embed"):
+    with pytest.raises(openai.BadRequestError, match=r"'diamond' has no image output: valid: illustrated, "):
         await client.images.generate(model="diamond", prompt="w1")
     with pytest.raises(openai.BadRequestError, match=r"no video output; it has text, image, comment"):
         await client.post("/videos/sync", body={"prompt": "w1"}, cast_to=object)
