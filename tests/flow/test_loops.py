@@ -25,6 +25,8 @@ class Body(Role):
     run = interface([["x", "constant"]], {"y": TEXT})
     slots = interface([["x"]], {"y": TEXT})
     either = interface([["x"], ["constant"]], {"y": TEXT})
+    loop = interface([["x", "constant"]], {"y": TEXT})
+    pair = interface([["x", "constant"]], {"y": TEXT}, activate_by_count={"constant": 2})
 
 
 class Start(Role):
@@ -259,6 +261,42 @@ async def test_abort_ends_an_inner_loop(make_runtime):
     await call.abort("enough")
     with pytest.raises(CallAborted):
         await read_payloads(call)
+
+
+# ---- one loop after another ----
+
+
+def make_successive(interface):
+    """A loop, then one in which ``body`` reads a constant: a frame for each frame that led back in the first loop."""
+    graph = Graph("g")
+    first, second, body = graph.role(Start, "first"), graph.role(Start, "second"), graph.role(Body, "body")
+    x = graph.placeholder("x")
+    done = first.run(x=x)
+    first.run(r=done.back)
+    made = second.run(x=x)
+    constant = graph.role(Each, "each").run(x=done.back).y
+    read = getattr(body, interface)(x=made.back, constant=constant)
+    if interface == "loop":
+        body.loop(x=read.y)
+    second.run(r=read.y)
+    graph.output(y=made.y)
+    return graph
+
+
+@over_every_link
+@pytest.mark.parametrize("interface", ["run", "loop", "pair"])
+async def test_loop_whose_constant_lacks_frames_of_a_loop_before_it_ends(make_runtime, interface):
+    """The constant ends with the report that the first loop did not iterate; the second one waits for ``body``."""
+    nodes = {"first": iterate(0), "second": iterate(2), "each": tell(), "body": tell()}
+    runtime = make_runtime(make_successive(interface), nodes)
+    assert await read_payloads(runtime.open("c", {"x": "q"}, {"y"}, deadline_s=20)) == {"y": ["0(x:q)"]}
+
+
+async def test_loop_reads_all_iterations_of_a_loop_before_it(make_runtime):
+    nodes = {"first": iterate(2), "second": iterate(2), "each": tell(), "body": tell()}
+    runtime = make_runtime(make_successive("run"), nodes)
+    again = [f"{k + 1}(r:x:{k} constant:x:0,x:1)" for k in range(2)]
+    assert await read_payloads(runtime.open("c", {"x": "q"}, {"y"})) == {"y": ["0(x:q)", *again]}
 
 
 # ---- counts ----

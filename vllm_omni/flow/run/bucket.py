@@ -74,7 +74,8 @@ class Slot:
                     self.stream.put_nowait(Chunk(frame.payload, self.num_frames, is_last), window)
                 self.num_frames += 1
             else:
-                termination = frame.trace.termination
+                # A constant may report that a loop has no further iteration: one before the loop that reads it.
+                termination = NOT_ACTIVATED if self.edge.is_constant else frame.trace.termination
                 self.termination = termination if self.termination is None else min(self.termination, termination)
                 if SEVERITY.index(frame.reason) > SEVERITY.index(self.reason):
                     self.reason, self.error = frame.reason, frame.payload
