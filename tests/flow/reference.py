@@ -39,8 +39,11 @@ class NodeFails(Exception):
         self.yields = yields
 
 
+MAX_FRAMES_READ = 10_000  # by one activation: a chain that doubles what it reads would never end
+
+
 class TooLarge(Exception):
-    """More activations than allowed."""
+    """More activations, or frames of one, than allowed."""
 
 
 class Unpredictable(Exception):
@@ -308,7 +311,7 @@ def interpret(
         max_runs: activations of all nodes.
 
     Raises:
-        TooLarge: there are more than ``max_runs`` activations.
+        TooLarge: there are more than ``max_runs`` activations, or one reads more than ``MAX_FRAMES_READ`` frames.
         Unpredictable: a count node does not read all frames, and its inputs depend on the order of arrival.
     """
     return _Interpreter(graph, behave, inputs, outputs, winners, max_runs).run()
@@ -512,7 +515,7 @@ class _Interpreter:
 
     def start(self, run: Run) -> None:
         self.num_runs_left -= 1
-        if self.num_runs_left < 0:
+        if self.num_runs_left < 0 or sum(map(len, run.inputs.values())) > MAX_FRAMES_READ:
             raise TooLarge
         copy = {name: list(payloads) for name, payloads in run.inputs.items()}
         try:
