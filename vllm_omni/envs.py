@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S: float
     VLLM_OMNI_STAGE_STUCK_S: float
+    VLLM_OMNI_FORK_SERVER: bool
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
@@ -58,6 +59,12 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError("a whole number, 0 or more")
     return int(text)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return text == "1"
 
 
 def _positive_count(text: str) -> int:
@@ -119,6 +126,11 @@ VARIABLES: Mapping[str, Variable] = {
         lambda: 60.0,
         "how long the processes of a stage with requests may make no step and use no CPU time, seconds, or ten times "
         "as long if they use some, as a compilation or a long step does; then they are killed, and the stage restarts",
+    ),
+    "VLLM_OMNI_FORK_SERVER": Variable(
+        _flag,
+        lambda: False,
+        "1: on a CPU, stages are forked from a process that has imported vLLM, instead of importing it themselves",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,

@@ -32,6 +32,9 @@ Function, and what it replaces  Why                                           Up
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
  that make groups               that has no other rank
+``start_engine_cores_in``       A stage is forked from a process that has     a start method "forkserver" in
+ the function of a module that  imported vLLM, instead of importing it again  VLLM_WORKER_MULTIPROC_METHOD
+ chooses the start method
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and the handlers of OpenAI's routes
 ==============================  ============================================  =======================================
@@ -43,6 +46,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -179,6 +183,14 @@ def quiet_groups_of_one_rank() -> Iterator[None]:
         yield
     finally:
         dist.init_process_group, dist.new_group = make_world, make_group
+
+
+def start_engine_cores_in(context: Callable[[], BaseContext | None]) -> None:
+    """Let a function choose the context in which engine cores start; where it returns None, vLLM chooses."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: context() or get_mp_context()
 
 
 def filter_logs(log_filter: logging.Filter) -> None:

@@ -41,6 +41,7 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.report import NodeReport, Reporter, ignore
 from vllm_omni.messages.timeline import TIMELINES, TaskNotes, TaskTimes, task_of
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec, client_checks
+from vllm_omni.process.fork_server import forked_stages
 from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
@@ -132,7 +133,7 @@ class StageEngine(StageNode):
         self.vllm_config.additional_config = tether
         logger.info("stage %s: starting", self.name)
         started = time.monotonic()
-        with self._media_cache():
+        with self._media_cache(), forked_stages(self.vllm_config.device_config.device_type):
             # A start writes what the engine measured into its configuration; a restart needs it as it was.
             self._fresh_config = copy.deepcopy(self.vllm_config)
             try:
@@ -170,9 +171,10 @@ class StageEngine(StageNode):
         try:
             processes.end()
             config = copy.deepcopy(self._fresh_config)
-            engine_core = EngineCoreClient.make_async_mp_client(
-                vllm_config=config, executor_class=Executor.get_class(config), log_stats=self.llm.log_stats
-            )
+            with forked_stages(self.vllm_config.device_config.device_type):
+                engine_core = EngineCoreClient.make_async_mp_client(
+                    vllm_config=config, executor_class=Executor.get_class(config), log_stats=self.llm.log_stats
+                )
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:

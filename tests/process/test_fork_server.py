@@ -1,0 +1,95 @@
+"""Processes that the fork server forks equal spawned ones, but for what they need not import."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.process import fork_server
+from vllm_omni.process.fork_server import ForkServer, StageContext, forked_stages, stage_context
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """One that preloads nothing, if the process has none yet."""
+    server = ForkServer([])
+    monkeypatch.setattr(fork_server, "FORK_SERVER", server)
+    server.ensure_running()
+    yield server
+
+
+def say(path: Path, *names: str) -> None:
+    words = [str(os.getppid()), tempfile.gettempdir(), *(os.environ.get(name, "") for name in names)]
+    path.write_text("\n".join(words))
+
+
+def said(path: Path, *names: str) -> list[str]:
+    process = StageContext().Process(target=say, args=(path, *names), name="says")
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0
+    return path.read_text().split("\n")
+
+
+def pid_of_server() -> int:
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def test_a_stage_is_forked_from_the_fork_server(tmp_path: Path) -> None:
+    assert said(tmp_path / "said")[0] == str(pid_of_server())
+
+
+def test_a_forked_process_has_the_variables_that_are_read_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_OMNI_STAGE_STUCK_S", "7")
+    assert said(tmp_path / "said", "VLLM_OMNI_STAGE_STUCK_S") == [str(pid_of_server()), str(tmp_path), "7"]
+    monkeypatch.delenv("VLLM_OMNI_STAGE_STUCK_S")
+    assert said(tmp_path / "said", "VLLM_OMNI_STAGE_STUCK_S")[2] == ""
+
+
+def test_in_another_environment_a_process_is_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert said(tmp_path / "said", "OMP_NUM_THREADS")[::2] == [str(os.getpid()), "3"]
+
+
+def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    killed = pid_of_server()
+    os.kill(killed, signal.SIGKILL)
+    os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)
+    assert said(tmp_path / "said")[0] == str(pid_of_server()) != str(killed)
+
+
+def test_the_signal_that_ends_a_process_is_its_exit_code(tmp_path: Path) -> None:
+    process = StageContext().Process(target=time.sleep, args=(TIMEOUT_S,))
+    process.start()
+    process.kill()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_only_the_thread_that_starts_a_stage_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with forked_stages("cpu"):
+        assert stage_context() is None  # not asked for
+    monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", "1")
+    assert stage_context() is None
+    with forked_stages("cpu"):
+        assert isinstance(stage_context(), StageContext)
+    with forked_stages("cuda"):
+        assert stage_context() is None
+
+
+def test_what_stages_share_is_imported_without_a_thread() -> None:
+    """A thread of the fork server would not exist in its children; only OpenBLAS's, which it restores, may run."""
+    program = "import os, vllm_omni.engine.preloaded; print(len(os.listdir('/proc/self/task')))"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == "1"

@@ -1,0 +1,30 @@
+"""What the fork server imports for all stages (``process/fork_server.py``): vLLM's engine, and ours in it."""
+
+import atexit
+import contextlib
+import gc
+import os
+from multiprocessing import forkserver
+from pathlib import Path
+
+import vllm.v1.engine.core
+import vllm.v1.worker.cpu_worker  # noqa: F401
+
+import vllm_omni.core.sched.diffusion
+import vllm_omni.core.sched.epd
+import vllm_omni.core.sched.generation
+import vllm_omni.model_executor.diffusers_executor
+import vllm_omni.model_executor.generation_executor
+import vllm_omni.worker.worker  # noqa: F401
+
+
+def _remove_socket() -> None:
+    """Python leaves this to the parent, which may have been killed."""
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+        Path(address).parent.rmdir()
+
+
+atexit.register(_remove_socket)
+gc.freeze()  # a collection would write to, and thereby copy, pages that all children share
