@@ -64,6 +64,7 @@ def serve(tether: ServerTether, sock: socket.socket, function: str, codec: str, 
     sock.sendall(len(ready).to_bytes(HEADER_BYTES) + ready)
     if error is None:
         asyncio.run(_Host(tether.stage, forward, payloads, computing).serve(sock))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it ends: what libraries do at exit must not be interrupted
 
 
 def _name_process(function: str) -> None:
@@ -78,6 +79,7 @@ def _name_process(function: str) -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
     sys.exit()
 
 

@@ -51,8 +51,7 @@ from vllm_omni.vllm_patches import keep_media_in_front_end
 
 logger = logging.getLogger(__name__)
 
-# How long an aborted request waits for its engine, which answers between two steps, and drops the request then. Only
-# after this wait is it reported as failed, which ends its work in other stages; a vocoder's step may take minutes.
+# How long an aborted request waits for its engine, which drops it between two steps, before its other stages end.
 ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
@@ -172,9 +171,8 @@ class StageEngine(StageNode):
             processes.end()
             config = copy.deepcopy(self._fresh_config)
             with forked_stages(self.vllm_config.device_config.device_type):
-                engine_core = EngineCoreClient.make_async_mp_client(
-                    vllm_config=config, executor_class=Executor.get_class(config), log_stats=self.llm.log_stats
-                )
+                make_client = EngineCoreClient.make_async_mp_client
+                engine_core = make_client(config, Executor.get_class(config), self.llm.log_stats)
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:
