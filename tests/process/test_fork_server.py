@@ -80,6 +80,7 @@ def test_only_the_thread_that_starts_a_stage_forks(monkeypatch: pytest.MonkeyPat
     with forked_stages("cpu"):
         assert stage_context() is None  # not asked for
     monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", "1")
+    monkeypatch.setattr(fork_server, "start_engine_cores_in", lambda context: None)  # imports vLLM
     assert stage_context() is None
     with forked_stages("cpu"):
         assert isinstance(stage_context(), StageContext)

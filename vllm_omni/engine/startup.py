@@ -15,14 +15,12 @@ from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import StageFailed
 from vllm_omni.model_executor.step_threads import NUM_STAGES
-from vllm_omni.process.fork_server import stage_context
 from vllm_omni.process.memory import name_rank
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision, MemorySection
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.supervisor import Supervisor, in_thread
 from vllm_omni.process.tether import ServerTether
 from vllm_omni.relay.hub import OPTIONS, RelayHub, RelayOptions
-from vllm_omni.vllm_patches import start_engine_cores_in
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,6 @@ def start_engines(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # vLLM forks by default where the platform is not a CPU; a forked process does not read its tether.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    start_engine_cores_in(stage_context)
     run_directory = RunDirectory()
     running = RunningEngines(engines.values(), functions, run_directory)
     starts: dict[str, Future[None]] = {}

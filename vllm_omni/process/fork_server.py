@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm_omni import envs
+from vllm_omni.vllm_patches import start_engine_cores_in
 
 UNREAD = ("PYTEST_CURRENT_TEST",)
 """Environment variables that no process of a stage reads, and that change in a program that starts several servers."""
@@ -109,6 +110,7 @@ def forked_stages(device_type: str) -> Iterator[None]:
     """
     if device_type == "cpu" and envs.VLLM_OMNI_FORK_SERVER:
         FORK_SERVER.ensure_running()
+        start_engine_cores_in(stage_context)
         _thread.context = StageContext()
     try:
         yield
