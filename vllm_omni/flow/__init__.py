@@ -7,7 +7,7 @@ from vllm_omni.flow.graph.declarations import Field, GlobalParameters, Schedulin
 from vllm_omni.flow.graph.dsl import Graph, Placeholder, Role, interface
 from vllm_omni.flow.graph.parser import GraphParser, parse_graphs
 from vllm_omni.flow.graph.plan import StaticPlan
-from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk, TransferFunction
+from vllm_omni.flow.graph.transfer import ENTRY, CallInfo, Chunk, TransferFunction, printable_transfer
 from vllm_omni.flow.run.call import GraphCall
 from vllm_omni.flow.run.clock import Clock, LoopClock, TimerHandle
 from vllm_omni.flow.run.controller import NodeController
@@ -47,4 +47,5 @@ __all__ = [
     "Yield",
     "interface",
     "parse_graphs",
+    "printable_transfer",
 ]

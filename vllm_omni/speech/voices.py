@@ -1,7 +1,8 @@
 """``VoiceStore``: recordings of voices that users have uploaded, in a private directory.
 
-A voice is a folder with two files, which appears and vanishes by a rename: whoever lists the directory sees whole
-voices. Servers that share a directory see each other's voices; their changes take turns by a lock on a file in it.
+A voice is a folder with two files, created and removed by a rename, so a listing of the directory contains only
+complete voices. Servers that share a directory see each other's voices; their changes take turns by a lock on a file in
+it.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class VoiceStore:
     def _read(folder: Path) -> StoredVoice | None:
         try:
             return msgspec.json.decode((folder / ABOUT).read_bytes(), type=StoredVoice)
-        except (OSError, msgspec.MsgspecError):  # it has just been deleted, or is none of ours
+        except (OSError, msgspec.MsgspecError):  # deleted since the listing, or not a voice
             return None
 
     @contextmanager

@@ -64,6 +64,6 @@ class FrameStream:
         return StreamUpdate(rows if len(rows) else None, is_last, self._error)
 
     def close(self) -> None:
-        """Stop reading; the talker is not held back for it any more."""
+        """Stop reading; the stream no longer holds its talker back."""
         if self._gate is not None:
             self._gate.close()

@@ -32,3 +32,13 @@ class CallInfo:
 
 
 TransferFunction: TypeAlias = Callable[[AsyncIterator[Chunk], CallInfo], AsyncIterator[Chunk]]
+
+
+def printable_transfer(name: str) -> TransferFunction:
+    """A transfer function with a name, for a graph that is printed and never run."""
+
+    def transfer(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        raise NotImplementedError(f"{name}: this graph is for printing")
+
+    transfer.__name__ = name
+    return transfer

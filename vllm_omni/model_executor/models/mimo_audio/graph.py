@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, TransferFunction, interface
+from vllm_omni.flow import Field, Graph, Role, TransferFunction, interface, printable_transfer
 
 
 class LanguageModel(Role):
@@ -31,8 +29,4 @@ def build_graph(speech_to_decoder: TransferFunction) -> Graph:
 
 def graph_of(model: str) -> Graph:
     """The graph of a checkpoint with the name of its transfer function, which is that of the pipeline."""
-
-    def speech_to_decoder(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        raise NotImplementedError("this graph is for printing")
-
-    return build_graph(speech_to_decoder)
+    return build_graph(printable_transfer("speech_to_decoder"))

@@ -6,9 +6,7 @@ returns.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, TransferFunction, interface
+from vllm_omni.flow import Field, Graph, Role, TransferFunction, interface, printable_transfer
 
 
 class Thinker(Role):
@@ -41,12 +39,4 @@ def build_graph(thinker_to_talker: TransferFunction, talker_to_token2wav: Transf
 
 def graph_of(model: str) -> Graph:
     """The graph of a checkpoint with the names of its transfer functions, which are those of the pipeline."""
-    return build_graph(_named("thinker_to_talker"), _named("talker_to_token2wav"))
-
-
-def _named(name: str) -> TransferFunction:
-    def transfer(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        raise NotImplementedError(f"{name}: this graph is for printing")
-
-    transfer.__name__ = name
-    return transfer
+    return build_graph(printable_transfer("thinker_to_talker"), printable_transfer("talker_to_token2wav"))

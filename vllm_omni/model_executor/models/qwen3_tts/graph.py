@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from vllm_omni.config import read_model_config
-from vllm_omni.flow import CallInfo, Chunk, Field, Graph, Role, TransferFunction, interface
+from vllm_omni.flow import Field, Graph, Role, TransferFunction, interface, printable_transfer
 
 BASE = "base"  # the kind of checkpoint (tts_model_type) that clones voices
 
@@ -43,8 +41,6 @@ def build_graph(talker_to_codec: TransferFunction, *, clones: bool) -> Graph:
 
 def graph_of(model: str) -> Graph:
     """The graph of a checkpoint with the names of its transfer functions, which are those of the pipeline."""
-
-    def talker_to_codec(chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        raise NotImplementedError("this graph is for printing")
-
-    return build_graph(talker_to_codec, clones=read_model_config(model).get("tts_model_type") == BASE)
+    return build_graph(
+        printable_transfer("talker_to_codec"), clones=read_model_config(model).get("tts_model_type") == BASE
+    )
