@@ -9,6 +9,7 @@ from pathlib import Path
 
 import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm.utils.system_utils import set_process_title
 
 import vllm_omni.core.sched.diffusion
 import vllm_omni.core.sched.epd
@@ -27,4 +28,5 @@ def _remove_socket() -> None:
 
 
 atexit.register(_remove_socket)
+set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share
