@@ -217,7 +217,9 @@ def main() -> int:
         width = max(map(len, figures))
         for name, value in figures.items():
             print(f"{name:{width}}  {value}")
-    wrong = options.check and (figures["files_over_500"] or figures["cycles"])
+    wrong = [name for name in ("files_over_500", "cycles") if options.check and figures[name]]
+    for name in wrong:
+        print(f"error: {name} must be empty, and is {figures[name]}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -1,6 +1,5 @@
 """The language model in vLLM's own loop, with patch encoder and local transformer, replies as the reference does."""
 
-from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.engines import MARKS, engine_here
+from tests.model_executor.recorded_frames import frames_of_output, record_frames
 from tests.reference.mimo_audio import AudioTokenizer, Groups, LanguageModel
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.model_executor.models.mimo_audio.language_model import MiMoAudioLanguageModel
@@ -92,21 +92,11 @@ def params(max_tokens: int, stop: list[int]) -> SamplingParams:
 def replies_of(path, requests, monkeypatch, **engine) -> list[tuple[list[int], list[list[int]]]]:
     """Tokens, and codes of the groups of sound, of requests that run together."""
     register()
-    frames = defaultdict(list)
-    predict = MiMoAudioLanguageModel.predict_frames
-
-    def recorded(self, infos, hidden_states, token_ids):
-        predicted = predict(self, infos, hidden_states, token_ids)
-        for info, frame in zip(infos, predicted, strict=True):
-            if frame is not None:
-                frames[info.request_id.partition("-")[0]].append(frame)
-        return [None] * len(infos)  # upstream's LLM takes a token with a payload for the output of a pooling model
-
-    monkeypatch.setattr(MiMoAudioLanguageModel, "predict_frames", recorded)
+    frames = record_frames(MiMoAudioLanguageModel, monkeypatch)
     prompts, params = zip(*requests, strict=True)
     with engine_here(path, **LANGUAGE_MODEL | engine) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-    return [(list(output.outputs[0].token_ids), frames[output.request_id.partition("-")[0]]) for output in outputs]
+    return [(list(output.outputs[0].token_ids), frames_of_output(frames, output)) for output in outputs]
 
 
 CASES = [

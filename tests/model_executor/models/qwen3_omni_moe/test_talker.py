@@ -1,6 +1,5 @@
 """The talker and its code predictor in vLLM's own loop generate the reference's frames."""
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
 from tests.e2e.engines import MARKS, engine_here
+from tests.model_executor.recorded_frames import frames_of_output, record_frames
 from tests.reference.media import CASES
 from tests.reference.qwen3_omni import Reference, Reply
 from vllm_omni.messages.payload import encode
@@ -69,21 +69,11 @@ def talker_request(reference: Reference, reply: Reply, speaker: str, max_tokens:
 def frames_of(path: Path, requests: list[tuple], monkeypatch: pytest.MonkeyPatch, **engine) -> list[list[list[int]]]:
     """The frames that the talker generates for requests that run together."""
     register()
-    frames = defaultdict(list)
-    predict = Qwen3OmniTalker.predict_frames
-
-    def recorded(self, infos, hidden_states, token_ids):
-        predicted = predict(self, infos, hidden_states, token_ids)
-        for info, frame in zip(infos, predicted, strict=True):
-            if frame is not None:
-                frames[info.request_id.partition("-")[0]].append(frame)
-        return [None] * len(infos)  # upstream's LLM takes a token with a payload for the output of a pooling model
-
-    monkeypatch.setattr(Qwen3OmniTalker, "predict_frames", recorded)
+    frames = record_frames(Qwen3OmniTalker, monkeypatch)
     prompts, params = zip(*requests, strict=True)
     with engine_here(path, **TALKER | engine) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-    return [frames[output.request_id.partition("-")[0]] for output in outputs]
+    return [frames_of_output(frames, output) for output in outputs]
 
 
 ALONE = {"max_num_seqs": 1}

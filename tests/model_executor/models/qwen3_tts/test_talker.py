@@ -1,7 +1,5 @@
 """The talker and its code predictor in vLLM's own loop generate the reference's frames."""
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
 from tests.e2e.engines import MARKS, engine_here
+from tests.model_executor.recorded_frames import frames_of_output, record_frames
 from tests.reference.qwen3_tts import Reference, Voice
 from tools.reference.qwen3_tts.waves import make_wave
 from vllm_omni.messages.stage_step import STAGE_ARGS
@@ -99,21 +98,11 @@ def talker_request(reference: Reference, request: dict, max_tokens: int) -> tupl
 def frames_of(path, requests: list[tuple], monkeypatch, **engine) -> list[list[list[int]]]:
     """The frames that the talker generates for requests that run together."""
     register()
-    frames = defaultdict(list)
-    predict = Qwen3TTSTalker.predict_frames
-
-    def recorded(self, infos, hidden_states, token_ids):
-        predicted = predict(self, infos, hidden_states, token_ids)
-        for info, frame in zip(infos, predicted, strict=True):
-            if frame is not None:
-                frames[info.request_id.partition("-")[0]].append(frame)
-        return [None] * len(infos)  # upstream's LLM takes a token with a payload for the output of a pooling model
-
-    monkeypatch.setattr(Qwen3TTSTalker, "predict_frames", recorded)
+    frames = record_frames(Qwen3TTSTalker, monkeypatch)
     prompts, params = zip(*requests, strict=True)
     with engine_here(path, **TALKER | engine) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-    return [frames[output.request_id.partition("-")[0]] for output in outputs]
+    return [frames_of_output(frames, output) for output in outputs]
 
 
 CASES = [
