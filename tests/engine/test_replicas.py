@@ -1,7 +1,8 @@
 """Replicas of a stage, with engines that answer from a script."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import gc
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,29 @@ async def test_a_drained_replica_ends_its_requests_and_gets_no_others() -> None:
     assert len(replicas[0].got) == 2
     with pytest.raises(InvalidRequest, match=r"no engine 'talker/3': did you mean 'talker/"):
         admin.undrain_engine("talker/3")
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_call_of_all_engines_that_is_cancelled_at_once_leaves_no_coroutine_behind() -> None:
+    """A coroutine that was made and is never awaited warns when it is collected."""
+    group, replicas = make_group()
+
+    async def resume_generation() -> None: ...
+
+    async def ask(call: Coroutine[Any, Any, None]) -> None:
+        await call
+
+    for one in replicas:
+        one.llm = SimpleNamespace(resume_generation=resume_generation)  # type: ignore[attr-defined]
+        one.ask = ask  # type: ignore[attr-defined]
+    admin = Admin(group)  # type: ignore[abstract]
+    admin.orchestrator.resume = lambda: None
+    resuming = asyncio.create_task(admin.resume_generation())
+    await asyncio.sleep(0)  # the tasks of the engines are made, and have not begun
+    resuming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resuming
+    gc.collect()
 
 
 async def test_a_drained_replica_that_dies_stays_drained_and_its_requests_move() -> None:

@@ -110,7 +110,7 @@ def test_the_offline_program_of_the_readme(checkout: Path) -> None:
     path = checkout / "program.py"
     path.write_text(program.text)
     out = run([sys.executable, str(path)], checkout, OMP_NUM_THREADS=None)
-    assert "'total'" in out.splitlines()[-1]
+    assert any("'total'" in line for line in out.splitlines())  # vLLM may log after it
     assert (checkout / "story.wav").stat().st_size > 44
 
 

@@ -125,9 +125,9 @@ class StageLLM(AsyncLLM):
             EngineDeadError: the engine died meanwhile, or its outputs are no longer read.
             TimeoutError: it did not answer in time.
         """
-        reading = self.start_reading()
         answer = asyncio.get_running_loop().create_task(call)
         try:
+            reading = self.start_reading()
             await asyncio.wait({answer, reading}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()

@@ -196,8 +196,13 @@ class StageAdmin(EngineClient):
 
     async def _call(self, call: Call[Reply], engines: Iterable[StageEngine] | None = None) -> list[Reply]:
         """Call these engines, or all, at once; when all have answered or failed, raise the first failure."""
+
+        async def ask(engine: StageEngine) -> Reply:
+            """Makes the call's coroutine in the task that awaits it: a task may be cancelled before it has begun."""
+            return await engine.ask(call(engine.llm))
+
         engines = self.orchestrator.engines.values() if engines is None else engines
-        replies = await asyncio.gather(*(engine.ask(call(engine.llm)) for engine in engines), return_exceptions=True)
+        replies = await asyncio.gather(*map(ask, engines), return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
