@@ -273,7 +273,9 @@ def test_parent_killed_while_its_child_imports(run: Run, one_stage: Path) -> Non
     program.wait_for_event("starting")
 
     def is_importing() -> bool:
-        """It has what its parent sends right after making it: without, it ends, and the next server cleans up."""
+        """Whether the child has its arguments. One whose parent dies before sending them ends, without knowing the
+        run directory: the next server removes it.
+        """
         children = program.engine_cores()
         return len(children) == 1 and (program.is_tethered() or cpu_s(children[0]) > 0.5)
 

@@ -198,7 +198,8 @@ class StageAdmin(EngineClient):
         """Call these engines, or all, at once; when all have answered or failed, raise the first failure."""
 
         async def ask(engine: StageEngine) -> Reply:
-            """Makes the call's coroutine in the task that awaits it: a task may be cancelled before it has begun."""
+            # The coroutine is created here and not by the caller of gather: a task that is cancelled before it starts
+            # would leave it unawaited.
             return await engine.ask(call(engine.llm))
 
         engines = self.orchestrator.engines.values() if engines is None else engines
