@@ -274,7 +274,7 @@ def test_parent_killed_while_its_child_imports(run: Run, one_stage: Path) -> Non
 
     def is_importing() -> bool:
         """Whether the child has its arguments. One whose parent dies before sending them ends, without knowing the
-        run directory: the next server removes it.
+        run directory, which then stays until ``vllm-omni doctor --clean``.
         """
         children = program.engine_cores()
         return len(children) == 1 and (program.is_tethered() or cpu_s(children[0]) > 0.5)
