@@ -58,7 +58,7 @@ ENGINE_ARGS: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 512,
     "hf_overrides": talker_hf_config,
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "worker_cls": "vllm_omni.worker.cpu_worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
     "async_scheduling": False,
     "enable_prompt_embeds": True,

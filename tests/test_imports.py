@@ -52,6 +52,12 @@ MAY_IMPORT_VLLM = (
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+# Importing vLLM's worker for the CPU replaces torch's events, streams and memory of devices for the whole process: on a
+# GPU nothing would wait for a copy any more.
+CPU_WORKERS = re.compile(r"vllm\.v1\.worker\.cpu|vllm_omni\.(worker\.cpu_worker|engine\.preloaded)")
+PROCESSES_OF_THE_CPU = {"worker/cpu_worker.py", "engine/preloaded.py"}
+
+
 def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
     """Line and full name of everything a file imports, wherever in the file; ``from a import b`` gives ``a.b``."""
     parents = list(path.relative_to(package.parent).parts[:-1])
@@ -210,6 +216,11 @@ def test_configuration_loads_without_vllm(tmp_path):
         print([stage.engine_args["dtype"] for stage in omni.stages])
     """)
     assert result.stdout == "['float32', 'float32', 'float32']\n", result.stderr
+
+
+def test_only_processes_of_the_cpu_import_its_workers():
+    importers = {relative(path) for path in FILES for _, name in imports_of(path) if CPU_WORKERS.match(name)}
+    assert importers == PROCESSES_OF_THE_CPU
 
 
 def test_supported_versions():

@@ -36,7 +36,7 @@ UPSTREAM: dict[str, Any] = {
 OMNI: dict[str, Any] = {
     **UPSTREAM,
     "async_scheduling": False,
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "worker_cls": "vllm_omni.worker.cpu_worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.epd.EPDScheduler",
 }
 """Arguments of an engine with our worker and scheduler, outside a server."""

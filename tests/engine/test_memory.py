@@ -186,6 +186,19 @@ def test_stages_whose_caches_are_all_configured_do_not_wait_for_one_another(
     assert declared(engines["talker"]).cache == GIB
 
 
+def test_on_a_gpu_they_do_as_vllm_would_measure_the_whole_device(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [f"{name}.num_gpu_blocks_override=64" for name in ("thinker", "talker")]
+    engines = make_engines(tiny_checkpoint, *blocks)
+    for engine in engines.values():
+        monkeypatch.setattr(engine.vllm_config.device_config, "device_type", "cuda")
+    monkeypatch.setattr("vllm_omni.engine.memory.current_platform", Gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sections = memory_sections(engines.values())
+    assert [section.ranks for section in sections.values()] == 3 * [{"cuda:0": ["thinker", "talker", "token2wav"]}]
+
+
 class OthersExecutor(Executor):
     """Of another package, which reports nothing."""
 

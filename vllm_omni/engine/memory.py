@@ -35,9 +35,12 @@ _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head|model\.(layers|embe
 
 
 def memory_sections(engines: Iterable[StageEngine]) -> dict[str, MemorySection]:
-    """Find the ranks on each device, by engine; none if the configuration sizes every cache in bytes or blocks."""
+    """Find the ranks on each device, by engine; none on a host where the configuration sizes every cache.
+
+    On a GPU an engine without a section would check and measure the whole device, as if the others were not there.
+    """
     engines = [engine for engine in engines if _measures_itself(engine.vllm_config)]
-    if not any(_takes_a_share(engine) for engine in engines):
+    if not any(_takes_a_share(engine) or engine.vllm_config.device_config.device_type != "cpu" for engine in engines):
         return {}
     devices = {engine.name: devices_of(engine.vllm_config) for engine in engines}
     ranks: defaultdict[str, list[str]] = defaultdict(list)

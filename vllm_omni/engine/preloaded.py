@@ -16,7 +16,7 @@ import vllm_omni.core.sched.epd
 import vllm_omni.core.sched.generation
 import vllm_omni.model_executor.diffusers_executor
 import vllm_omni.model_executor.generation_executor
-import vllm_omni.worker.worker  # noqa: F401
+import vllm_omni.worker.cpu_worker  # noqa: F401
 
 
 def _remove_socket() -> None:

@@ -73,6 +73,13 @@ class RankMemory:
         return current_device(self._device)
 
 
+def report_uncached(vllm_config: VllmConfig, rank: int, weights: int, specs: Mapping[str, KVCacheSpec]) -> None:
+    """Report the memory of a rank without KV cache, which vLLM does not ask for what it can allocate."""
+    memory = None if specs else RankMemory.of(vllm_config, rank)
+    if memory is not None:
+        memory.report(weights)
+
+
 def dtype_name(vllm_config: VllmConfig) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.")
 

@@ -86,7 +86,7 @@ class SlabRelay(Relay):
             self.check_open()
             layout = make_layout(dtype, tuple(shape))
             if not layout.num_bytes:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device=self.memory.device)
             block = self.allocate(layout.num_bytes)
             self._buffers[block.offset] = request_id
             return self.view(block.offset, layout)
@@ -138,7 +138,7 @@ class SlabRelay(Relay):
                 return block, offset
         block = self.allocate(layout.num_bytes)
         try:
-            is_plain = tensor.is_cpu and tensor.is_contiguous()
+            is_plain = tensor.is_cpu and self.memory.is_cpu and tensor.is_contiguous()
             if is_plain and (layout.num_bytes <= MEMMOVE_BYTES or torch.get_num_threads() == 1):
                 ctypes.memmove(self._base + block.offset, tensor.data_ptr(), layout.num_bytes)
             else:

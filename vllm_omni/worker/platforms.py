@@ -29,8 +29,8 @@ class Platform:
 
 
 PLATFORMS = {
-    "cpu": Platform("vllm_omni.worker.worker.CPUARWorker", diffusion_dtype="float32", divides_memory=True),
-    "cuda": Platform("vllm_omni.worker.worker.CUDAARWorker", divides_memory=True),
+    "cpu": Platform("vllm_omni.worker.cpu_worker.CPUARWorker", diffusion_dtype="float32", divides_memory=True),
+    "cuda": Platform("vllm_omni.worker.cuda_worker.CUDAARWorker", divides_memory=True),
 }
 
 

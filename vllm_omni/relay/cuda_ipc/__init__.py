@@ -1,4 +1,4 @@
-"""The slab lies on the GPU. A server chooses it for two stages on one GPU; it has not been run on a GPU."""
+"""The slab lies on the GPU. A server chooses it for two stages on one GPU."""
 
 from vllm_omni.relay.cuda_ipc.relay import CudaIpcRelay
 

@@ -1,6 +1,6 @@
 """CUDA IPC: the slab lies on the GPU, and consumers on the same GPU read it in place.
 
-A server chooses it for two stages on one GPU (``relay/select.py``). It has not been run on a GPU.
+A server chooses it for two stages on one GPU (``relay/select.py``).
 
 The slab is one ``cudaMalloc``, which a consumer opens once; torch sees it through ``__cuda_array_interface__``. Both
 are public, unlike torch's own sharing (``_share_cuda_``), which counts references that a killed consumer never gives

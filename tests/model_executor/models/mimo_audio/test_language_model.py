@@ -20,7 +20,7 @@ pytestmark = MARKS
 
 LANGUAGE_MODEL = {
     "hf_overrides": {"architectures": ["MiMoAudioLanguageModel"]},
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "worker_cls": "vllm_omni.worker.cpu_worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
     "async_scheduling": False,
     "enable_prefix_caching": False,

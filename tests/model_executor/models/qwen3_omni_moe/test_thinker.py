@@ -27,7 +27,7 @@ pytestmark = MARKS
 TOLERANCE = 2e-5
 THINKER = {
     "hf_overrides": {"architectures": ["Qwen3OmniThinker"]},
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "worker_cls": "vllm_omni.worker.cpu_worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
     "async_scheduling": False,
     "enable_prefix_caching": False,

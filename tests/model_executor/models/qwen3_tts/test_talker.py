@@ -21,7 +21,7 @@ pytestmark = MARKS
 
 TALKER = {
     "hf_overrides": talker_hf_config,
-    "worker_cls": "vllm_omni.worker.worker.CPUARWorker",
+    "worker_cls": "vllm_omni.worker.cpu_worker.CPUARWorker",
     "scheduler_cls": "vllm_omni.core.sched.stream.StreamScheduler",
     "async_scheduling": False,
     "enable_prompt_embeds": True,

@@ -1,4 +1,8 @@
-"""Workers of autoregressive stages: vLLM's own, whose runner is replaced after ``init_device``."""
+"""The worker of autoregressive stages on the CPU: vLLM's own, whose runner is replaced after ``init_device``.
+
+Importing vLLM's module replaces events, streams and the memory of devices in torch (``v1/worker/cpu/shm.py``): a
+process that computes on another platform must not import this one.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,17 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.errors import ConfigError
-from vllm_omni.model_executor.rank_memory import RankMemory, activation_bytes, allocated_bytes, no_memory_check
+from vllm_omni.model_executor.rank_memory import (
+    RankMemory,
+    activation_bytes,
+    allocated_bytes,
+    no_memory_check,
+    report_uncached,
+)
 from vllm_omni.model_executor.step_threads import StepThreads
 from vllm_omni.vllm_patches import quiet_groups_of_one_rank, torch_kernels_for_encoders, uncompiled_logprob_ranks
 from vllm_omni.worker.ar_runner import ARModelRunner
@@ -41,14 +49,6 @@ def generates_no_reply(config: VllmConfig) -> bool:
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal up to the order of summation."""
     return torch.allclose(one, other, rtol=0.0, atol=1e-6 * max(1.0, other.abs().max().item()))
-
-
-def _reported(worker: CPUARWorker | CUDAARWorker, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Report the memory of an instance without KV cache, which vLLM does not ask for what it can allocate."""
-    memory = None if specs else RankMemory.of(worker.vllm_config, worker.rank)
-    if memory is not None:
-        memory.report(worker.weight_bytes)
-    return specs
 
 
 class CPUARModelRunner(ARModelRunner, CPUModelRunner):
@@ -128,7 +128,9 @@ class CPUARWorker(CPUWorker):
         self.weight_bytes = max(0, allocated_bytes(self.device) - before)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return _reported(self, super().get_kv_cache_spec())
+        specs = super().get_kv_cache_spec()
+        report_uncached(self.vllm_config, self.rank, self.weight_bytes, specs)
+        return specs
 
     def determine_available_memory(self) -> int:
         memory = RankMemory.of(self.vllm_config, self.rank)
@@ -153,48 +155,4 @@ class CPUARWorker(CPUWorker):
 
     def release_payloads(self, payloads: list[bytes]) -> None:
         """Release what this rank has published, for the front end."""
-        self.model_runner.hub.release_encoded(payloads)
-
-
-class CUDAARWorker(Worker):
-    """Worker of an autoregressive stage on CUDA, with V1's runner (``engine/engine_args.py``). Not run on a GPU yet."""
-
-    def init_device(self) -> None:
-        with no_memory_check(self.vllm_config):
-            super().init_device()
-        self.model_runner = ARModelRunner(self.vllm_config, self.device)
-
-    def load_model(self, **kwargs: Any) -> None:
-        before = allocated_bytes(self.device)
-        super().load_model(**kwargs)
-        self.weight_bytes = max(0, allocated_bytes(self.device) - before)
-
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return _reported(self, super().get_kv_cache_spec())
-
-    @torch.inference_mode()
-    def determine_available_memory(self) -> int:
-        memory = RankMemory.of(self.vllm_config, self.rank)
-        if memory is None:
-            return super().determine_available_memory()
-        # Upstream measures the whole device, on which other stages load at the same time.
-        with activation_bytes(self.device) as activations, set_current_vllm_config(self.vllm_config):
-            self.model_runner.profile_run()
-        return memory.cache_bytes(self.weight_bytes, activations(), super().get_kv_cache_spec())
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.model_runner.compile_frames()
-        if self.model_config.max_logprobs:  # upstream compiles for the first request with log probabilities
-            logprobs = torch.zeros(1, self.model_config.get_vocab_size(), device=self.device)
-            token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.model_runner.sampler.gather_logprobs(logprobs, 1, token_ids)
-        return times
-
-    def relay_statistics(self) -> dict[str, dict[str, int]]:
-        """See ``CPUARWorker``."""
-        return self.model_runner.hub.plain_statistics()
-
-    def release_payloads(self, payloads: list[bytes]) -> None:
-        """See ``CPUARWorker``."""
         self.model_runner.hub.release_encoded(payloads)
