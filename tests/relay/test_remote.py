@@ -333,6 +333,9 @@ class Impostor:
         self._peer, data = self._socket.recv_multipart()
         return decode_to_producer(data)
 
+    def has_message(self) -> bool:
+        return bool(self._socket.poll(50))
+
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart([self._peer, *frames])
 
@@ -377,6 +380,19 @@ async def test_a_consumer_allocates_no_more_than_its_producer_has(consumer: TcpR
     await asyncio.to_thread(impostor.welcome)
     with pytest.raises(RelayBroken, match="more than its producer has"):
         await getting
+
+
+async def test_a_tensor_is_given_up_when_its_last_pull_has_failed(consumer: TcpRelay, impostor: Impostor) -> None:
+    first, second = (asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=5)) for _ in range(2))
+    await asyncio.to_thread(impostor.welcome)
+    for _ in range(2):
+        assert isinstance(await asyncio.to_thread(impostor.receive), Read)
+    for getting in (first, second):
+        assert not impostor.has_message()
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+    assert await asyncio.to_thread(impostor.receive) == Abandon(1)
 
 
 @pytest.mark.parametrize(
