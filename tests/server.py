@@ -124,7 +124,7 @@ def silent_host() -> Iterator[str]:
 
 def engine_core(server: Server, stage: str) -> psutil.Process:
     """Each process of a stage has left a file with its name in the server's directory."""
-    for child in psutil.Process(server.process.pid).children():
+    for child in psutil.Process(server.process.pid).children(recursive=True):  # of the fork server, if there is one
         if any(Path(tempfile.gettempdir()).glob(f"vllm-omni-*/{stage}.{child.pid}.process")):
             return child
     raise AssertionError(f"no engine core of {stage}")
