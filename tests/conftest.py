@@ -26,7 +26,6 @@ for name, value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_OMNI_FORK_SERVER": "1",  # importing vLLM takes most of an engine's start
 }.items():
     os.environ.setdefault(name, value)
 
