@@ -181,18 +181,31 @@ async def test_each_piece_of_a_long_reply_is_decoded_when_it_is_complete(
         torch.testing.assert_close(piece, wave, atol=WAVEFORM * float(wave.abs().max()), rtol=0)
 
 
-async def test_requests_fail_with_their_decoder_and_later_ones_are_answered(served: Served) -> None:
-    case, decoder = make_cases(seed=5)[0], served.omni.orchestrator.front("decoder")
+@pytest.mark.parametrize("stage", ["language_model", "decoder"])
+async def test_requests_fail_with_a_stage_and_later_ones_are_answered(served: Served, stage: str) -> None:
+    case, engine = make_cases(seed=5)[0], served.omni.orchestrator.front(stage)
     outputs = reply(served, case)
     await anext(outputs)
-    thread_of(decoder).kill()
-    with pytest.raises(StageFailed, match="decoder"):
+    thread_of(engine).kill()
+    with pytest.raises(StageFailed, match=stage):
         await collect(outputs)
     for _ in range(2000):
-        if decoder.current_status().state is StageState.RUNNING:
+        if engine.current_status().state is StageState.RUNNING:
             break
         await asyncio.sleep(0.01)
     check(served, case.groups(served.model, served.codec), await collect(reply(served, case)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("served", ["base"], indirect=True)
+async def test_a_speech_of_more_than_two_hundred_frames_equals_the_reference(served: Served) -> None:
+    params, longest = {"language_model": {**GREEDY, "max_tokens": 80}}, 0
+    cases = make_cases(seed=5)
+    outputs = await asyncio.gather(*(collect(reply(served, case, params)) for case in cases))
+    for case, output in zip(cases, outputs, strict=True):
+        check(served, case.groups(served.model, served.codec), output, num_groups=80)
+        longest = max(longest, len(output.multimodal_output["audio"]) // SAMPLES_PER_FRAME)
+    assert longest > 200
 
 
 async def test_a_seed_repeats_text_and_sound(served: Served) -> None:
