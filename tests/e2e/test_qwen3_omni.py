@@ -30,7 +30,7 @@ from tests.e2e.test_qwen3_omni_parity import (
 )
 from tests.engine_threads import engine_threads, thread_of
 from tests.reference.media import Case
-from tests.reference.qwen3_omni import Answer, Reference
+from tests.reference.qwen3_omni import Reference
 from tests.server import END_TIMEOUT_S, QUESTION, Server, serve
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -43,8 +43,23 @@ from vllm_omni.testing.qwen3_omni import build
 PENALTY_WARNING = pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`:UserWarning")
 pytestmark = [*MARKS, PENALTY_WARNING, pytest.mark.long, pytest.mark.timeout(600)]
 
-CACHE = "kv_cache_memory_bytes=67108864"
 SAMPLE_RATE = 24000
+LONG = 220  # frames
+
+# Of each shape, settings of its stages: prompts in chunks; room for a few requests only, which are preempted.
+DEPLOYMENTS = {
+    "apart": (
+        "thinker.kv_cache_memory_bytes=67108864",
+        "talker.kv_cache_memory_bytes=67108864",
+        "thinker.max_num_batched_tokens=96",
+        "talker.max_num_batched_tokens=64",
+    ),
+    "eight": (
+        "thinker.num_gpu_blocks_override=70",
+        "talker.num_gpu_blocks_override=70",
+        "thinker.enable_prefix_caching=false",
+    ),
+}
 
 
 class Served(NamedTuple):
@@ -56,18 +71,17 @@ class Served(NamedTuple):
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = build(tmp_path_factory.mktemp(request.param), variant=request.param)
     with engine_threads():
-        overrides = [f"{stage}.{CACHE}" for stage in ("thinker", "talker")]
-        omni = AsyncOmni(path, stage_overrides=overrides, skip_mm_profiling=True, **ENGINES)
+        omni = AsyncOmni(path, stage_overrides=DEPLOYMENTS[request.param], skip_mm_profiling=True, **ENGINES)
         yield Served(omni, Reference(path))
         omni.shutdown()
 
 
-def expected_answer(reference: Reference, case: Case) -> Answer:
-    return reference.answer(case, max_tokens=MAX_TOKENS, max_codes=NUM_FRAMES, repetition_penalty=PENALTY)
-
-
-def check(reference: Reference, case: Case, output: OmniRequestOutput) -> None:
-    expected = expected_answer(reference, case)
+def check(
+    reference: Reference, case: Case, output: OmniRequestOutput, num_frames: int = NUM_FRAMES, min_frames: int = 0
+) -> None:
+    expected = reference.answer(
+        case, max_tokens=MAX_TOKENS, max_codes=num_frames, repetition_penalty=PENALTY, min_codes=min_frames
+    )
     assert output.outputs[0].token_ids == expected.reply.token_ids, case.name
     assert expected.speech is not None
     check_speech(reference, output, expected.speech, case.name)
@@ -83,10 +97,17 @@ async def until_idle(omni: AsyncOmni) -> None:
     raise TimeoutError(f"{statistics} after all requests")
 
 
-async def test_a_batch_equals_transformers(served: Served) -> None:
-    outputs = await asyncio.gather(*(answer(served.omni, case, NUM_FRAMES) for case in FEW))
-    for case, output in zip(FEW, outputs, strict=True):
+async def test_a_batch_of_eight_equals_transformers(served: Served) -> None:
+    cases = [*FEW, *FEW]
+    outputs = await asyncio.gather(*(answer(served.omni, case, NUM_FRAMES) for case in cases))
+    for case, output in zip(cases, outputs, strict=True):
         check(served.reference, case, output)
+
+
+async def test_more_than_two_hundred_frames_equal_transformers(served: Served) -> None:
+    output = await answer(served.omni, FEW[0], LONG, min_frames=LONG)
+    check(served.reference, FEW[0], output, LONG, min_frames=LONG)
+    assert len(output.multimodal_output["codec_ids"]) == LONG
 
 
 async def test_an_abort_of_a_half_leaves_nothing_and_the_others_end(served: Served) -> None:

@@ -73,11 +73,13 @@ def merged(outputs: list[OmniRequestOutput]) -> OmniRequestOutput:
     return outputs[0]
 
 
-async def answer(omni: AsyncOmni, case: Case, max_frames: int, **kwargs: object) -> OmniRequestOutput:
+async def answer(
+    omni: AsyncOmni, case: Case, max_frames: int, min_frames: int = 0, **kwargs: object
+) -> OmniRequestOutput:
     """The whole answer of the graph."""
     params = [
         {**GREEDY, "max_tokens": MAX_TOKENS},
-        {**GREEDY, "max_tokens": max_frames, "repetition_penalty": PENALTY},
+        {**GREEDY, "max_tokens": max_frames, "min_tokens": min_frames, "repetition_penalty": PENALTY},
         {},
     ]
     kwargs = {"modalities": ["text", "audio", "codec_ids"], **kwargs}

@@ -90,13 +90,14 @@ class Reference:
         max_codes: int = 200,
         repetition_penalty: float = 1.05,
         speaker: str = "Ethan",
+        min_codes: int = 0,
     ) -> Answer:
         """Text, codes and waveform for one case."""
         inputs = self.process(case)
         reply = self.think(inputs, max_tokens)
         if len(reply.token_ids) < 2:
             return Answer(reply, None)
-        return Answer(reply, self.speak(inputs, reply, max_codes, repetition_penalty, speaker))
+        return Answer(reply, self.speak(inputs, reply, max_codes, repetition_penalty, speaker, min_codes))
 
     def process(self, case: Case) -> dict[str, Any]:
         """The processor's tensors for one case, and ``use_audio_in_video``."""
@@ -138,6 +139,7 @@ class Reference:
         max_codes: int = 200,
         repetition_penalty: float = 1.05,
         speaker: str = "Ethan",
+        min_codes: int = 0,
     ) -> Speech:
         """Speech for a reply of at least two tokens."""
         talker, config = self.model.talker, self.config.talker_config
@@ -157,6 +159,7 @@ class Reference:
                 talker_input_ids=ids[None],
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                 max_new_tokens=max_codes,
+                min_new_tokens=min_codes or None,
                 do_sample=False,
                 repetition_penalty=repetition_penalty,
                 eos_token_id=end,
