@@ -108,8 +108,15 @@ def speak(served: Served, request: dict[str, Any], params: Any = GREEDY) -> Asyn
     )
 
 
-def check(served: Served, request: dict[str, Any], output: OmniRequestOutput) -> None:
-    expected = served.reference.speak(max_tokens=NUM_TOKENS, **request)
+def check(
+    served: Served,
+    request: dict[str, Any],
+    output: OmniRequestOutput,
+    *,
+    max_tokens: int = NUM_TOKENS,
+    min_tokens: int = 2,
+) -> None:
+    expected = served.reference.speak(max_tokens=max_tokens, min_tokens=min_tokens, **request)
     frames, audio = output.multimodal_output["codec_ids"], output.multimodal_output["audio"]
     # At the limit, the last sampled code begins a frame that the reference does not complete.
     compared = frames if expected.finished else frames[:-1]
@@ -135,6 +142,16 @@ async def test_a_batch_of_eight_speaks_as_the_reference(served: Served) -> None:
     for request, output in zip(requests, outputs, strict=True):
         check(served, request, output)
     await until_idle(served)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("served", ["base"], indirect=True)
+async def test_more_than_two_hundred_frames_equal_the_reference(served: Served) -> None:
+    request, end = requests_of(served)[0], served.reference.talker_config["codec_eos_token_id"]
+    params = {"temperature": 0.0, "max_tokens": 211, "logit_bias": {end: -100.0}}
+    output = await collect(speak(served, request, {"talker": params}))
+    assert len(output.multimodal_output["codec_ids"]) == 211
+    check(served, request, output, max_tokens=211, min_tokens=211)
 
 
 async def test_the_first_sound_comes_before_the_last_frame(served: Served) -> None:

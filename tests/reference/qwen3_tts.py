@@ -153,7 +153,9 @@ class Reference:
     # -- the talker ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def speak(self, text: str, *, max_tokens: int, repetition_penalty: float = 1.05, **prompt: object) -> Speech:
+    def speak(
+        self, text: str, *, max_tokens: int, repetition_penalty: float = 1.05, min_tokens: int = 2, **prompt: object
+    ) -> Speech:
         """Greedy speech; arguments of ``prompt`` choose voice and language."""
         prompt_rows, tail = self.prompt(text, **prompt)  # type: ignore[arg-type]
         rows, pad = prompt_rows, self.tts_row("pad")
@@ -161,7 +163,7 @@ class Reference:
         end = self.talker_config["codec_eos_token_id"]
         while len(firsts) < max_tokens:
             hidden.append(self.transform("talker.model", self.talker_config, rows)[-1])
-            scores = self.first_scores(hidden[-1], firsts, repetition_penalty, end)
+            scores = self.first_scores(hidden[-1], firsts, repetition_penalty, end, may_end=len(firsts) >= min_tokens)
             best = scores.topk(2).values
             margins.append(best[0] - best[1])
             firsts.append(int(scores.argmax()))
@@ -176,13 +178,13 @@ class Reference:
         wave = self.decode(codes, voice.codes if isinstance(voice, Voice) else None)
         return Speech(prompt_rows, tail, torch.stack(hidden), codes, wave, firsts[-1] == end, torch.stack(margins))
 
-    def first_scores(self, hidden: Tensor, earlier: list[int], penalty: float, end: int) -> Tensor:
+    def first_scores(self, hidden: Tensor, earlier: list[int], penalty: float, end: int, *, may_end: bool) -> Tensor:
         logits = self.linear("talker.codec_head", hidden)
         seen = logits[earlier]
         logits[earlier] = torch.where(seen < 0, seen * penalty, seen / penalty)
         end_logit = logits[end].clone()
         logits[-1024:] = float("-inf")
-        logits[end] = end_logit if len(earlier) >= 2 else float("-inf")
+        logits[end] = end_logit if may_end else float("-inf")
         return logits
 
     def residual_codes(self, hidden: Tensor, first: int) -> Tensor:

@@ -52,8 +52,7 @@ class CachedReference(Reference):
         while len(frames) < num_frames:
             output = self.talker(inputs_embeds=rows[None], past_key_values=cache, use_cache=True)
             hidden = output.last_hidden_state[0, -1]
-            scores = self.first_scores(hidden, firsts, repetition_penalty, end)
-            scores[end] = float("-inf")
+            scores = self.first_scores(hidden, firsts, repetition_penalty, end, may_end=False)
             firsts.append(int(scores.argmax()))
             frames.append(self.residual_codes(hidden, firsts[-1]))
             added = tail[len(frames) - 1] if len(frames) <= len(tail) else pad
