@@ -46,7 +46,7 @@ pytestmark = [*MARKS, PENALTY_WARNING, pytest.mark.long, pytest.mark.timeout(600
 SAMPLE_RATE = 24000
 LONG = 220  # frames
 
-# Of each shape, settings of its stages: prompts in chunks; room for a few requests only, which are preempted.
+# Of each shape, settings of its stages: prompts in chunks; room for a few requests only.
 DEPLOYMENTS = {
     "apart": (
         "thinker.kv_cache_memory_bytes=67108864",
