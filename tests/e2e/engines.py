@@ -13,6 +13,7 @@ from PIL import Image
 from vllm import LLM, SamplingParams, envs
 from vllm.outputs import RequestOutput
 
+from tests.relay.io import await_io_thread
 from vllm_omni.relay import hub as relay_hub
 from vllm_omni.testing import llava as llava
 
@@ -101,10 +102,11 @@ def processes_of(llm: LLM) -> list[psutil.Process]:
 
 
 def kill(llm: LLM) -> None:
-    """An engine of one rank."""
+    """Kill an engine of one rank. This process's relay has noticed it: what it had mapped could be read until then."""
     for process in processes_of(llm):
         process.kill()
         process.join(20)
+    await_io_thread()
 
 
 def upstream_answers(

@@ -21,11 +21,11 @@ import torch
 from tests.contract.relays import make_pair
 from tests.contract.usable import CROSSING
 from tests.fuzz import num_cases
+from tests.relay.io import await_io_thread
 from tests.relay.peer import Peer, pattern, peers
 from vllm_omni.errors import PoolExhausted, RelayBroken
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay import StreamReader, StreamWriter
-from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 
 NUM_ABORTS = num_cases(10_000)
@@ -355,13 +355,6 @@ class World:
     def end(self) -> None:
         for relay in (*self.consumers, self.producer):
             relay.close()
-
-
-def await_io_thread() -> None:
-    async def nothing() -> None:
-        pass
-
-    io_thread().submit(nothing()).result(DEADLINE_S)
 
 
 def run_batch(seed: int, num_aborts: int) -> Counter[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.contract.relays import Pair
+from tests.relay.io import await_io_thread
 from vllm_omni.errors import RelayBroken, RelayClosed
-from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.memory import FLAGS, READING, RELEASED, SLOT_BYTES, parse_location
 
@@ -32,14 +32,6 @@ def pair() -> Iterator[Pair]:
 
 def rows(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64).reshape(-1, 1)
-
-
-def await_io_thread() -> None:
-    async def nothing() -> None:
-        pass
-
-    for _ in range(2):  # what is done there may call for more
-        io_thread().submit(nothing()).result(DEADLINE_S)
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from tests.contract.relays import BACKENDS, Pair, make_pair
 from tests.contract.usable import STREAMING, USABLE
 from tests.fuzz import num_cases
+from tests.relay.io import await_io_thread
 from vllm_omni.errors import ConfigError, MissingDependency, RelayBroken, RelayTimeout
 from vllm_omni.messages.payload import DTYPES, Payload, TensorRef, decode, encode, pack, unpack
 from vllm_omni.relay import Relay
 from vllm_omni.relay.codec import extract, restore
 from vllm_omni.relay.hub import RelayHub, RelayOptions
-from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
 from vllm_omni.relay.shm.connection import Hello
 from vllm_omni.relay.shm.memory import FLAGS, SLOT_WORDS, TABLE_BYTES
@@ -234,11 +234,7 @@ def relay() -> Iterator[Relay]:
 
 
 def num_fds() -> int:
-    async def nothing() -> None:
-        pass
-
-    for _ in range(3):  # what is done on the I/O thread may call for more
-        io_thread().submit(nothing()).result(DEADLINE_S)
+    await_io_thread()
     return len(os.listdir("/proc/self/fd"))
 
 
