@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     VLLM_OMNI_STAGE_RESTART_WINDOW_S: float
     VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S: float
     VLLM_OMNI_STAGE_STUCK_S: float
+    VLLM_OMNI_READER_TIMEOUT_S: float
     VLLM_OMNI_FORK_SERVER: bool
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
@@ -126,6 +127,12 @@ VARIABLES: Mapping[str, Variable] = {
         lambda: 60.0,
         "how long the processes of a stage with requests may make no step and use no CPU time, seconds, or ten times "
         "as long if they use some, as a compilation or a long step does; then they are killed, and the stage restarts",
+    ),
+    "VLLM_OMNI_READER_TIMEOUT_S": Variable(
+        _positive_seconds,
+        lambda: 300.0,
+        "how long the stages of a request may wait for a client that reads nothing of its reply, seconds; then the "
+        "request is aborted",
     ),
     "VLLM_OMNI_FORK_SERVER": Variable(
         _flag,

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni.engine.adapters import load_adapter
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
-from vllm_omni.model_executor.pipeline import RequestContext
 
 
 class DyingLLM(StageLLM):
@@ -78,7 +79,7 @@ class AdapterStage(StageEngine):
         self.vllm_config = SimpleNamespace(lora_config="any")  # type: ignore[assignment]
 
     async def load(self) -> None:
-        await self._load_adapter(RequestContext("request", {}, {}, lora_request="adapter"))
+        await load_adapter(self, LoRARequest("adapter", 1, "path"))
 
 
 async def test_an_adapter_is_not_at_fault_if_its_engine_is_no_longer_read() -> None:

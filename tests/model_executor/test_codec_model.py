@@ -21,8 +21,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.reference.qwen3_tts import Reference
 from tests.relay.test_hub import leases_end
 from vllm_omni.core.sched.generation import GenerationScheduler
+from vllm_omni.core.sched.read_window import report_of
 from vllm_omni.messages.payload import Payload, encode, unpack
-from vllm_omni.messages.stage_step import FRAME_CHUNKS, STAGE_ARGS
+from vllm_omni.messages.stage_step import FRAME_CHUNKS, STAGE_ARGS, WINDOW
 from vllm_omni.model_executor.codec_model import CodecModel
 from vllm_omni.model_executor.frame_publisher import FramePublisher
 from vllm_omni.model_executor.generation_executor import GenerationExecutor
@@ -101,13 +102,16 @@ class Stage:
             self.published.append(payload)
             self.start(name, payload.of("codec.decode"))
 
-    def start(self, name: str, *payloads: Payload, **args: object) -> None:
+    def start(self, name: str, *payloads: Payload, window: int | None = None, **args: object) -> None:
         args = {"payloads": [encode(one) for one in payloads], FRAME_CHUNKS: CHUNKS, **args}
-        params = SamplingParams(max_tokens=1, extra_args={STAGE_ARGS: args})
+        params = SamplingParams(max_tokens=1, extra_args={STAGE_ARGS: args, WINDOW: window})
         self.scheduler.add_request(Request(name, [0], params, None))
         self.audio[name] = []
         if (gate := self.scheduler.streams[name]._gate) is not None:
             wait([gate.connecting], timeout=10)
+
+    def note_read(self, name: str, num_pieces: int) -> None:
+        self.scheduler.add_request(Request.from_engine_core_request(report_of(name, num_pieces), None))
 
     def finish(self, *names: str) -> None:
         for name in names:
@@ -187,6 +191,32 @@ def test_frames_that_come_one_by_one_sound_as_the_whole_decode_in_growing_chunks
     assert [len(one) // 1920 for one in stage.audio["a"]] == [1, 2, 4, 4, 1]
     torch.testing.assert_close(stage.sound("a"), reference.decode(codes), atol=STREAMED, rtol=0)
     assert stage.ended["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_slow_reader_of_sound_holds_its_decoder_and_so_the_talker(stage: Stage, reference: Reference) -> None:
+    """Three pieces ahead at most: of 1, 2 and 4 frames, so that the next ones stay in the stream."""
+    codes = codes_of(reference, 20)
+    stage.speak("fast", codes[0])
+    stage.publishers["a"] = publisher = FramePublisher(stage.talker, "a", ["codec.decode"])
+    stage.published.append(publisher.publish(codes[0].tolist()))
+    stage.start("a", stage.published[-1].of("codec.decode"), window=3)
+    for frame in codes[1:]:
+        stage.speak("a", frame)
+        stage.speak("fast", frame)
+        stage.step()
+    stage.finish("a", "fast")
+    num_rounds = 0
+    while "a" not in stage.ended:
+        assert len(stage.audio["a"]) == min(3 + 2 * num_rounds, 7)
+        num_rounds += 1
+        stage.note_read("a", 2 * num_rounds)
+        for _ in range(4):
+            stage.step()
+    stage.note_read("a", 7)  # after its end: nothing
+    assert num_rounds == 2
+    assert [len(one) // 1920 for one in stage.audio["a"]] == [1, 2, 4, 4, 4, 4, 1]
+    torch.testing.assert_close(stage.sound("a"), reference.decode(codes), atol=STREAMED, rtol=0)
+    torch.testing.assert_close(stage.sound("fast"), reference.decode(codes), atol=STREAMED, rtol=0)
 
 
 def test_streams_of_any_pace_share_steps_and_sound_as_alone(stage: Stage, reference: Reference) -> None:

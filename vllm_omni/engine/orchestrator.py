@@ -44,6 +44,7 @@ from vllm_omni.engine.stage import ABORT_TIMEOUT_S, StageEngine
 from vllm_omni.engine.stage_edges import called_by, maker_of
 from vllm_omni.engine.startup import start_engines
 from vllm_omni.engine.streamed_reply import StreamedReplies
+from vllm_omni.engine.user_reader import UserAway
 from vllm_omni.errors import (
     CallAborted,
     ConfigError,
@@ -359,7 +360,8 @@ class Orchestrator:
         self.requests.enter()
         try:
             async for frame in call:
-                yield answer.output_of(frame)
+                with UserAway(call):
+                    yield answer.output_of(frame)
         except VLLMError:
             raise
         except Exception as exc:

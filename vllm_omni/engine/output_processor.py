@@ -76,6 +76,7 @@ class OmniRequestState(RequestState):
     hub: RelayHub
     new_payloads: list[Payload]
     is_watched: bool  # whether to record the times of its tokens
+    num_received: int  # tokens, or, of a stage without, pieces of media
 
     def _new_request_output(self, *args: Any, **kwargs: Any) -> RequestOutput | PoolingRequestOutput[Any]:
         output = super()._new_request_output(*args, **kwargs)
@@ -146,7 +147,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         upstream = self.request_states[request.request_id]
         if not isinstance(upstream, OmniRequestState):
             state = extend_request_state(upstream, OmniRequestState)
-            state.handler, state.hub, state.new_payloads = self.handler, self.hub, []
+            state.handler, state.hub, state.new_payloads, state.num_received = self.handler, self.hub, [], 0
             params = request.sampling_params
             stage_args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
             if stage_args.get("publish") and self.handler is open_media:
@@ -160,6 +161,8 @@ class MultimodalOutputProcessor(OutputProcessor):
         for output in engine_core_outputs:
             state = self.request_states.get(output.request_id)
             assert state is None or isinstance(state, OmniRequestState)
+            if state is not None:
+                state.num_received += len(output.new_token_ids) or output.pooling_output is not None
             self._note_times(output, state, now)
             for payload in _announced(output):
                 self._take(payload, state)
@@ -173,6 +176,19 @@ class MultimodalOutputProcessor(OutputProcessor):
                 if state is not None:
                     state.new_payloads.append(payload)
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+    def num_received(self, request_id: str) -> dict[str, int]:
+        """How many outputs have come for a request, by the engine's id of each of its sequences that runs.
+
+        Args:
+            request_id: the external one.
+        """
+        received = {}
+        for one in self.external_req_ids.get(request_id, ()):
+            if (state := self.request_states.get(one)) is not None:
+                assert isinstance(state, OmniRequestState)
+                received[one] = state.num_received
+        return received
 
     def _take(self, payload: Payload, state: OmniRequestState | None) -> None:
         if state is None:  # the request was aborted meanwhile

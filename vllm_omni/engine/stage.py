@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 from vllm.exceptions import VLLMClientError
-from vllm.lora.request import LoRARequest
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -27,12 +26,14 @@ from vllm.v1.executor.abstract import Executor
 
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
-from vllm_omni.config.epd import Instance, Tasks
+from vllm_omni.config.epd import Instance
 from vllm_omni.config.vllm_args import make_sampling_params
+from vllm_omni.engine.adapters import load_adapter
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.reading import Reading
 from vllm_omni.engine.rejection import raise_reported, rejection
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
@@ -414,7 +415,8 @@ class StageEngine(StageNode):
             StageFailed: the engine died, or the model failed on this request.
         """
         self._loop = asyncio.get_running_loop()
-        lora_request = await self._load_adapter(context) if self._is_first else None
+        lora_request = await load_adapter(self, context.lora_request) if self._is_first else None
+        reading = Reading(self.llm, request_id, params, generates_tokens=self.kind.generates_tokens)
         outputs = self.llm.generate(
             prompt,
             params,
@@ -444,7 +446,9 @@ class StageEngine(StageNode):
                     if output.finished:
                         note()
                         is_noted = True
+                    reading.note_pulled()
                     yield output
+                    await reading.report()
         finally:
             self.num_requests -= 1
             self._has_ended.set()
@@ -468,33 +472,9 @@ class StageEngine(StageNode):
             await self._await_abort()
             raise
 
-    async def _load_adapter(self, context: RequestContext) -> LoRARequest | None:
-        """Load the request's adapter before the engine does it within a step, where a bad adapter would end it."""
-        lora_request: LoRARequest | None = context.lora_request
-        has_adapters = self.vllm_config.lora_config is not None
-        encodes_only = self.instance is not None and self.instance.kind == Tasks.E
-        if lora_request is None or (encodes_only and not has_adapters):  # adapters concern the language model alone
-            return None
-        if not has_adapters:
-            raise InvalidRequest(f"lora_request: stage {self.name!r} {without_adapters(self.config)}")
-        try:
-            await self.ask(self.llm.add_lora(lora_request))
-        except StageFailed as exc:
-            if isinstance(exc.__cause__, EngineDeadError | TimeoutError):
-                raise  # the engine has not judged the adapter
-            raise InvalidRequest(f"lora_request: {exc}") from exc
-        return lora_request
-
     async def _await_abort(self) -> None:
         """Wait for the abort that upstream has sent: an engine answers calls in their order."""
         try:
             await self.ask(self.llm.is_paused(), ABORT_TIMEOUT_S)
         except StageFailed as exc:  # the engine is dead, which also ends requests, or its step takes longer
             logger.debug("abort not acknowledged: %s", exc)
-
-
-def without_adapters(config: StageConfig) -> str:
-    """Why a stage has no adapters, for the end of an error message."""
-    if not config.is_autoregressive:
-        return "has no adapters (LoRA): only autoregressive stages load them"
-    return f"was started without adapters (LoRA); start it with --stage {config.name}.enable_lora=true"

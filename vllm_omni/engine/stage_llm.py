@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
 
+from vllm_omni.core.sched.read_window import report_of
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.media_budget import HOLDING
 from vllm_omni.engine.media_cache import SenderCache
@@ -101,6 +102,19 @@ class StageLLM(AsyncLLM):
             stop_ids, size = request.sampling_params.all_stop_token_ids, self.model_config.get_vocab_size()
             stop_ids.difference_update({one for one in stop_ids if not 0 <= one < size})
         await super()._add_request(request, *args, **kwargs)
+
+    def num_received(self, request_id: str) -> dict[str, int]:
+        """See ``MultimodalOutputProcessor.num_received``."""
+        assert isinstance(self.output_processor, MultimodalOutputProcessor)
+        return self.output_processor.num_received(request_id)
+
+    async def report_read(self, request_id: str, num_read: int) -> None:
+        """Tell the engine how many outputs of a request its reader has taken.
+
+        Args:
+            request_id: the engine's id of one sequence.
+        """
+        await self.engine_core.add_request_async(report_of(request_id, num_read))
 
     @property
     def has_failed(self) -> bool:

@@ -11,8 +11,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.engine.adapters import without_adapters
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.stage import StageEngine, StageLLM, without_adapters
+from vllm_omni.engine.stage import StageEngine, StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
 from vllm_omni.names import suggest
 from vllm_omni.process.status import StageState

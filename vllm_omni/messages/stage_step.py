@@ -27,6 +27,12 @@ STAGE_ARGS = "omni"
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
 
+WINDOW = "omni_window"
+"""Key of ``SamplingParams.extra_args``: outputs that the request may be ahead of its reader (``ReadWindow``)."""
+
+NUM_READ = "omni_num_read"
+"""Likewise, in a report, which is no request: outputs that the reader has taken."""
+
 FRAME_CHUNKS = "frame_chunks"
 """Stage argument of a request that decodes frames while they are made: ``first`` and ``size`` of its chunks."""
 

@@ -18,9 +18,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_omni.core.sched.read_window import report_of
 from vllm_omni.core.sched.stream import StreamScheduler
 from vllm_omni.messages.payload import Payload, encode, pack
-from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
+from vllm_omni.messages.stage_step import STAGE_ARGS, WINDOW, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.plugin import register
 from vllm_omni.relay import InlineRelay, StreamReader, StreamWriter
@@ -396,3 +397,66 @@ def test_what_a_request_published_that_was_aborted_during_the_step_is_released(
     scheduler.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, [[5]], pooler_output=[packed]))
     assert relay.statistics().num_leases == 0
     assert not scheduler.gates
+
+
+# -- a reader of the tokens -------------------------------------------------------------------------------------------
+
+
+def add_read(scheduler: StreamScheduler, request_id: str, window: int) -> Request:
+    """A request that may be so many tokens ahead."""
+    request = make_request(request_id)
+    assert request.sampling_params is not None
+    request.sampling_params.extra_args = {WINDOW: window}
+    scheduler.add_request(request)
+    return request
+
+
+def note_read(scheduler: StreamScheduler, request_id: str, num_tokens: int) -> None:
+    scheduler.add_request(Request.from_engine_core_request(report_of(request_id, num_tokens), None))
+
+
+def test_a_request_is_at_most_its_window_ahead_of_who_reads_its_tokens(vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(vllm_config)
+    request = add_read(scheduler, "a", 4)
+    scheduler.add_request(make_request("b"))
+    for num_read, num_made in ((0, 4), (1, 5), (4, 8), (4, 8), (20, 24)):
+        note_read(scheduler, "a", num_read)
+        ids = [step(scheduler)[1] for _ in range(30 if num_read == 20 else 6)]
+        assert ids[-1] == (["b"] if scheduler.requests.get("b") else [])
+        assert request.num_output_tokens == num_made
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.gates and not scheduler.has_unfinished_requests()
+
+
+def test_a_report_about_a_request_that_has_ended_is_no_request(vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(vllm_config)
+    note_read(scheduler, "gone", 4)
+    assert not scheduler.has_requests()
+    assert not scheduler.gates
+
+
+def test_slow_readers_do_not_keep_others_out(vllm_config: VllmConfig) -> None:
+    """Two requests run at a time: "a" is held, and makes room for "c" beside "b", which goes on."""
+    scheduler = make_scheduler(vllm_config)
+    slow = add_read(scheduler, "a", 3)
+    scheduler.add_request(make_request("b"))
+    for _ in range(4):
+        step(scheduler)
+    scheduler.add_request(make_request("c"))
+    step(scheduler)
+    assert step(scheduler)[1] == ["b", "c"]
+    assert slow.num_preemptions == 1
+    scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler)[1] == ["c"]
+    note_read(scheduler, "a", 3)
+    output, ids = step(scheduler)
+    assert ids == ["c", "a"]
+    assert output.num_scheduled_tokens["a"] == NUM_PROMPT + 3
+
+
+def test_a_slow_reader_with_nobody_behind_it_keeps_its_blocks(vllm_config: VllmConfig) -> None:
+    scheduler = make_scheduler(vllm_config)
+    requests = [add_read(scheduler, name, 3) for name in ("a", "b")]
+    scheduler_ids = [step(scheduler)[1] for _ in range(6)]
+    assert scheduler_ids == [["a", "b"]] * 3 + [[]] * 3
+    assert [request.num_preemptions for request in requests] == [0, 0]

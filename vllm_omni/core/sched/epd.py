@@ -154,6 +154,8 @@ class EPDScheduler(StreamScheduler):
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if self.gates.note_read(request):
+            return
         is_new = request.request_id not in self.requests  # else a session's next input
         if is_new and not self._is_for_queue(request):
             return

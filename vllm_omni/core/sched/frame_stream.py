@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.request import Request
 
+from vllm_omni.core.sched.read_window import ReadWindow
 from vllm_omni.core.sched.stream import StreamGate
 from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.messages.stage_step import FRAME_CHUNKS, STAGE_ARGS, StreamUpdate
@@ -23,7 +24,14 @@ class FrameStream:
     Args:
         payloads: one that names the stream; or, where nothing is streamed, one for each frame.
         chunks: ``first`` and ``size``, in frames (``FrameChunks``).
+
+    Attributes:
+        window: of the pieces of sound; a slow reader holds the decoder back, and the stream then its talker.
+        num_made: pieces so far.
     """
+
+    window: ReadWindow | None = None
+    num_made = 0
 
     def __init__(self, hub: RelayHub, payloads: Sequence[Payload], chunks: Mapping[str, int]) -> None:
         is_streamed = any(payload.streams for payload in payloads)
@@ -42,10 +50,14 @@ class FrameStream:
         args: Mapping[str, Any] = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
         if FRAME_CHUNKS not in args:
             return None
-        return cls(hub, [decode(data) for data in args["payloads"]], args[FRAME_CHUNKS])
+        stream = cls(hub, [decode(data) for data in args["payloads"]], args[FRAME_CHUNKS])
+        stream.window = ReadWindow.of(request)
+        return stream
 
     def is_ready(self) -> bool:
-        """Whether there is something for a step: enough frames, or the end."""
+        """Whether there is something for a step, enough frames or the end, and the reader is not behind."""
+        if self.window is not None and self.window.is_full(self.num_made):
+            return False
         if self._gate is None or self._has_ended or self._error:
             return True
         return self._gate.is_open(self._num_taken + self._chunk)

@@ -16,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.frame_stream import FrameStream
+from vllm_omni.core.sched.read_window import num_read_of
 from vllm_omni.core.sched.unqueued import add_outputs, last_output
 from vllm_omni.messages.denoise_step import DenoiseOutput
 from vllm_omni.messages.payload import Payload, pack, unpack
@@ -43,6 +44,11 @@ class GenerationScheduler(Scheduler):
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if (num_read := num_read_of(request)) is not None:
+            stream = self.streams.get(request.request_id)
+            if stream is not None and stream.window is not None:
+                stream.window.note_read(num_read)
+            return
         super().add_request(request)
         if (stream := FrameStream.of(request, self.hub)) is not None:
             self.streams[request.request_id] = stream
@@ -114,6 +120,8 @@ class GenerationScheduler(Scheduler):
         for request_id, packed in zip(model_runner_output.req_ids, packs, strict=False):
             if packed is not None and request_id not in self.requests:
                 self.hub.release_payload(unpack(packed), for_all=True)
+            elif packed is not None and (stream := self.streams.get(request_id)) is not None:
+                stream.num_made += 1
         # Upstream cannot end a scheduled request with an error; its own update skips requests that have ended.
         failures = model_runner_output.failures if isinstance(model_runner_output, DenoiseOutput) else {}
         failed = [

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.read_window import ReadWindow, num_read_of
 from vllm_omni.core.sched.timeline import RequestTimelines
 from vllm_omni.errors import RelayError
 from vllm_omni.kv.ec_connector import RelayECConnector
@@ -95,7 +96,8 @@ def _min_of(counts: Iterable[Callable[[], int]]) -> int:
 
 
 class StreamGates:
-    """A request that reads a stream waits for its rows; one that writes streams, for credits of all of their readers.
+    """A request that reads a stream waits for its rows; one that writes streams, for credits of all of their readers;
+    one whose tokens are read while they are made, for that reader, too (``ReadWindow``).
 
     The scheduler reads, not the workers, and sends rows with the step that needs them: one reader, however many ranks.
     """
@@ -104,17 +106,20 @@ class StreamGates:
         self._hub = hub
         self._gates: dict[str, StreamGate] = {}  # by request that reads a stream
         self._credits: dict[str, Callable[[], int]] = {}  # of the slowest reader, by request that writes streams
+        self._windows: dict[str, ReadWindow] = {}
 
     def __bool__(self) -> bool:
-        """Whether any request reads or writes a stream."""
-        return bool(self._gates or self._credits)
+        """Whether any request may have to wait."""
+        return bool(self._gates or self._credits or self._windows)
 
     def connections(self) -> list[Future[StreamReader]]:
         """The connections of the streams that requests read, made or still being made."""
         return [gate.connecting for gate in self._gates.values()]
 
     def add(self, request: Request) -> None:
-        """Open the stream that the request reads, if its arguments name one."""
+        """Open the stream that the request reads, and its window, if its arguments name them."""
+        if (window := ReadWindow.of(request)) is not None:
+            self._windows[request.request_id] = window
         params = request.sampling_params
         args: Mapping[str, Any] | None = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
         if not args or args.get("num_own_tokens") is None:
@@ -128,14 +133,30 @@ class StreamGates:
         if gate is not None:
             gate.close()
         self._credits.pop(request_id, None)
+        self._windows.pop(request_id, None)
+
+    def note_read(self, request: Request) -> bool:
+        """Take a report of what a request's reader has taken; False: it is a request."""
+        if (num_read := num_read_of(request)) is None:
+            return False
+        if (window := self._windows.get(request.request_id)) is not None:  # else it has ended
+            window.note_read(num_read)
+        return True
 
     def is_held(self, request: Request) -> bool:
-        """Whether the request must wait for a row, or for credit."""
+        """Whether the request must wait for a row, for credit, or for its reader."""
+        if self.is_ahead(request):
+            return True
         gate = self._gates.get(request.request_id)
         if gate is not None and not gate.is_open(request.num_tokens):
             return True
         credits = self._credits.get(request.request_id)
         return credits is not None and credits() < 1
+
+    def is_ahead(self, request: Request) -> bool:
+        """Whether the request is as far ahead of its reader as it may be."""
+        window = self._windows.get(request.request_id)
+        return window is not None and window.is_full(request.num_output_tokens)
 
     def writes_stream(self, request: Request) -> bool:
         return request.request_id in self._credits
@@ -195,6 +216,8 @@ class StreamScheduler(Scheduler):
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if self.gates.note_read(request):
+            return
         if request.request_id not in self.requests:  # else a session's next input
             self.timelines.note_queued(request)
         super().add_request(request)
@@ -265,8 +288,9 @@ class StreamScheduler(Scheduler):
             kept = set(self.running)
             old = [request for request in running if request in held or request in kept]
             self.running = old + [request for request in self.running if request not in set(running)]
-        if not output.total_num_scheduled_tokens and self.waiting:
-            self._preempt_producer(held)
+        is_full = len(self.running) >= self.max_num_running_reqs
+        if self.waiting and (is_full or not output.total_num_scheduled_tokens):
+            self._preempt_producer({one for one in held if not is_full or self.gates.is_ahead(one)})
         return self._with_rows(output)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -274,15 +298,15 @@ class StreamScheduler(Scheduler):
         return not self.gates.is_held(request) and super()._handle_blocked_waiting_request(request)
 
     def _preempt_producer(self, held: set[Request]) -> None:
-        """Preempt one request without credits if that lets a waiting request be admitted.
+        """Preempt one request without credits, or with a slow reader, if that lets a waiting request be admitted.
 
         Otherwise two stages can wait for each other: this one for a reader that the next stage has not admitted, and
-        the next stage for rows of a request that is not admitted here.
+        the next stage for rows of a request that is not admitted here; and slow readers would keep others out.
         """
         if all(self.gates.is_held(waiting) for waiting in self.waiting):
             return
         for request in reversed(self.running):
-            if request in held and self.gates.writes_stream(request):
+            if request in held and (self.gates.writes_stream(request) or self.gates.is_ahead(request)):
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
                 return
