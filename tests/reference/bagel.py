@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -329,7 +330,7 @@ class Reference:
         times = torch.linspace(1, 0, num_timesteps)
         times = shift * times / (1 + (shift - 1) * times)
         latents, velocities = [noise], []
-        for now, after in zip(times[:-1], times[1:], strict=True):
+        for now, after in pairwise(times):
             x = latents[-1]
             low, high = guidance.interval
             velocity = self.velocity(branches[0], x, grid, now)

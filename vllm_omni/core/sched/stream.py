@@ -288,9 +288,10 @@ class StreamScheduler(Scheduler):
             kept = set(self.running)
             old = [request for request in running if request in held or request in kept]
             self.running = old + [request for request in self.running if request not in set(running)]
-        is_full = len(self.running) >= self.max_num_running_reqs
-        if self.waiting and (is_full or not output.total_num_scheduled_tokens):
-            self._preempt_producer({one for one in held if not is_full or self.gates.is_ahead(one)})
+        if not output.total_num_scheduled_tokens and self.waiting:
+            self._preempt_producer(held)
+        elif self.waiting and len(self.running) >= self.max_num_running_reqs:  # slow readers have slots of others
+            self._preempt_producer({one for one in held if self.gates.is_ahead(one)})
         return self._with_rows(output)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
