@@ -39,6 +39,7 @@ from tests.flow.random_graphs import NodeBroke, make_case
 from tests.flow.reference import TooLarge
 from tests.fuzz import seeds
 from tests.reference import llama
+from vllm_omni.engine import reading
 from vllm_omni.engine.replicas import ReplicaGroup
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.errors import DeadlineExceeded, GraphError, StageFailed, StageUnavailable
@@ -231,6 +232,7 @@ def run_batch(numbers: Sequence[int], checkpoint: Path, answers: Answers) -> Cou
     cases = make_cases(numbers, answers, counts)
     rng = random.Random(numbers[0])
     credit.WINDOW = rng.choice([1, 2, 3, 64])
+    reading.TOKENS_AHEAD = rng.choice([1, 2, 5, 256])
     with engine_threads(), asyncio.Runner() as runner:
         omni = AsyncOmni(str(checkpoint), pipeline=make_pipeline(cases))
         batch = Batch(omni, rng)
@@ -249,6 +251,7 @@ def test_random_graphs_on_engines_do_what_the_reference_does_and_leave_nothing(
     ModelRegistry.register_model(WRITER, Writer)
     ModelRegistry.register_model(CODER, Coder)
     monkeypatch.setattr(credit, "WINDOW", credit.WINDOW)
+    monkeypatch.setattr(reading, "TOKENS_AHEAD", reading.TOKENS_AHEAD)
     monkeypatch.setenv("VLLM_OMNI_RELAY_BYTES", str(RELAY_BYTES))
     logging.disable(logging.ERROR)  # of nodes that raise, and engines that die
     try:
