@@ -42,7 +42,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.flow import Activation, Chunk, Emission, Field, Graph, Role, interface
 from vllm_omni.messages.outputs import collect
-from vllm_omni.model_executor.pipeline import FunctionSpec, Outputs, Pipeline, StageRequest, StageSpec
+from vllm_omni.messages.stage_output import StageOutput
+from vllm_omni.model_executor.pipeline import FunctionSpec, Pipeline, StageRequest, StageSpec
+from vllm_omni.model_executor.routes import ByReply
 from vllm_omni.testing import llava
 
 GOAL, GROWTH_GOAL = 1.1, 1.2
@@ -82,7 +84,7 @@ class BenchmarkPipeline(Pipeline):
         writer.write(draft=editor.edit(draft=written.draft).prompt)
         loop.output(text=written.text)
         self.further_graphs = (function, loop)
-        self.stages = (StageSpec("writer", "", "text", combine={"merge": merge}, route={"write": route}),)
+        self.stages = (StageSpec("writer", "", "text", combine={"merge": merge}, route={"write": ByReply(field_of)}),)
         self.functions = (FunctionSpec("editor", edit),)
 
     def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,10 +108,8 @@ async def edit(activation: Activation) -> AsyncIterator[Emission]:
         yield Emission("prompt", StageRequest({"prompt_token_ids": ids_of(chunk.payload)[::-1]}))
 
 
-async def route(outputs: Outputs, activation: Activation) -> AsyncIterator[Emission]:
-    field = "text" if activation.iteration == NUM_ITERATIONS - 1 else "draft"
-    async for output in outputs:
-        yield Emission(field, output)
+def field_of(reply: StageOutput, activation: Activation) -> str:
+    return "text" if activation.iteration == NUM_ITERATIONS - 1 else "draft"
 
 
 class Sides:

@@ -30,7 +30,7 @@ from vllm_omni.messages.report import Reporter, ignore
 from vllm_omni.messages.stage_output import StageOutput
 from vllm_omni.model_executor.frames import Images, Sentences, Tokens
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
-from vllm_omni.model_executor.routes import ByKind
+from vllm_omni.model_executor.routes import ByKind, ByReply
 from vllm_omni.process.status import StageStatus
 
 
@@ -288,6 +288,21 @@ async def test_an_engine_chooses_a_branch_and_the_other_is_not_reached() -> None
         assert got[other] is EndReason.EMPTY
 
 
+async def test_replies_go_as_a_whole_to_the_fields_that_are_chosen_for_them() -> None:
+    def choose(reply: StageOutput, activation: Activation) -> str:
+        assert activation.wanted == {"text", "call"}
+        return "call" if reply.outputs[0].text.startswith("use") else "text"
+
+    for pieces, taken, other in ((["u", "se", " it"], "call", "text"), (["hel", "lo"], "text", "call")):
+        outputs = [output(text) for text in pieces]
+        outputs[-1].finished = True
+        got = await speak(
+            Scripted(outputs, route={"answer": ByReply(choose)}), {"prompt": StageRequest("?")}, ["text", "call"]
+        )
+        assert [one.outputs[0].text for one in got[taken]] == ["".join(pieces)]
+        assert got[other] is EndReason.EMPTY
+
+
 async def test_outputs_go_to_the_fields_of_their_kind() -> None:
     picture = torch.zeros(1, 2, 2, 3)
     mixed = output("see", images=picture)
@@ -321,6 +336,9 @@ async def test_a_reply_is_read_whole_where_nothing_reads_a_piece() -> None:
     for spec, outputs, is_whole in (
         ({}, ["call"], True),
         ({}, ["call", "text"], False),
+        ({"route": {"answer": ByKind(call="text")}}, ["call"], True),
+        ({"route": {"answer": ByKind(call="text")}}, ["call", "text"], False),
+        ({"route": {"answer": ByReply(lambda reply, activation: "call")}}, ["call"], True),
         *((one, ["call"], False) for one in pieces.values()),
     ):
         stage = Scripted([output("yes")], **spec)

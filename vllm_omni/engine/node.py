@@ -229,10 +229,11 @@ class StageNode(ServedNode):
     def _is_read_whole(self, activation: Activation) -> bool:
         """Whether nothing reads a piece of a reply before its end; media are fetched, and rows read, as they come.
 
-        A route reads pieces: it may end the reply early.
+        A route of the pipeline's own reads pieces: it may end the reply early.
         """
         wanted, whole = activation.wanted, self.whole_fields.get(activation.interface, ())
-        if activation.interface in self.spec.route or self.spec.output_type != "text":
+        route = self.spec.route.get(activation.interface)
+        if (route is not None and not getattr(route, "reads_whole", False)) or self.spec.output_type != "text":
             return False
         return wanted <= set(whole) and not wanted & (self.spec.publishing_fields | self.spec.frames.keys())
 
