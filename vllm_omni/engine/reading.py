@@ -1,4 +1,4 @@
-"""``Reading``: tells an engine how far the reader of a request has come, so that the engine waits for it.
+"""``Reading``: reports to an engine how far the reader of a request has come, so that the engine waits for it.
 
 The path back from a slow user: its unread outputs fill their window, the node that makes them is not read on
 (``flow``), so that its engine's outputs are not read, and the engine stops; a streaming decoder then takes no rows,

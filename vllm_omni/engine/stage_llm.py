@@ -109,7 +109,7 @@ class StageLLM(AsyncLLM):
         return self.output_processor.num_received(request_id)
 
     async def report_read(self, request_id: str, num_read: int) -> None:
-        """Tell the engine how many outputs of a request its reader has taken.
+        """Report to the engine how many outputs of a request its reader has taken.
 
         Args:
             request_id: the engine's id of one sequence.

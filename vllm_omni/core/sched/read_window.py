@@ -1,4 +1,4 @@
-"""``ReadWindow``: how many tokens, or pieces of sound, a request may be ahead of who reads them.
+"""``ReadWindow``: how many tokens, or pieces of sound, a request may be ahead of its reader.
 
 The front end reports what was taken as a session's next input (``report_of``), which ``Scheduler.add_request`` gets
 for a request that it knows: the order of messages is kept, and the engine core needs no method of ours.
