@@ -5,7 +5,7 @@ The path back from a slow user: its unread outputs fill their window, the node t
 which holds its talker, and so on to the first stage. A reader that waits for something else opens the windows of all
 that it reads (``flow.run.credit``), so that no two stages wait for each other.
 
-From: Omni-Flow, section 4 (back-pressure along streams).
+From: Omni-Flow, section 3.2.2 (sequences); SGLang-Omni (communication), Streaming Flow.
 """
 
 from __future__ import annotations

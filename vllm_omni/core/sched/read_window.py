@@ -3,7 +3,7 @@
 The front end reports what was taken as a session's next input (``report_of``), which ``Scheduler.add_request`` gets
 for a request that it knows: the order of messages is kept, and the engine core needs no method of ours.
 
-From: Omni-Flow, section 4 (back-pressure along streams), continued into the engines.
+From: Omni-Flow, section 3.2.2 (sequences); SGLang-Omni (communication), Streaming Flow.
 """
 
 from __future__ import annotations
