@@ -121,7 +121,14 @@ class _EngineCore(EngineCoreProc):
         self._thread = thread
         self.has_ended = False
         super().__init__(**kwargs, engine_index=dp_rank)
+        self.num_preemptions = 0
+        self._preempt = self.scheduler._preempt_request
+        self.scheduler._preempt_request = self._count_preemption
         self.step_fn = partial(self._step_alone, self.step_fn)
+
+    def _count_preemption(self, *args: Any, **kwargs: Any) -> None:
+        self.num_preemptions += 1
+        self._preempt(*args, **kwargs)
 
     def _step_alone(self, step: Any) -> Any:
         with _one_at_a_time:
@@ -222,3 +229,10 @@ def thread_of(engine: StageEngine) -> EngineThread:
     (thread,) = engine.llm.engine_core.resources.engine_manager.processes
     assert isinstance(thread, EngineThread)
     return thread
+
+
+def num_preemptions(engine: StageEngine) -> int:
+    """Of the requests of an engine that was started inside ``engine_threads``, since its start."""
+    core = thread_of(engine).core
+    assert core is not None
+    return core.num_preemptions

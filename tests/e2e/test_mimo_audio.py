@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.e2e.engines import MARKS
-from tests.engine_threads import engine_threads, thread_of
+from tests.engine_threads import engine_threads, num_preemptions, thread_of
 from tests.media.test_audio import decode
 from tests.model_executor.models.mimo_audio.test_language_model import Case, make_cases
 from tests.reference.mimo_audio import AudioTokenizer, Groups, LanguageModel
@@ -55,6 +55,7 @@ DEPLOYMENTS: dict[str, list[str]] = {
 
 
 class Served(NamedTuple):
+    name: str
     omni: AsyncOmni
     model: LanguageModel
     codec: AudioTokenizer
@@ -88,7 +89,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     overrides = [*(f"language_model.{name}={value}" for name, value in engine.items()), *DEPLOYMENTS[request.param]]
     with engine_threads():
         omni = AsyncOmni(path, stage_overrides=overrides)
-        yield Served(omni, LanguageModel(path), AudioTokenizer(path / "audio_tokenizer"))
+        yield Served(request.param, omni, LanguageModel(path), AudioTokenizer(path / "audio_tokenizer"))
         omni.shutdown()
 
 
@@ -146,6 +147,7 @@ async def test_a_batch_of_eight_replies_as_the_reference(served: Served) -> None
     for case, output in zip(cases, outputs, strict=True):
         check(served, case.groups(served.model, served.codec), output)
     assert any(len(output.multimodal_output["audio"]) for output in outputs)
+    assert bool(num_preemptions(served.omni.orchestrator.front("language_model"))) == (served.name == "narrow")
 
 
 async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Served) -> None:

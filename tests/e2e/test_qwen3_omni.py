@@ -28,7 +28,7 @@ from tests.e2e.test_qwen3_omni_parity import (
     check_speech,
     prompt_of,
 )
-from tests.engine_threads import engine_threads, thread_of
+from tests.engine_threads import engine_threads, num_preemptions, thread_of
 from tests.reference.media import Case
 from tests.reference.qwen3_omni import Reference
 from tests.server import END_TIMEOUT_S, QUESTION, Server, serve
@@ -63,6 +63,7 @@ DEPLOYMENTS = {
 
 
 class Served(NamedTuple):
+    shape: str
     omni: AsyncOmni
     reference: Reference
 
@@ -72,7 +73,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = build(tmp_path_factory.mktemp(request.param), variant=request.param)
     with engine_threads():
         omni = AsyncOmni(path, stage_overrides=DEPLOYMENTS[request.param], skip_mm_profiling=True, **ENGINES)
-        yield Served(omni, Reference(path))
+        yield Served(request.param, omni, Reference(path))
         omni.shutdown()
 
 
@@ -102,6 +103,8 @@ async def test_a_batch_of_eight_equals_transformers(served: Served) -> None:
     outputs = await asyncio.gather(*(answer(served.omni, case, NUM_FRAMES) for case in cases))
     for case, output in zip(cases, outputs, strict=True):
         check(served.reference, case, output)
+    preempted = [num_preemptions(served.omni.orchestrator.front(stage)) for stage in ("thinker", "talker")]
+    assert all(preempted) == (served.shape == "eight"), preempted
 
 
 async def test_more_than_two_hundred_frames_equal_transformers(served: Served) -> None:

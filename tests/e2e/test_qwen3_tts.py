@@ -18,7 +18,7 @@ import uvicorn
 from websockets.asyncio.client import ClientConnection, connect
 
 from tests.e2e.engines import MARKS
-from tests.engine_threads import engine_threads, thread_of
+from tests.engine_threads import engine_threads, num_preemptions, thread_of
 from tests.media.test_audio import decode
 from tests.reference.qwen3_tts import SAMPLES_PER_FRAME, Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -142,6 +142,7 @@ async def test_a_batch_of_eight_speaks_as_the_reference(served: Served) -> None:
     for request, output in zip(requests, outputs, strict=True):
         check(served, request, output)
     await until_idle(served)
+    assert bool(num_preemptions(served.omni.orchestrator.front("talker"))) == (served.variant == "small")
 
 
 @pytest.mark.long

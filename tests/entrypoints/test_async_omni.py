@@ -18,8 +18,9 @@ from vllm.lora.request import LoRARequest
 from tests.reference.media import format_prompt
 from tests.shared_engines import QWEN, SharedEngines
 from vllm_omni import AsyncOmni, OmniLLM
-from vllm_omni.engine.reading import TOKENS_AHEAD
+from vllm_omni.engine import reading
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.flow.run import credit
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.process.status import StageState
 
@@ -96,49 +97,69 @@ def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM
 
 # -- slow readers ------------------------------------------------------------------------------------------------------
 
-NUM_TOKENS = 1500
+NUM_TOKENS = 400
+MOST_AHEAD = (
+    150  # four outputs that the user has not read, of at most 16 tokens, and 16 behind them; some are on their way
+)
 VERY_LONG = {"thinker": {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}}
-MUCH_SPEECH = {"thinker": SHORT["thinker"], "talker": {"temperature": 0.0, "max_tokens": 1500, "min_tokens": 1200}}
+MUCH_SPEECH = {"thinker": SHORT["thinker"], "talker": {"temperature": 0.0, "max_tokens": 600, "min_tokens": 500}}
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "TOKENS_AHEAD", 16)
+    monkeypatch.setattr(credit, "WINDOW", 4)
 
 
 async def num_made_when_held(omni: AsyncOmni, stage: str, request_id: str) -> int:
     """Wait until a stage generates no more for a request that has not ended; returns its number of tokens."""
-    llm, num_made, deadline = omni.orchestrator.engines[stage].llm, -1, time.monotonic() + 60
-    while True:
-        await asyncio.sleep(0.5)
+    llm, num_made, deadline = omni.orchestrator.engines[stage].llm, 0, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
         (now,) = llm.num_received(f"{request_id}-{stage}").values() or (0,)
         if now == num_made > 0:
             return now
-        assert time.monotonic() < deadline
         num_made = now
+    raise TimeoutError(f"stage {stage} has not been held: {num_made} tokens")
 
 
 async def token_ids(outputs: AsyncIterator[OmniRequestOutput]) -> list[int]:
     return [token async for output in outputs for one in output.outputs for token in one.token_ids]
 
 
+async def first(outputs: AsyncIterator[OmniRequestOutput]) -> AsyncIterator[OmniRequestOutput]:
+    yield await anext(outputs)
+
+
+async def num_samples(omni: AsyncOmni, request_id: str | None = None) -> int:
+    """Of much speech."""
+    outputs = omni.generate(PROMPT, MUCH_SPEECH, request_id, modalities=["audio"])
+    return sum([len(output.multimodal_output.get("audio", ())) async for output in outputs])
+
+
+@pytest.mark.usefixtures("small_windows")
 def test_a_user_that_reads_slowly_holds_its_stage_and_nobody_elses(llm: OmniLLM, omni: AsyncOmni) -> None:
     async def run() -> None:
-        at_once = await token_ids(omni.generate(PROMPT, VERY_LONG))
+        slow = omni.generate(PROMPT, VERY_LONG, "slow", modalities=["text"])
+        token = await token_ids(first(slow))
+        assert await num_made_when_held(omni, "thinker", "slow") < MOST_AHEAD
+        at_once = await token_ids(omni.generate(PROMPT, VERY_LONG, modalities=["text"]))
         assert len(at_once) == NUM_TOKENS
-        slow = omni.generate(PROMPT, VERY_LONG, "slow")
-        token = await token_ids(_first(slow))
-        assert TOKENS_AHEAD <= await num_made_when_held(omni, "thinker", "slow") < 2 * TOKENS_AHEAD
-        assert await token_ids(omni.generate(PROMPT, VERY_LONG)) == at_once
         assert token + await token_ids(slow) == at_once
 
     llm.run(run())
 
 
+@pytest.mark.usefixtures("small_windows")
 def test_a_stopped_vocoder_holds_its_talker(llm: OmniLLM, omni: AsyncOmni) -> None:
     async def run() -> None:
-        at_once = await sound(omni)
+        at_once = await num_samples(omni)
         pids = omni.orchestrator.engines["token2wav"].pids()
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
-            asked = asyncio.create_task(sound(omni, "stopped"))
-            assert await num_made_when_held(omni, "talker", "stopped") < 2 * TOKENS_AHEAD
+            asked = asyncio.create_task(num_samples(omni, "stopped"))
+            assert await num_made_when_held(omni, "talker", "stopped") < MOST_AHEAD
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
@@ -147,42 +168,37 @@ def test_a_stopped_vocoder_holds_its_talker(llm: OmniLLM, omni: AsyncOmni) -> No
     llm.run(run())
 
 
-async def sound(omni: AsyncOmni, request_id: str | None = None) -> int:
-    """The number of samples of much speech."""
-    outputs = omni.generate(PROMPT, MUCH_SPEECH, request_id, modalities=["audio"])
-    return sum([len(output.multimodal_output.get("audio", ())) async for output in outputs])
-
-
-async def _first(outputs: AsyncIterator[OmniRequestOutput]) -> AsyncIterator[OmniRequestOutput]:
-    yield await anext(outputs)
-
-
+@pytest.mark.usefixtures("small_windows")
 def test_a_request_whose_user_reads_no_more_is_aborted(
     llm: OmniLLM, omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_OMNI_READER_TIMEOUT_S", "0.5")
 
     async def run() -> None:
-        slow = omni.generate(PROMPT, VERY_LONG, "slow")
+        slow = omni.generate(PROMPT, VERY_LONG, "slow", modalities=["text"])
         await anext(slow)
-        deadline = time.monotonic() + 60
-        while omni.orchestrator.engines["thinker"].num_requests:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
-        assert await holds_no_blocks(omni, "thinker")
+        await until_left(omni)
         with pytest.raises(CallAborted, match=r"its outputs were not read for 0\.5 s"):
             await token_ids(slow)
 
     llm.run(run())
 
 
+async def until_left(omni: AsyncOmni) -> None:
+    """Wait until no request is in the thinker."""
+    deadline = time.monotonic() + 60
+    while omni.orchestrator.engines["thinker"].num_requests:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert await holds_no_blocks(omni, "thinker")
+
+
+@pytest.mark.usefixtures("small_windows")
 def test_a_deadline_ends_a_request_that_waits_for_its_user(llm: OmniLLM, omni: AsyncOmni) -> None:
     async def run() -> None:
-        slow = omni.generate(PROMPT, VERY_LONG, "slow", deadline_s=3.0)
+        slow = omni.generate(PROMPT, VERY_LONG, "slow", modalities=["text"], deadline_s=5.0)
         await anext(slow)
-        await num_made_when_held(omni, "thinker", "slow")
-        await asyncio.sleep(3.0)
-        assert await holds_no_blocks(omni, "thinker")
+        await until_left(omni)
         with pytest.raises(DeadlineExceeded):
             await token_ids(slow)
 
