@@ -31,6 +31,7 @@ NO_PID = 1 << 30  # above any process id: vLLM kills what does not end
 POLL_MS = 50
 SIGKILLED = -9
 END_TIMEOUT_S = 20.0
+BATCHES = 3
 
 _one_at_a_time = threading.RLock()
 _input = threading.local()  # of a thread that reads an engine's sockets: ``engine``
@@ -232,7 +233,10 @@ def thread_of(engine: StageEngine) -> EngineThread:
 
 
 def num_preemptions(engine: StageEngine) -> int:
-    """Of the requests of an engine that was started inside ``engine_threads``, since its start."""
+    """Of the requests of an engine that was started inside ``engine_threads``, since its start.
+
+    How many requests run at once depends on the machine: a test that needs a preemption sends ``BATCHES`` of them.
+    """
     core = thread_of(engine).core
     assert core is not None
     return core.num_preemptions

@@ -8,6 +8,7 @@ stays in the directory, so that a stage which is restarted gets the share that i
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ class MemoryDivision:
 
     def _write(self, value: msgspec.Struct, path: Path, *, replaces: bool) -> None:
         """Write a file that is complete once it has its name; without ``replaces``, the first one stays."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
         temporary.write_bytes(msgspec.json.encode(value))
         try:
             if replaces:
