@@ -5,7 +5,7 @@
 Baseline: plain asyncio over the same ``AsyncLLM``, in the same process and run: ``asyncio.gather`` where the graph
 branches, one await after another where it does not. Both sides make the same requests of the engine, and their answers
 are compared. By hand, each reply is asked for in one piece, as nothing reads it before its end; the graph finds this
-out by itself, except for "loop", whose route reads pieces.
+out by itself.
 
 * join: two replies at once, and a third one to both of them (three requests of the engine).
 * function: a function makes the prompt, and one reply (one request).
