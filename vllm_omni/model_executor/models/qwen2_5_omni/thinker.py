@@ -19,6 +19,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.audio import AudioResampler
 from vllm.multimodal.hasher import MultiModalHasher
 
+from vllm_omni.model_executor.media_order import in_token_order
 from vllm_omni.model_executor.stage_model import check_all_loaded
 
 PAIR = "video+audio:"
@@ -109,6 +110,23 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         loaded: set[str] = super().load_weights(weights)
         check_all_loaded(self, loaded)
         return loaded
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: Any = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Upstream's, for any chunk of a video with its audio; [num_tokens, hidden_size]."""
+        config = self.config
+        ids = {
+            config.audio_token_index: "audio",
+            config.image_token_index: "image",
+            config.video_token_index: "video",
+        }
+        ordered = in_token_order(multimodal_embeddings, input_ids, is_multimodal, ids)
+        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
 
     def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden state plus token embedding of each token, without the embedding at media positions.

@@ -16,6 +16,7 @@ from vllm.model_executor.models.qwen3_omni_moe_thinker import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.audio import AudioResampler
 
+from vllm_omni.model_executor.media_order import in_token_order
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import ThinkerProcessor, max_video_positions
 from vllm_omni.model_executor.stage_model import check_all_loaded
 
@@ -73,6 +74,23 @@ class Qwen3OmniThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
                 }
                 encoded |= zip(batch, super()._process_audio_input(one), strict=True)
         return tuple(encoded[index] for index in range(len(lengths)))
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: Any = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Upstream's, for any chunk of a video with its audio; [num_tokens, hidden_size]."""
+        config = self.config
+        ids = {
+            config.audio_token_id: "audio",
+            config.image_token_id: "image",
+            config.video_token_id: "video",
+        }
+        ordered = in_token_order(multimodal_embeddings, input_ids, is_multimodal, ids)
+        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
 
     def finished_layer_rows(self, input_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> torch.Tensor:
         """The embedding of each text token; at media what the layer returned.
