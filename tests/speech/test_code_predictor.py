@@ -82,7 +82,7 @@ def test_a_compiled_pass_predicts_the_same_codes_at_every_position_and_beside_ba
     reference = make_reference()
     plain, predictor = make_predictor(reference), make_predictor(reference)
     torch._dynamo.utils.counters.clear()
-    predictor.compile_pass()
+    predictor.compile_frames(8)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "nothing was compiled"
     table = predictor.model.norm.weight
     with torch.compiler.set_stance("fail_on_recompile"):

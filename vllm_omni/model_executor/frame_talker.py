@@ -115,8 +115,8 @@ class FrameTalker(nn.Module):
         """
         info.state["frames"] = []  # [num_code_groups] int64 each
         info.state["sampling"] = residual_sampling(info.args.get("sampling", {}), info.params)
-        seed = info.params.seed
-        info.state["generator"] = None if seed is None else torch.Generator().manual_seed(seed)
+        seed, device = info.params.seed, self.codec_head.weight.device
+        info.state["generator"] = None if seed is None else torch.Generator(device).manual_seed(seed)
 
     def preprocess(self, step: Sequence[StepRequest], input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
         """Put the prompt's rows in place; add residual codes and text to decodes, which have their first code."""
@@ -154,5 +154,5 @@ class FrameTalker(nn.Module):
             frames[row] = frame.tolist()
         return frames
 
-    def compile_frames(self) -> None:
-        self.code_predictor.compile_pass()
+    def compile_frames(self, max_rows: int) -> None:
+        self.code_predictor.compile_frames(max_rows)

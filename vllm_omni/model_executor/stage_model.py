@@ -135,8 +135,8 @@ class PredictsFrames(Protocol):
             For each request its whole frame, published with the token instead of rows; None if the token begins none.
         """
 
-    def compile_frames(self) -> None:
-        """Compile what predicts the frame of a single request. It takes seconds."""
+    def compile_frames(self, max_rows: int) -> None:
+        """Compile what predicts the frames of up to ``max_rows`` requests. It takes seconds."""
 
 
 def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:

@@ -10,7 +10,7 @@ From: Qwen3-Omni (arXiv:2509.17765), section 2.5, multi-token prediction; the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_omni.errors import ConfigError
-from vllm_omni.speech.residual_sampling import CodeSampling, SamplingBatch
+from vllm_omni.speech.frame_graphs import FrameGraphs
+from vllm_omni.speech.residual_sampling import SamplingBatch
 from vllm_omni.speech.window_transformer import GatedMlp
 
 
@@ -77,6 +78,7 @@ class CodePredictor(nn.Module):
         )
         is_narrower = talker_size != config.hidden_size
         self.small_to_mtp_projection = nn.Linear(talker_size, config.hidden_size) if is_narrower else nn.Identity()
+        self._frames = FrameGraphs(self._predict, num_residual, config.vocab_size)
 
     def forward(self, hidden: Tensor, first_embedding: Tensor, sampling: SamplingBatch) -> Tensor:
         """Predict one frame of each request: its residual codes, [B, num_code_groups - 1] int64.
@@ -85,9 +87,11 @@ class CodePredictor(nn.Module):
             hidden: [B, talker_size], after the talker's last norm.
             first_embedding: [B, talker_size], the talker's embedding of the first code.
         """
-        config = self.config
-        num_residual = config.num_code_groups - 1
-        noise = None if sampling.is_greedy else sampling.noise(num_residual, config.vocab_size, hidden.device)
+        return self._frames((hidden, first_embedding), sampling)
+
+    def _predict(self, inputs: Sequence[Tensor], sampling: SamplingBatch, noise: Tensor | None) -> Tensor:
+        hidden, first_embedding = inputs
+        num_residual = self.config.num_code_groups - 1
         cache = self.model.new_cache(hidden)
         x = self.small_to_mtp_projection(torch.stack((hidden, first_embedding), dim=1))
         codes: list[Tensor] = []
@@ -98,12 +102,12 @@ class CodePredictor(nn.Module):
                 x = self.small_to_mtp_projection(table(codes[-1]))[:, None]
         return torch.stack(codes, dim=1)
 
-    def compile_pass(self) -> None:
-        """See ``FrameTransformer``; here a frame of one request is predicted, so that the pass is made."""
+    def compile_frames(self, max_rows: int) -> None:
+        """Compile the passes of a frame; on CUDA, capture the frames of up to ``max_rows`` requests."""
         self.model.compile_pass()
         weight = self.model.codec_embedding[0].weight
         row = weight.new_zeros(1, weight.shape[1])
-        self(row, row, SamplingBatch([CodeSampling()], [None], row.device))
+        self._frames.prepare((row, row), max_rows)
 
     def embed(self, codes: Tensor) -> Tensor:
         """Sum of the residual codes' embeddings: [B, num_code_groups - 1] -> [B, talker_size]."""
@@ -174,10 +178,9 @@ class FrameTransformer(nn.Module):
         num_rows, num_new, _ = x.shape
         assert self.config.is_causal or num_new == self.config.num_code_groups, "rows would attend to empty positions"
         positions = self.positions[position : position + num_new]
-        is_compiled = self._compiled is not None and num_rows == num_new == 1
-        run = self._compiled if is_compiled else self._advance
-        assert run is not None
-        return run(x, cache, positions)
+        if self._compiled is None or num_rows > 1 or num_new > 1:
+            return self._advance(x, cache, positions)
+        return self._compiled(x, cache, positions)
 
     def _advance(self, x: Tensor, cache: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.cos[positions].to(x.dtype), self.sin[positions].to(x.dtype)

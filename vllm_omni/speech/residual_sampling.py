@@ -32,7 +32,7 @@ class SamplingBatch:
 
     Args:
         params: of each row.
-        generators: of each row that is sampled; None: the process's generator.
+        generators: of each row that is sampled, on the device of the logits; None: the process's generator.
         device: where the logits are.
     """
 
@@ -53,16 +53,22 @@ class SamplingBatch:
         self._top_p = torch.tensor([one.top_p for one in params], device=device)[:, None]
         self._truncates = any(one.top_k or one.top_p < 1 for one in params)
 
+    def replace(self, other: SamplingBatch) -> None:
+        """Put the parameters of ``other`` into the first rows of this batch's tensors; neither is greedy."""
+        num_rows = len(other._params)
+        for name in ("_temperature", "_greedy", "_top_k", "_top_p"):
+            getattr(self, name)[:num_rows] = getattr(other, name)
+
     def noise(self, num_draws: int, size: int, device: torch.device) -> Tensor:
         """Exponential noise for ``num_draws`` samples of each row, [num_draws, B, size] float32.
 
         Drawn row by row, so that a row's noise does not depend on the rest of the batch.
         """
-        rows = torch.ones(len(self._params), num_draws, size)
+        rows = torch.ones(len(self._params), num_draws, size, device=device)
         for row, (params, generator) in enumerate(zip(self._params, self._generators, strict=True)):
             if params.temperature:
                 rows[row].exponential_(generator=generator)
-        return rows.transpose(0, 1).to(device)
+        return rows.transpose(0, 1)
 
     def sample(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """One code for each row.

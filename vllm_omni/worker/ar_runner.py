@@ -98,8 +98,8 @@ class ARModelRunner(GPUModelRunner):
         """Compile what a talker does behind its language model, where vLLM compiles that."""
         if self.frame_predictor is not None and self.compilation_config.mode != CompilationMode.NONE:
             started = time.perf_counter()
-            self.frame_predictor.compile_frames()
-            logger.info("compiling the pass that predicts frames took %.1f s", time.perf_counter() - started)
+            self.frame_predictor.compile_frames(self.max_num_reqs)
+            logger.info("compiling what predicts frames took %.1f s", time.perf_counter() - started)
 
     # -- start and end of a request -----------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ class MiMoAudioLanguageModel(nn.Module, SupportsMultiModal):
         info.state["sampling"] = code_sampling(info.params)
         # Without a seed, the same on every rank.
         seed = zlib.crc32(info.request_id.encode()) if info.params.seed is None else info.params.seed
-        info.state["generator"] = torch.Generator().manual_seed(seed)
+        info.state["generator"] = torch.Generator(self.lm_head.weight.device).manual_seed(seed)
         info.state["groups"] = []  # for each token of the reply [group_size, channels] int64; None for text
 
     def extend_request(self, info: RequestInfo, rows: torch.Tensor | None, last: bool) -> None:
@@ -171,5 +171,5 @@ class MiMoAudioLanguageModel(nn.Module, SupportsMultiModal):
                 frames[row] = group.flatten().tolist()
         return frames
 
-    def compile_frames(self) -> None:
-        self.speech.compile_pass()
+    def compile_frames(self, max_rows: int) -> None:
+        self.speech.compile_frames(max_rows)

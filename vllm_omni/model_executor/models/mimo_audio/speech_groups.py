@@ -9,12 +9,15 @@ Names of parameters are the checkpoint's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from vllm_omni.model_executor.models.mimo_audio.config import SpeechConfig
 from vllm_omni.speech.code_predictor import FrameTransformer
-from vllm_omni.speech.residual_sampling import CodeSampling, SamplingBatch
+from vllm_omni.speech.frame_graphs import FrameGraphs
+from vllm_omni.speech.residual_sampling import SamplingBatch
 
 
 class SpeechGroups(nn.Module):
@@ -29,6 +32,8 @@ class SpeechGroups(nn.Module):
         self.local_transformer = FrameTransformer(config.local)
         self.local_transformer_lm_heads = nn.ModuleList(nn.Linear(local, size, bias=False) for size in config.sizes)
         self.speech_embeddings_to_local = nn.Linear(patch, local, bias=False) if patch != local else nn.Identity()
+        num_draws = config.group_size * config.num_channels
+        self._groups = FrameGraphs(self._generate, num_draws, max(config.sizes))
 
     def rows(self, codes: Tensor) -> Tensor:
         """Rows of groups: [n, group_size, channels] int64 -> [n, hidden_size]."""
@@ -44,11 +49,12 @@ class SpeechGroups(nn.Module):
 
     def generate(self, hidden_states: Tensor, sampling: SamplingBatch) -> Tensor:
         """Generate a group of each request: [B, hidden_size] -> [B, group_size, channels] int64."""
+        return self._groups((hidden_states,), sampling)
+
+    def _generate(self, inputs: Sequence[Tensor], sampling: SamplingBatch, noise: Tensor | None) -> Tensor:
+        (hidden_states,) = inputs
         config, transformer = self.config, self.local_transformer
         num_rows, num_channels = len(hidden_states), config.num_channels
-        noise = None
-        if not sampling.is_greedy:
-            noise = sampling.noise(config.group_size * num_channels, max(config.sizes), hidden_states.device)
         codes = torch.zeros(num_rows, config.group_size, num_channels, dtype=torch.int64, device=hidden_states.device)
         x, cache = self.hidden_states_downcast(hidden_states), transformer.new_cache(hidden_states)
         for step in range(config.local.num_code_groups):
@@ -67,11 +73,11 @@ class SpeechGroups(nn.Module):
                 x = torch.zeros_like(x)
         return codes
 
-    def compile_pass(self) -> None:
-        """Compile the local transformer's pass of one request, and generate a group, so that the pass is made."""
+    def compile_frames(self, max_rows: int) -> None:
+        """See ``CodePredictor``."""
         self.local_transformer.compile_pass()
-        hidden_states = self.hidden_states_downcast.weight.new_zeros(1, self.hidden_states_downcast.in_features)
-        self.generate(hidden_states, SamplingBatch([CodeSampling()], [None], hidden_states.device))
+        row = self.hidden_states_downcast.weight.new_zeros(1, self.hidden_states_downcast.in_features)
+        self._groups.prepare((row,), max_rows)
 
     def _sample(self, y: Tensor, channel: int, sampling: SamplingBatch, noise: Tensor | None) -> Tensor:
         logits = self.local_transformer_lm_heads[channel](y)

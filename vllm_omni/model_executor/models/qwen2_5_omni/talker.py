@@ -67,7 +67,11 @@ class TalkerDecoderLayer(LlamaDecoderLayer):
 
 
 class TalkerModel(Qwen2Model):
-    """Qwen2's decoder whose token embedding is as wide as the thinker's."""
+    """Qwen2's decoder whose token embedding is as wide as the thinker's.
+
+    It projects its input itself: what vLLM captures as a CUDA graph reads the buffer of the first call again, and has
+    to begin with the runner's.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=TalkerDecoderLayer)
@@ -75,21 +79,35 @@ class TalkerModel(Qwen2Model):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.embedding_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
+        self.thinker_to_talker_proj = ReplicatedLinear(
+            config.embedding_size, config.hidden_size, prefix=maybe_prefix(prefix, "thinker_to_talker_proj")
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        assert inputs_embeds is not None
+        projected, _ = self.thinker_to_talker_proj(inputs_embeds)
+        return super().forward(input_ids, positions, intermediate_tensors, projected)
 
 
 class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
     """Codec language model fed by the thinker; see the module's docstring for what each position reads."""
 
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None})
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None},
+        orig_to_new_substr={"thinker_to_talker_proj.": "model.thinker_to_talker_proj."},
+    )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
         self.model = TalkerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.thinker_to_talker_proj = ReplicatedLinear(
-            config.embedding_size, config.hidden_size, prefix=maybe_prefix(prefix, "thinker_to_talker_proj")
-        )
         self.codec_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
         )
@@ -115,8 +133,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        hidden_states, _ = self.thinker_to_talker_proj(inputs_embeds)
-        return self.model(None, positions, intermediate_tensors, inputs_embeds=hidden_states)
+        return self.model(None, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
