@@ -1,9 +1,9 @@
-"""Embeddings of media in the order of their tokens, where a video and its audio take turns in a prompt.
+"""Embeddings of media in the order of their tokens, where a video and its audio alternate in a prompt.
 
-vLLM gives a model the embeddings of a step item by item. Its Omni thinkers tell that two items take turns by the tokens
-of the step; of a prompt in chunks, a step may have only the end of a piece of audio and the video behind it, which then
-looks like two items in the order of the prompt. Embeddings that already are in the order of their tokens are right
-either way.
+vLLM gives a model the embeddings of a step item by item. Its Omni thinkers tell that two items alternate by the tokens
+of the step; of a prompt in chunks, a step may have only the end of a piece of audio and the video behind it, which
+then looks like two items in the order of the prompt. Embeddings that already are in the order of their tokens are
+right either way.
 """
 
 from __future__ import annotations
