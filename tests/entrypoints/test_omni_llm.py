@@ -20,7 +20,7 @@ from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
 from vllm_omni.engine.memory import plan_devices
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed, Unavailable
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
+from vllm_omni.model_executor.omni_thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.model_executor.rank_memory import current_device
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from vllm_omni.errors import InvalidRequest
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import max_video_positions
+from vllm_omni.model_executor.omni_thinker import max_video_positions
 
 MAX_KNOWN_VIDEOS = 1 << 16
 

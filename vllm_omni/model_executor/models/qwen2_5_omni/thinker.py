@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 from vllm.model_executor.models.qwen2_5_omni_thinker import (
     Qwen2_5OmniThinkerDummyInputsBuilder,
     Qwen2_5OmniThinkerForConditionalGeneration,
@@ -16,32 +15,16 @@ from vllm.model_executor.models.qwen2_5_omni_thinker import (
     Qwen2_5OmniThinkerProcessingInfo,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.audio import AudioResampler
 from vllm.multimodal.hasher import MultiModalHasher
 
-from vllm_omni.model_executor.media_order import in_token_order
-from vllm_omni.model_executor.stage_model import check_all_loaded
+from vllm_omni.model_executor.omni_thinker import OmniThinker, ResamplesWithSoxr
 
 PAIR = "video+audio:"
 """Start of the names of a video and its own audio."""
 
 
-def max_video_positions(text_config: PreTrainedConfig) -> int:
-    """Most positions in time that the videos of a prompt may take.
-
-    vLLM's rotary table has four times ``max_position_embeddings`` rows; a quarter is for the rest of the sequence.
-    """
-    return 3 * int(text_config.max_position_embeddings)
-
-
-class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
+class ThinkerProcessingInfo(ResamplesWithSoxr, Qwen2_5OmniThinkerProcessingInfo):
     """Upstream's, with another resampler for audio."""
-
-    def get_data_parser(self) -> Any:
-        parser = super().get_data_parser()
-        # Upstream resamples with torchaudio, which has no build for torch's CPU wheel.
-        parser.audio_resampler = AudioResampler(parser.audio_resampler.target_sr, method="soxr")
-        return parser
 
 
 class ThinkerProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
@@ -103,30 +86,17 @@ def _pair_of(name: str) -> list[str]:
     info=ThinkerProcessingInfo,
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
-class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
+class Qwen2_5OmniThinker(OmniThinker, Qwen2_5OmniThinkerForConditionalGeneration):
     """vLLM's thinker, which also publishes rows for the talker."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded: set[str] = super().load_weights(weights)
-        check_all_loaded(self, loaded)
-        return loaded
-
-    def embed_input_ids(
-        self,
-        input_ids: torch.Tensor,
-        multimodal_embeddings: Any = None,
-        *,
-        is_multimodal: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Upstream's, for any chunk of a video with its audio; [num_tokens, hidden_size]."""
+    @property
+    def media_ids(self) -> dict[int, str]:
         config = self.config
-        ids = {
+        return {
             config.audio_token_index: "audio",
             config.image_token_index: "image",
             config.video_token_index: "video",
         }
-        ordered = in_token_order(multimodal_embeddings, input_ids, is_multimodal, ids)
-        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
 
     def finished_rows(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden state plus token embedding of each token, without the embedding at media positions.
@@ -134,23 +104,8 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         From: transformers' ``Qwen2_5OmniForConditionalGeneration.generate``, step 2, where the embeddings of audio,
         image and video positions are set to zero before they are added to the last hidden state.
         """
-        config = self.config
-        is_media = (
-            (input_ids == config.audio_token_index)
-            | (input_ids == config.image_token_index)
-            | (input_ids == config.video_token_index)
-        )
         embeddings = self.language_model.embed_input_ids(input_ids)
-        return hidden_states + embeddings.masked_fill(is_media.unsqueeze(-1), 0)
-
-    def iter_mm_features(self, mm_features: list[Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        # Upstream's, with a bound: positions beyond the rotary table would crash the engine. The pipeline rejects such
-        # videos with a reason (``check_prompt``); the bound is for requests that did not pass it.
-        most = max_video_positions(self.config.text_config)
-        for offset, modality, data in super().iter_mm_features(mm_features):
-            if modality == "video" and not 0 < data["t_factor"] * data["grid_t"] <= most:
-                data["t_factor"] = 1.0
-            yield offset, modality, data
+        return hidden_states + embeddings.masked_fill(self.is_media(input_ids), 0)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
         # Upstream starts a video with audio at the placeholder's first token, which is the audio's start marker. All
