@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -56,6 +57,14 @@ def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return made
 
 
+@support_torch_compile(
+    # Upstream's class is compiled for positions of [num_tokens]; these are [3, num_tokens].
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
+class TalkerModel(Qwen3MoeModel):
+    """Qwen3-MoE's decoder with positions of three axes."""
+
+
 class Qwen3OmniTalker(FrameTalker, SupportsMRoPE):
     """The codec language model; see the module's docstring for what each position reads."""
 
@@ -73,7 +82,7 @@ class Qwen3OmniTalker(FrameTalker, SupportsMRoPE):
         config = vllm_config.model_config.hf_config
         self.config = config
         self.end_code = config.codec_eos_token_id
-        self.model = Qwen3MoeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.model = TalkerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         sizes = config.thinker_hidden_size, config.intermediate_size, config.hidden_size
         self.text_projection = TextProjection(*sizes)
         self.hidden_projection = TextProjection(*sizes)
