@@ -77,6 +77,8 @@ class ARModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         # Looked up once, as isinstance() of a protocol costs microseconds.
         model = self.get_model()
+        # vLLM's own layers have none; its worker for the CPU measures encoders of the model with gradients enabled.
+        model.requires_grad_(False)
         self.consumer = model if isinstance(model, ConsumesPayload) else None
         self.publisher = model if isinstance(model, PublishesRows) else None
         self.layer_publisher = model if isinstance(model, PublishesLayers) and model.row_layers else None
