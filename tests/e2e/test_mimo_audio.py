@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 
+from tests import machine
 from tests.e2e.engines import MARKS
 from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
 from tests.media.test_audio import decode
@@ -54,6 +55,7 @@ DEPLOYMENTS: dict[str, list[str]] = {
         "language_model.max_model_len=256",
         "language_model.num_gpu_blocks_override=10",
         "language_model.max_num_batched_tokens=64",
+        "language_model.enforce_eager=false",  # as in the default deployment
     ],
     "asr": ["language_model.max_num_batched_tokens=70", "decoder.max_num_seqs=2"],
 }
@@ -89,6 +91,8 @@ class Served(NamedTuple):
     scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "asr"))]
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if request.param == "narrow":
+        machine.require("g++")  # torch.compile
     path = build(tmp_path_factory.mktemp(request.param), variant=request.param)
     engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
     overrides = [*(f"language_model.{name}={value}" for name, value in engine.items()), *DEPLOYMENTS[request.param]]

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import soundfile
 
+from tests import machine
 from tests.e2e.engines import MARKS
 from tests.e2e.test_qwen3_omni_parity import (
     ENGINES,
@@ -46,13 +47,16 @@ pytestmark = [*MARKS, PENALTY_WARNING, pytest.mark.long, pytest.mark.timeout(600
 SAMPLE_RATE = 24000
 LONG = 220  # frames
 
-# Of each shape, settings of its stages: prompts in chunks; room for a few requests only.
+# Of each shape, settings of its stages: prompts in chunks, and compiled models, as in the default deployment; room for
+# a few requests only.
 DEPLOYMENTS = {
     "apart": (
         "thinker.kv_cache_memory_bytes=67108864",
         "talker.kv_cache_memory_bytes=67108864",
         "thinker.max_num_batched_tokens=96",
         "talker.max_num_batched_tokens=64",
+        "thinker.enforce_eager=false",
+        "talker.enforce_eager=false",
     ),
     "eight": (
         "thinker.max_model_len=1024",
@@ -72,6 +76,8 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module", params=["apart", "eight"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if request.param == "apart":
+        machine.require("g++")  # torch.compile
     path = build(tmp_path_factory.mktemp(request.param), variant=request.param)
     with engine_threads():
         omni = AsyncOmni(path, stage_overrides=DEPLOYMENTS[request.param], skip_mm_profiling=True, **ENGINES)

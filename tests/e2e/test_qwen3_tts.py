@@ -17,6 +17,7 @@ import torch
 import uvicorn
 from websockets.asyncio.client import ClientConnection, connect
 
+from tests import machine
 from tests.e2e.engines import MARKS
 from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
 from tests.media.test_audio import decode
@@ -50,6 +51,7 @@ DEPLOYMENTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
             "talker.max_model_len=256",
             "talker.num_gpu_blocks_override=10",
             "talker.max_num_batched_tokens=512",
+            "talker.enforce_eager=false",  # as in the default deployment
         ],
         {"chunks": {"size": 7}},
     ),
@@ -74,6 +76,8 @@ class Served(NamedTuple):
     scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("small", "design"))]
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if request.param == "small":
+        machine.require("g++")  # torch.compile
     seed, stage_overrides, edge = DEPLOYMENTS[request.param]
     path = build(tmp_path_factory.mktemp(request.param), variant=request.param, seed=seed)
     engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
