@@ -10,6 +10,8 @@ import functools
 import logging
 
 ARCHITECTURES = {
+    "BagelImageDecoder": "vllm_omni.model_executor.models.bagel.image_decoder:BagelImageDecoder",
+    "BagelLanguageModel": "vllm_omni.model_executor.models.bagel.language_model:BagelLanguageModel",
     "MiMoAudioDecoder": "vllm_omni.model_executor.models.mimo_audio.decoder:MiMoAudioDecoder",
     "MiMoAudioLanguageModel": "vllm_omni.model_executor.models.mimo_audio.language_model:MiMoAudioLanguageModel",
     "Qwen2_5OmniThinker": "vllm_omni.model_executor.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",

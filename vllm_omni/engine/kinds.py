@@ -85,7 +85,7 @@ class EngineKind(ABC):
         params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
         params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
         args = {**request.args, **_publishing_args(spec, request, wanted)}
-        if publishes:
+        if publishes and not spec.publishes_pictures:
             # A cached prefix is not computed, so it would have no rows to publish.
             params.skip_reading_prefix_cache = True
         # Values that the user put under our key must not reach the runner.
@@ -99,6 +99,8 @@ def _publishing_args(spec: StageSpec, request: StageRequest, wanted: frozenset[s
     if not spec.publishing_fields & wanted:
         return {}
     is_opened = wanted - spec.publishing_fields or ENTRY in request.args.get("readers", ())
+    if spec.publishes_pictures:
+        return {} if ENTRY in request.args.get("readers", ()) else {"unopened": True}
     return {"publish": True} if is_opened else {"publish": True, "unopened": True}
 
 

@@ -202,7 +202,11 @@ class StageNode(ServedNode):
 
     def _generated(self, chunk: Chunk, activation: Activation, suffix: str) -> AsyncGenerator[OmniRequestOutput, None]:
         request, wanted = self._check(chunk, activation), activation.wanted
-        if self.streamed_replies is not None and self.spec.publishing_fields & wanted:
+        if (
+            self.streamed_replies is not None
+            and self.spec.publishing_fields & wanted
+            and not self.spec.publishes_pictures
+        ):
             reply = StreamedReply(self, request, activation.context, wanted, suffix)
             return reply.follow(self.streamed_replies, activation.report)
         return self.generate(request, activation.context, wanted, suffix, activation.report)

@@ -367,6 +367,10 @@ class StageEngine(StageNode):
             ids = [*request.prompt["prompt_token_ids"], *request.given]
             request = structs.replace(request, prompt={**request.prompt, "prompt_token_ids": ids})
         given = context.params[self.config.name]
+        if self.spec.make_args is not None:
+            with client_checks(f"stage {self.name!r}: make_args"):
+                more = self.spec.make_args(request, given, wanted, self.vllm_config)
+            request = structs.replace(request, args={**request.args, **more})
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
 
     @property

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_omni.messages.canvas_step import CanvasStep
+
 STAGE_ARGS = "omni"
 """Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
 
@@ -23,6 +25,7 @@ STAGE_ARGS = "omni"
 ``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; a step needs
                               that many rows fewer than tokens
 ``frame_chunks`` (dict)       of a stage that decodes a talker's frames (``FRAME_CHUNKS``)
+``picture`` (dict)            the ``ImagePlan`` of a request that asks for a picture
 ``inputs`` (dict[str, str])   of a diffusion stage: argument of its pipeline -> key in the payloads
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
@@ -59,7 +62,9 @@ class StreamUpdate(NamedTuple):
 
 @dataclass
 class StreamSchedulerOutput(SchedulerOutput):
-    """vLLM's, with the rows that the step's requests read."""
+    """vLLM's, with the rows that the step's requests read, and the canvases of pictures."""
 
     # request id -> its new rows; only of requests that this step schedules
     streams: dict[str, StreamUpdate] = field(default_factory=dict)
+    # request id -> what is computed of it for a picture; likewise
+    canvases: dict[str, CanvasStep] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config import EdgeConfig, added_pipelines
@@ -25,6 +26,7 @@ from vllm_omni.names import suggest
 logger = logging.getLogger(__name__)
 
 PIPELINES = {
+    "bagel": "vllm_omni.model_executor.models.bagel.pipeline:BagelPipeline",
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
     "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
     "mimo_audio": "vllm_omni.model_executor.models.mimo_audio.pipeline:MiMoAudioPipeline",
@@ -53,6 +55,7 @@ class StageSpec:
     hf_overrides: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None  # picklable: goes to the process
     publishing_fields: frozenset[str] = frozenset()  # graph fields that need the runner to publish its rows
     publishes_frames: bool = False  # its model is a talker (``PredictsFrames``), which publishes frames and not rows
+    publishes_pictures: bool = False  # likewise, its model denoises (``Denoises``), and publishes latents
     # Graph fields whose readers get frames of codes with the tokens, in the front end: they read one answer. The frames
     # are also state of the engine, so that a request stays on it.
     frame_fields: frozenset[str] = frozenset()
@@ -62,6 +65,9 @@ class StageSpec:
     check_params: Callable[[SamplingParams], None] | None = (
         None  # raises InvalidRequest for what the model cannot honour
     )
+    make_args: Callable[[StageRequest, SamplingParams, frozenset[str], VllmConfig], dict[str, Any]] | None = None
+    """Makes further stage arguments of a request, from its rendered prompt, the parameters given for the stage, the
+    fields wanted of it, and the engine's configuration. Raises ``InvalidRequest`` for what the model cannot honour."""
     weight_prefix: str = ""  # of the checkpoint's tensors that the stage loads, for the memory plan
     weight_folder: str = ""  # where these stand in the checkpoint
     weight_dtype: str = ""  # of the loaded weights, whatever the stage's dtype; "": that dtype

@@ -139,6 +139,33 @@ class PredictsFrames(Protocol):
         """Compile what predicts the frames of up to ``max_rows`` requests. It takes seconds."""
 
 
+@runtime_checkable
+class Denoises(Protocol):
+    """A language model that denoises pictures as tokens of its sequences, between the markers of an image.
+
+    Its ``forward`` takes ``latent_rows``, the step's rows that are latents, [n] int64 on the device, or None.
+
+    Attributes:
+        num_canvas_channels: of a token of a canvas.
+        end_of_picture: the token that ends a request with its picture.
+    """
+
+    num_canvas_channels: int
+    end_of_picture: int
+
+    def embed_canvas(self, latents: torch.Tensor, grid: tuple[int, int], time: torch.Tensor) -> torch.Tensor:
+        """A canvas between its markers, [N + 2, hidden_size].
+
+        Args:
+            latents: [N, num_canvas_channels], float32, device.
+            grid: rows and columns of tokens, N in all.
+            time: [], float32, device; from 1, noise, to 0.
+        """
+
+    def velocities(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The velocities of latents, [N, num_canvas_channels] float32, from what ``forward`` returned for them."""
+
+
 def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:
     """Call it at the end of ``load_weights``: vLLM's own check skips linear layers, which would stay uninitialized.
 

@@ -22,14 +22,16 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
+from vllm_omni.messages.canvas_step import GRID, LATENTS
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
-from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, readers_of
 from vllm_omni.model_executor.frame_publisher import FRAME, FramePublisher
 from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.model_executor.stage_model import (
     ConsumesPayload,
+    Denoises,
     HasOwnPositions,
     PredictsFrames,
     PublishesLayers,
@@ -38,6 +40,9 @@ from vllm_omni.model_executor.stage_model import (
     StepRequest,
 )
 from vllm_omni.relay.hub import process_hub
+from vllm_omni.unified.spans import spans_of_media
+from vllm_omni.worker.attention_pieces import build_by_pieces
+from vllm_omni.worker.canvases import CanvasRunner, parts_of
 from vllm_omni.worker.encoders import Slice, SlicedEncoder, ThreadedEncoder
 
 logger = logging.getLogger(__name__)
@@ -90,6 +95,7 @@ class ARModelRunner(GPUModelRunner):
             self.use_aux_hidden_state_outputs = True
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
         self.frame_predictor = model if isinstance(model, PredictsFrames) else None
+        self.canvases = CanvasRunner(model, self.device) if isinstance(model, Denoises) else None
         if self.hub.options.edges and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
         if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
@@ -112,6 +118,8 @@ class ARModelRunner(GPUModelRunner):
             info = self.request_infos.pop(request_id, None)
             if info is not None and info.publisher is not None:
                 info.publisher.finish()
+        if self.canvases is not None:
+            self.canvases.remove(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.request_infos:
                 self._open_request(request)
@@ -131,6 +139,8 @@ class ARModelRunner(GPUModelRunner):
             publisher_cls = RowPublisher if self.frame_predictor is None else FramePublisher
             info.publisher = publisher_cls(self.hub, request.req_id, args.get("readers", []))
         self.request_infos[request.req_id] = info
+        if self.canvases is not None:
+            self.canvases.add(info)
         if "payloads" in args and self.consumer is not None:
             payloads = []
             try:
@@ -183,6 +193,26 @@ class ARModelRunner(GPUModelRunner):
             offset += num_tokens
         return step
 
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)
+        if self.canvases is not None:
+            steps = scheduler_output.canvases if isinstance(scheduler_output, StreamSchedulerOutput) else {}
+            ids = self.input_batch.req_ids
+            starts = self.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
+            spans = {one: spans_of_media(self.requests[one].mm_features) for one in ids}
+            self.canvases.parts = parts_of(ids, scheduler_output.num_scheduled_tokens, starts, spans, steps)
+            for row, request_id in enumerate(ids):
+                if request_id in steps:  # upstream would sample a token behind the step's last one
+                    self.discard_request_mask.np[row] = True
+            self.discard_request_mask.copy_to_gpu(len(ids))
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, drafted = super()._build_attention_metadata(*args, **kwargs)
+        if self.canvases is not None and self.canvases.parts and self.canvases.needs_pieces:
+            metadata = build_by_pieces(self, metadata, [part.pieces() for part in self.canvases.parts])
+        return metadata, drafted
+
     def _preprocess(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         # Upstream builds the step's embeddings in a buffer that it rewrites each step, so changing it in place is safe.
         inputs = super()._preprocess(scheduler_output, *args, **kwargs)
@@ -190,6 +220,10 @@ class ARModelRunner(GPUModelRunner):
             num_tokens = scheduler_output.total_num_scheduled_tokens
             assert inputs[1] is not None, "a stage that consumes payloads runs with enable_prompt_embeds"
             self.consumer.preprocess(step, self.input_ids.gpu[:num_tokens], inputs[1][:num_tokens])
+        if self.canvases is not None and self.canvases.parts:
+            ids, embeds, positions, intermediate, more, ec_output = inputs
+            positions, own = self.canvases.fill(embeds, positions)
+            return ids, embeds, positions, intermediate, {**more, **own}, ec_output
         return inputs
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -231,12 +265,29 @@ class ARModelRunner(GPUModelRunner):
             output = super().sample_tokens(grammar_output)
         finally:
             self.input_batch.generators.update(held)
+        if self.canvases is not None and state is not None:
+            payloads |= self._advance_canvases(self.canvases, output, state.hidden_states)
         if self.frame_predictor is not None and state is not None:
             payloads |= self._predict_frames(output, state.sample_hidden_states)
         if payloads:
             assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
         return output if output is None else self._with_report(output)
+
+    def _advance_canvases(
+        self, canvases: CanvasRunner, output: Any, hidden_states: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The pictures that this step completes: request id -> packed payload with their latents."""
+        assert isinstance(output, ModelRunnerOutput)
+        payloads = {}
+        for request_id, latents in canvases.advance(hidden_states).items():
+            model = self.get_model()
+            output.sampled_token_ids[output.req_id_to_index[request_id]] = [model.end_of_picture]
+            if get_tensor_model_parallel_rank() == 0:
+                info = self.request_infos[request_id]
+                tree = {LATENTS: latents, GRID: list(canvases.grid_of(request_id))}
+                payloads[request_id] = pack(self.hub.publish(request_id, tree, **readers_of(info.args)))
+        return payloads
 
     def _predict_frames(self, output: Any, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The frames that this step's tokens begin: request id -> packed payload with the codes of all groups."""

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.canvases import Canvases, denoises
 from vllm_omni.core.sched.read_window import ReadWindow, num_read_of
 from vllm_omni.core.sched.timeline import RequestTimelines
 from vllm_omni.errors import RelayError
@@ -199,6 +200,7 @@ class StreamScheduler(Scheduler):
 
     Attributes:
         gates: the streams of requests.
+        canvases: the pictures that requests ask for.
         timelines: when what was done for a request, if the engine's ``additional_config`` asks for it.
         clock: seconds, comparable to vLLM's ``Request.arrival_time``.
     """
@@ -211,6 +213,9 @@ class StreamScheduler(Scheduler):
         additional_config = self.vllm_config.additional_config
         self.hub = process_hub(additional_config)
         self.gates = StreamGates(self.hub)
+        self.canvases = Canvases(
+            super().add_request, super().finish_requests, has_spans=denoises(self.vllm_config.model_config.hf_config)
+        )
         self.timelines = RequestTimelines(lambda: self.clock(), is_on=bool(additional_config.get(TIMELINES)))
 
     # -- start and end of a request -----------------------------------------------------------------------------------
@@ -222,6 +227,7 @@ class StreamScheduler(Scheduler):
             self.timelines.note_queued(request)
         super().add_request(request)
         self.gates.add(request)
+        self.canvases.add(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         # Upstream calls this however a request ends, and sends what it returns with the request's last output.
@@ -233,6 +239,7 @@ class StreamScheduler(Scheduler):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
+        self.canvases.end(self.requests)
         if finished_status is RequestStatus.FINISHED_ABORTED:
             # Upstream ignores requests that had just ended; their last output may never have been read.
             ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
@@ -268,7 +275,11 @@ class StreamScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started_at = self.clock()
+        if self.canvases:
+            self.running = self.canvases.prepare(self.running)
         output = self._schedule_open(throttle_prefills) if self.gates else super().schedule(throttle_prefills)
+        if self.canvases:
+            output = self._with_canvases(output)
         self.timelines.note_scheduled(output, self.requests, started_at)
         return output
 
@@ -296,6 +307,8 @@ class StreamScheduler(Scheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # Upstream's hook for requests that are not ready: it skips them without holding up those behind them.
+        if self.canvases.is_held(request):
+            return False
         return not self.gates.is_held(request) and super()._handle_blocked_waiting_request(request)
 
     def _preempt_producer(self, held: set[Request]) -> None:
@@ -316,11 +329,28 @@ class StreamScheduler(Scheduler):
         streams = self.gates.take_rows(output.num_scheduled_tokens)
         return StreamSchedulerOutput(**vars(output), streams=streams) if streams else output
 
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        # Upstream's last word on how many tokens of a request a step has, for running and for waiting requests.
+        num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.canvases.limit(request, num_computed_tokens, num_new_tokens)
+
+    def _with_canvases(self, output: SchedulerOutput) -> SchedulerOutput:
+        steps = self.canvases.take(output)
+        if not output.total_num_scheduled_tokens and self.waiting and (idle := self.canvases.idle()):
+            # Branches that have been computed hold pages or slots for which those that they wait for are waiting.
+            self.running.remove(idle[0])
+            self._preempt_request(idle[0], time.monotonic())
+        if isinstance(output, StreamSchedulerOutput):
+            output.canvases = steps
+            return output
+        return StreamSchedulerOutput(**vars(output), canvases=steps) if steps else output
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.timelines.note_step_end(scheduler_output, model_runner_output)
         self.gates.watch_outputs(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.canvases.end(self.requests)
         self.timelines.add_to(outputs, self.requests)
         return outputs

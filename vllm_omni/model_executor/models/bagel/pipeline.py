@@ -1,0 +1,142 @@
+"""BAGEL: language model -> image decoder. One language model reads, writes and denoises."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedConfig
+from vllm.config import VllmConfig
+from vllm.inputs import tokens_input
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_get_tokenizer
+
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.flow import CallInfo, Chunk
+from vllm_omni.messages.canvas_step import PICTURE
+from vllm_omni.messages.payload import encode
+from vllm_omni.model_executor.models.bagel import image_decoder, language_model
+from vllm_omni.model_executor.models.bagel.config import (
+    IMAGE_END,
+    PIXELS_PER_TOKEN,
+    TEXT_END,
+    TEXT_START,
+    vae_file,
+)
+from vllm_omni.model_executor.models.bagel.graph import build_graph
+from vllm_omni.model_executor.models.bagel.prompt import CHAT_TEMPLATE
+from vllm_omni.model_executor.pipeline import Pipeline, StageOutput, StageRequest, StageSpec
+from vllm_omni.names import suggest
+from vllm_omni.unified.params import ImageParams, params_of
+from vllm_omni.unified.plan import ImagePlan
+from vllm_omni.unified.spans import Span, ranges_without
+
+DEFAULT_SIDE = 1024  # pixels
+
+
+class BagelPipeline(Pipeline):
+    """Text and images in; text and a picture out."""
+
+    modalities = {"text": "text", "image": "image"}
+    chat_template = CHAT_TEMPLATE
+
+    def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
+        vae_file(model, revision)  # before any engine starts
+        vocabulary = cached_get_tokenizer(model, revision=revision).get_vocab()
+        self.text_start, self.text_end = vocabulary[TEXT_START], vocabulary[TEXT_END]
+        self.max_latent_size: int = hf_config.max_latent_size
+        self.graph = build_graph(self.latents_to_decoder)
+        self.stages = (
+            StageSpec(
+                "language_model",
+                architecture=language_model.ARCHITECTURE,
+                output_type="text",
+                hf_overrides=language_model.language_hf_config,
+                publishing_fields=frozenset({"latents"}),
+                publishes_pictures=True,
+                make_args=self.picture_args,
+                engine_args={
+                    "enable_prompt_embeds": False,
+                    "speculative_config": None,
+                    "async_scheduling": False,
+                    "enforce_eager": True,  # which tokens are latents differs from step to step
+                },
+                sampling_params={"stop_token_ids": [self.text_end, vocabulary[IMAGE_END]]},
+            ),
+            StageSpec(
+                "image_decoder",
+                architecture=image_decoder.ARCHITECTURE,
+                output_type="image",
+                hf_overrides=image_decoder.decoder_hf_config,
+                weight_prefix="decoder.",
+                weight_dtype="float32",
+            ),
+        )
+
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        for name in options:
+            raise InvalidRequest(f"unknown option {name!r}: {suggest(name, ())}")
+        return {}
+
+    def chat_template_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
+        return {"is_answered": "text" in modalities}
+
+    def picture_args(
+        self, request: StageRequest, params: SamplingParams, wanted: frozenset[str], config: VllmConfig
+    ) -> dict[str, Any]:
+        """The plan of a request's picture, if the answer has one.
+
+        Raises:
+            InvalidRequest: a parameter is wrong, or there is no room for the picture.
+        """
+        given = params_of(params.extra_args)
+        if "latents" not in wanted:
+            return {}
+        ids: list[int] = request.prompt["prompt_token_ids"]
+        rows, columns = self._grid(given)
+        num_tokens = len(ids)
+        last_text = max((index for index, token in enumerate(ids) if token == self.text_start), default=0)
+        plan = ImagePlan(
+            (rows, columns),
+            **{} if given.num_inference_steps is None else {"num_steps": given.num_inference_steps},
+            **{} if given.shift is None else {"shift": given.shift},
+            seed=given.seed,
+            guidance=given.guidance,
+            without_text=((0, last_text),) if last_text else (),
+            without_images=tuple(ranges_without(num_tokens, self._images_of(request))),
+        )
+        plan.check_fits(num_tokens, config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len)
+        return {PICTURE: msgspec.to_builtins(plan)}
+
+    def _grid(self, given: ImageParams) -> tuple[int, int]:
+        """Rows and columns of the picture's tokens.
+
+        Raises:
+            InvalidRequest: the size is no multiple of a token's, or larger than the model's largest.
+        """
+        longest = self.max_latent_size * PIXELS_PER_TOKEN
+        sides = []
+        for name, value in (("height", given.height), ("width", given.width)):
+            side = min(DEFAULT_SIDE, longest) if value is None else value
+            if side % PIXELS_PER_TOKEN or not PIXELS_PER_TOKEN <= side <= longest:
+                nearest = min(max(round(side / PIXELS_PER_TOKEN), 1) * PIXELS_PER_TOKEN, longest)
+                said = f"must be a multiple of {PIXELS_PER_TOKEN} up to {longest}; the nearest is {nearest}"
+                raise InvalidRequest(f"{name} = {side}: {said}", param="size")
+            sides.append(side // PIXELS_PER_TOKEN)
+        return sides[0], sides[1]
+
+    @staticmethod
+    def _images_of(request: StageRequest) -> list[Span]:
+        """Where the prompt's images stand, with all their spans."""
+        placeholders = request.prompt.get("mm_placeholders") or {}
+        return [Span(one.offset, one.offset + one.length) for one in placeholders.get("image", ())]
+
+    async def latents_to_decoder(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
+        """Let the decoder have a picture when it is complete."""
+        seq = 0
+        async for chunk in chunks:
+            output: StageOutput | None = chunk.payload
+            for payload in output.payloads if output is not None else ():
+                yield Chunk(StageRequest(tokens_input([0]), {"payloads": [encode(payload)]}), seq=seq, last=True)
+                seq += 1

@@ -1,0 +1,99 @@
+"""Spans: the runs of a context's tokens that are an image. They see each other both ways, and share one position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Tokens of a prompt that a branch reads, as (start, end) in order. No range cuts a span."""
+
+
+class Span(NamedTuple):
+    """Tokens of a sequence, the markers of the image included. Spans are in order and share no tokens."""
+
+    start: int
+    end: int
+    is_latent: bool = False  # the image is its latents, rather than what a vision encoder sees
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a step that attend in one way."""
+
+    num_tokens: int
+    is_causal: bool
+
+
+def spans_of_media(features: Iterable[Any]) -> list[Span]:
+    """The spans of a prompt's images.
+
+    Args:
+        features: vLLM's ``MultiModalFeatureSpec``, in order. Each has embeddings between markers: those of what a
+            vision encoder sees, and before them, between markers of their own, maybe its latents.
+    """
+    spans: list[Span] = []
+    for feature in features:
+        *latents, (first, last) = feature.mm_position.extract_embeds_range()  # inclusive, without the markers
+        spans += [Span(start - 1, end + 2, True) for start, end in latents]
+        spans.append(Span(first - 1, last + 2))
+    return spans
+
+
+def position_of(token: int, spans: Iterable[Span]) -> int:
+    """The rope position of a token, which may stand behind all others."""
+    return token - sum(max(min(token, span.end - 1) - span.start, 0) for span in spans)
+
+
+def positions_of(start: int, num_tokens: int, spans: Iterable[Span]) -> torch.Tensor:
+    """Rope positions of consecutive tokens: [num_tokens] int64."""
+    tokens = torch.arange(start, start + num_tokens)
+    positions = tokens.clone()
+    for span in spans:
+        positions -= (tokens.clamp(max=span.end - 1) - span.start).clamp(min=0)
+    return positions
+
+
+def pieces_of(start: int, num_tokens: int, spans: Iterable[Span]) -> Iterator[Piece]:
+    """Cut consecutive tokens where they begin to attend in another way."""
+    at, end = start, start + num_tokens
+    for span in spans:
+        if span.end <= at or span.start >= end:
+            continue
+        if span.start > at:
+            yield Piece(span.start - at, True)
+            at = span.start
+        yield Piece(min(span.end, end) - at, False)
+        at = min(span.end, end)
+    if at < end:
+        yield Piece(end - at, True)
+
+
+def latents_of(start: int, num_tokens: int, spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    """The latents among consecutive tokens, without markers, as (first, end) counted from ``start``."""
+    for span in spans:
+        first, end = max(span.start + 1 - start, 0), min(span.end - 1 - start, num_tokens)
+        if span.is_latent and first < end:
+            yield first, end
+
+
+def whole_spans(start: int, num_tokens: int, spans: Iterable[Span]) -> int:
+    """How many of the next tokens a step may have, so that it cuts no span: tokens of a span see those behind them."""
+    end = start + num_tokens
+    for span in spans:
+        if span.start < end < span.end:
+            return max(span.start - start, 0)
+    return num_tokens
+
+
+def ranges_without(num_tokens: int, left_out: Iterable[Span]) -> list[tuple[int, int]]:
+    """The ranges of the first ``num_tokens`` tokens outside some spans."""
+    ranges, at = [], 0
+    for span in left_out:
+        if at < min(span.start, num_tokens):
+            ranges.append((at, min(span.start, num_tokens)))
+        at = max(at, span.end)
+    if at < num_tokens:
+        ranges.append((at, num_tokens))
+    return ranges
