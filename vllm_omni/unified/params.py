@@ -20,9 +20,9 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     width: int | None = None  # pixels
     height: int | None = None
-    num_inference_steps: int | None = None  # passes of the language model
+    num_inference_steps: int = 49  # passes of the language model over the canvas
     seed: int | None = None
-    shift: float | None = None
+    shift: float = 3.0
     text_scale: float = Guidance.text_scale
     image_scale: float = Guidance.image_scale
     interval: tuple[float, float] = Guidance.interval

@@ -94,14 +94,13 @@ class BagelPipeline(Pipeline):
         if "latents" not in wanted:
             return {}
         ids: list[int] = request.prompt["prompt_token_ids"]
-        rows, columns = self._grid(given)
         num_tokens = len(ids)
         last_text = max((index for index, token in enumerate(ids) if token == self.text_start), default=0)
         plan = ImagePlan(
-            (rows, columns),
-            **{} if given.num_inference_steps is None else {"num_steps": given.num_inference_steps},
-            **{} if given.shift is None else {"shift": given.shift},
-            seed=given.seed,
+            self._grid(given),
+            given.num_inference_steps,
+            given.shift,
+            given.seed,
             guidance=given.guidance,
             without_text=((0, last_text),) if last_text else (),
             without_images=tuple(ranges_without(num_tokens, self._images_of(request))),
