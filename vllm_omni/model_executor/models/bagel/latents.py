@@ -28,7 +28,7 @@ def latent_of(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def places_of(grid: tuple[int, int], side: int, device: torch.device) -> Tensor:
-    """The rows of a table for ``side`` by ``side`` cells that belong to a grid at its corner: [rows * columns] int64."""
+    """The rows of a table for ``side`` by ``side`` cells that belong to a grid at its corner: [cells] int64."""
     rows, columns = (torch.arange(one, device=device) for one in grid)
     return (rows[:, None] * side + columns).flatten()
 
