@@ -44,6 +44,7 @@ def check_pipeline(pipeline: Pipeline) -> None:
     check_function(f"{where}.validate", pipeline.validate, "options")
     check_function(f"{where}.inputs", pipeline.inputs, "prompt", "options")
     check_function(f"{where}.chat_template_kwargs", pipeline.chat_template_kwargs, "modalities")
+    check_function(f"{where}.mm_processor_kwargs", pipeline.mm_processor_kwargs, "modalities")
     if pipeline.extra_outputs:
         _check_overridden(pipeline, "extra_output", "extra_outputs", "name", "output")
     if pipeline.speech_stage is not None:

@@ -369,7 +369,7 @@ class StageEngine(StageNode):
         given = context.params[self.config.name]
         if self.spec.make_args is not None:
             with client_checks(f"stage {self.name!r}: make_args"):
-                more = self.spec.make_args(request, given, wanted, self.vllm_config)
+                more = self.spec.make_args(request, context, wanted, self.vllm_config)
             request = structs.replace(request, args={**request.args, **more})
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
 

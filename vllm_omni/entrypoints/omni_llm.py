@@ -152,6 +152,7 @@ class OmniLLM:
         orchestrator = self.engine.orchestrator
         wanted = orchestrator.modalities_of(graph) if modalities is None else modalities
         variables = {**orchestrator.pipeline.chat_template_kwargs(wanted), **(chat_template_kwargs or {})}
+        mm_processor_kwargs = {**orchestrator.pipeline.mm_processor_kwargs(wanted), **(mm_processor_kwargs or {})}
         params = ChatParams(
             chat_template=chat_template or orchestrator.pipeline.chat_template,
             chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **variables},

@@ -65,9 +65,10 @@ class StageSpec:
     check_params: Callable[[SamplingParams], None] | None = (
         None  # raises InvalidRequest for what the model cannot honour
     )
-    make_args: Callable[[StageRequest, SamplingParams, frozenset[str], VllmConfig], dict[str, Any]] | None = None
-    """Makes further stage arguments of a request, from its rendered prompt, the parameters given for the stage, the
-    fields wanted of it, and the engine's configuration. Raises ``InvalidRequest`` for what the model cannot honour."""
+    make_args: Callable[[StageRequest, RequestContext, frozenset[str], VllmConfig], dict[str, Any]] | None = None
+    """Makes further stage arguments of a request, from its rendered prompt, the parameters and modalities of the
+    context, the fields wanted of the stage, and the engine's configuration. Raises ``InvalidRequest`` for what the
+    model cannot honour."""
     weight_prefix: str = ""  # of the checkpoint's tensors that the stage loads, for the memory plan
     weight_folder: str = ""  # where these stand in the checkpoint
     weight_dtype: str = ""  # of the loaded weights, whatever the stage's dtype; "": that dtype
@@ -261,6 +262,10 @@ class Pipeline(ABC):
 
     def chat_template_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         """Variables of the chat template that follow from what the user gets; those of a request win."""
+        return {}
+
+    def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
+        """Likewise, arguments of vLLM's processor of media."""
         return {}
 
     def extra_output(self, name: str, output: StageOutput) -> Any:

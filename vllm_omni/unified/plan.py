@@ -57,7 +57,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
         shift: how long the steps stay near noise, see ``flow.timesteps``.
         seed: of the noise; None: another for each request.
         without_text, without_images: what the guidance's branches read of the request's prompt, as ``spans.Ranges``.
-        thinks: whether the request first writes a text, which the picture reads.
+        end_of_text: the token that ends the text which the request writes first, and which the picture reads; None: it
+            writes none.
     """
 
     grid: tuple[int, int]
@@ -67,7 +68,7 @@ class ImagePlan(msgspec.Struct, frozen=True):
     guidance: Guidance = Guidance()
     without_text: tuple[tuple[int, int], ...] = ()
     without_images: tuple[tuple[int, int], ...] = ()
-    thinks: bool = False
+    end_of_text: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.grid) < 1:
@@ -97,7 +98,7 @@ class ImagePlan(msgspec.Struct, frozen=True):
 
     def reads_no_images(self, num_prompt_tokens: int) -> bool:
         """Whether the context is that of the branch without images, whose velocity is then the picture's own."""
-        return not self.thinks and self.without_images == ((0, num_prompt_tokens),)
+        return self.end_of_text is None and self.without_images == ((0, num_prompt_tokens),)
 
     def check_fits(self, num_prompt_tokens: int, max_batched_tokens: int, max_model_len: int) -> None:
         """Raises:

@@ -33,12 +33,13 @@ def spans_of_media(features: Iterable[Any]) -> list[Span]:
         features: vLLM's ``MultiModalFeatureSpec``, in order. Each has embeddings between markers: those of what a
             vision encoder sees, and before them, between markers of their own, maybe its latents.
     """
-    spans: list[Span] = []
-    for feature in features:
-        *latents, (first, last) = feature.mm_position.extract_embeds_range()  # inclusive, without the markers
-        spans += [Span(start - 1, end + 2, True) for start, end in latents]
-        spans.append(Span(first - 1, last + 2))
-    return spans
+    return [span for feature in features for span in spans_of_placeholder(feature.mm_position)]
+
+
+def spans_of_placeholder(position: Any) -> list[Span]:
+    """Those of one image, from its ``PlaceholderRange``."""
+    *latents, (first, last) = position.extract_embeds_range()  # inclusive, without the markers
+    return [*(Span(start - 1, end + 2, True) for start, end in latents), Span(first - 1, last + 2)]
 
 
 def position_of(token: int, spans: Iterable[Span]) -> int:

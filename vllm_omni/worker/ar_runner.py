@@ -194,9 +194,14 @@ class ARModelRunner(GPUModelRunner):
         return step
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        steps = scheduler_output.canvases if isinstance(scheduler_output, StreamSchedulerOutput) else {}
+        if self.canvases is not None:
+            for request_id, token in self.canvases.ends_of_texts(steps):
+                self.requests[request_id].output_token_ids[-1] = token
+                row = self.input_batch.req_id_to_index[request_id]
+                self.input_batch.token_ids_cpu[row, steps[request_id].num_context - 1] = token
         prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)
         if self.canvases is not None:
-            steps = scheduler_output.canvases if isinstance(scheduler_output, StreamSchedulerOutput) else {}
             ids = self.input_batch.req_ids
             starts = self.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
             spans = {one: spans_of_media(self.requests[one].mm_features) for one in ids}

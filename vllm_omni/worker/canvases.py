@@ -7,7 +7,7 @@ From: Omni-Flow, section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +100,15 @@ class CanvasRunner:
     def remove(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._pictures.pop(request_id, None)
+
+    def ends_of_texts(self, steps: Mapping[str, CanvasStep]) -> Iterator[tuple[str, int]]:
+        """The requests of a step that continue a text with their picture, and the token that ends the text.
+
+        Where it was cut off, the runner has sampled another one, which the scheduler has replaced.
+        """
+        for request_id, step in steps.items():
+            if step.branch == OWN and (token := self._pictures[request_id].plan.end_of_text) is not None:
+                yield request_id, token
 
     @property
     def needs_pieces(self) -> bool:

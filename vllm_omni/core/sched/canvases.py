@@ -99,6 +99,7 @@ class Canvases:
         self._has_spans = has_spans
         self._add = add
         self._finish = finish
+        self._writing: dict[str, ImagePlan] = {}  # of requests that write a text before their picture
         self._pictures: dict[str, Picture] = {}  # by request
         self._places: dict[str, tuple[Picture, str]] = {}  # branch's request -> its picture and name
         self._unserved: set[str] = set()  # branches whose canvas found no room in the last iteration
@@ -110,8 +111,26 @@ class Canvases:
 
     def add(self, request: Request) -> None:
         """Note the picture that a request asks for, and add the requests of its branches."""
-        if (plan := plan_of(request)) is None:
-            return
+        plan = plan_of(request)
+        if plan is not None and plan.end_of_text is None:
+            self._start(request, plan)
+        elif plan is not None:
+            self._writing[request.request_id] = plan
+
+    def start_behind_text(self, request: Request) -> bool:
+        """Start the picture of a request whose text has just ended; False: it ends with its text.
+
+        A text that was cut off ends as a whole one does, in the place of its last token.
+        """
+        plan = self._writing.pop(request.request_id, None)
+        if plan is None or plan.end_of_text is None:
+            return False
+        request._output_token_ids[-1] = request._all_token_ids[-1] = plan.end_of_text
+        request.status, request.stop_reason = RequestStatus.RUNNING, None
+        self._start(request, plan)
+        return True
+
+    def _start(self, request: Request, plan: ImagePlan) -> None:
         times = timesteps(plan.num_steps, plan.shift).tolist()
         picture = Picture(request, plan, times, {OWN: request})
         self._pictures[request.request_id] = picture
@@ -129,6 +148,8 @@ class Canvases:
         Args:
             alive: the requests that have not.
         """
+        for request_id in [one for one in self._writing if one not in alive]:
+            del self._writing[request_id]
         for request_id in [one for one in self._pictures if one not in alive]:
             picture = self._pictures.pop(request_id)
             del self._places[request_id]

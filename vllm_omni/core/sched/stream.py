@@ -329,6 +329,14 @@ class StreamScheduler(Scheduler):
         streams = self.gates.take_rows(output.num_scheduled_tokens)
         return StreamSchedulerOutput(**vars(output), streams=streams) if streams else output
 
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if stopped and self.canvases.start_behind_text(request):
+            return [*new_token_ids[:-1], request.output_token_ids[-1]], False
+        return new_token_ids, stopped
+
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         # Upstream's last word on how many tokens of a request a step has, for running and for waiting requests.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)

@@ -104,7 +104,10 @@ class OmniServingChat(OpenAIServingChat):
         speaker = request.audio.speaker if request.audio else None
         of_pipeline = self.omni.orchestrator.pipeline.chat_template_kwargs(modalities)
         variables = {**of_pipeline, **(request.chat_template_kwargs or {})}
-        request = request.model_copy(update={"chat_template_kwargs": variables or None})
+        of_media = self.omni.orchestrator.pipeline.mm_processor_kwargs(modalities)
+        media = {**of_media, **(request.mm_processor_kwargs or {})}
+        changed = {"chat_template_kwargs": variables or None, "mm_processor_kwargs": media or None}
+        request = request.model_copy(update=changed)
         self.omni.check_available(modalities, speaker, graph)
         stage_params = self.omni.params.check_overrides(request.sampling_params_list)
         if "audio" in modalities:

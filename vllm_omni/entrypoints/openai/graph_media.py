@@ -69,7 +69,12 @@ class GraphMediaServing(DiffusionServing):
         images = media.get("multi_modal_data", {}).get("image", ())
         parts: list[Any] = [{"type": "image_pil", "image_pil": image} for image in images]
         parts.append({"type": "text", "text": prompt})
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": parts}])
+        wanted, pipeline = [self.modality], self.pipeline
+        request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": parts}],
+            chat_template_kwargs=dict(pipeline.chat_template_kwargs(wanted)) or None,
+            mm_processor_kwargs=dict(pipeline.mm_processor_kwargs(wanted)) or None,
+        )
         rendered = await self._chat.render_chat_request(request)
         if isinstance(rendered, ErrorResponse):
             raise InvalidRequest(rendered.error.message)

@@ -9,7 +9,6 @@ import msgspec
 from transformers import PreTrainedConfig
 from vllm.config import VllmConfig
 from vllm.inputs import tokens_input
-from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_get_tokenizer
 
 from vllm_omni.errors import InvalidRequest
@@ -25,12 +24,13 @@ from vllm_omni.model_executor.models.bagel.config import (
     vae_file,
 )
 from vllm_omni.model_executor.models.bagel.graph import build_graph
+from vllm_omni.model_executor.models.bagel.processing import IS_DRAWN, TokenIds
 from vllm_omni.model_executor.models.bagel.prompt import CHAT_TEMPLATE
-from vllm_omni.model_executor.pipeline import Pipeline, StageOutput, StageRequest, StageSpec
+from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
 from vllm_omni.unified.params import ImageParams, params_of
 from vllm_omni.unified.plan import ImagePlan
-from vllm_omni.unified.spans import Span, ranges_without
+from vllm_omni.unified.spans import Span, ranges_without, spans_of_placeholder
 
 DEFAULT_SIDE = 1024  # pixels
 
@@ -45,6 +45,7 @@ class BagelPipeline(Pipeline):
         vae_file(model, revision)  # before any engine starts
         vocabulary = cached_get_tokenizer(model, revision=revision).get_vocab()
         self.text_start, self.text_end = vocabulary[TEXT_START], vocabulary[TEXT_END]
+        self.image_ids = TokenIds.of(vocabulary)
         self.max_latent_size: int = hf_config.max_latent_size
         self.graph = build_graph(self.latents_to_decoder)
         self.stages = (
@@ -82,38 +83,47 @@ class BagelPipeline(Pipeline):
     def chat_template_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         return {"is_answered": "text" in modalities}
 
+    def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
+        return {IS_DRAWN: True} if "image" in modalities else {}
+
     def picture_args(
-        self, request: StageRequest, params: SamplingParams, wanted: frozenset[str], config: VllmConfig
+        self, request: StageRequest, context: RequestContext, wanted: frozenset[str], config: VllmConfig
     ) -> dict[str, Any]:
         """The plan of a request's picture, if the answer has one.
 
         Raises:
             InvalidRequest: a parameter is wrong, or there is no room for the picture.
         """
-        given = params_of(params.extra_args)
+        given = params_of(context.params["language_model"].extra_args)
         if "latents" not in wanted:
             return {}
         ids: list[int] = request.prompt["prompt_token_ids"]
-        num_tokens = len(ids)
-        last_text = max((index for index, token in enumerate(ids) if token == self.text_start), default=0)
+        thinks, images = ids[-1] == self.text_start, self._images_of(request)
+        num_tokens = len(ids) - thinks  # without the marker with which the model's own text starts
+        starts = (index for index, token in enumerate(ids[:num_tokens]) if token == self.text_start)
+        last_text = max(starts, default=0)
         plan = ImagePlan(
-            self._grid(given),
+            self._grid(given, ids, images),
             given.num_inference_steps,
             given.shift,
             given.seed,
             guidance=given.guidance,
             without_text=((0, last_text),) if last_text else (),
-            without_images=tuple(ranges_without(num_tokens, self._images_of(request))),
+            without_images=tuple(ranges_without(num_tokens, images)),
+            end_of_text=self.text_end if thinks else None,
         )
-        plan.check_fits(num_tokens, config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len)
+        plan.check_fits(len(ids), config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len)
         return {PICTURE: msgspec.to_builtins(plan)}
 
-    def _grid(self, given: ImageParams) -> tuple[int, int]:
-        """Rows and columns of the picture's tokens.
+    def _grid(self, given: ImageParams, ids: list[int], images: list[Span]) -> tuple[int, int]:
+        """Rows and columns of the picture's tokens: of the size given, or of the prompt's last image.
 
         Raises:
             InvalidRequest: the size is no multiple of a token's, or larger than the model's largest.
         """
+        if given.height is None and given.width is None and images:
+            latents = [one for one in images if one.is_latent][-1]
+            return self.image_ids.grid_of(ids[latents.start : latents.end])
         longest = self.max_latent_size * PIXELS_PER_TOKEN
         sides = []
         for name, value in (("height", given.height), ("width", given.width)):
@@ -127,9 +137,17 @@ class BagelPipeline(Pipeline):
 
     @staticmethod
     def _images_of(request: StageRequest) -> list[Span]:
-        """Where the prompt's images stand, with all their spans."""
-        placeholders = request.prompt.get("mm_placeholders") or {}
-        return [Span(one.offset, one.offset + one.length) for one in placeholders.get("image", ())]
+        """The spans of the prompt's images.
+
+        Raises:
+            InvalidRequest: an image has no latents.
+        """
+        placeholders = (request.prompt.get("mm_placeholders") or {}).get("image", ())
+        spans = [spans_of_placeholder(one) for one in placeholders]
+        if any(len(each) == 1 for each in spans):
+            said = f"give mm_processor_kwargs={{{IS_DRAWN!r}: True}} with the images of a prompt"
+            raise InvalidRequest(f"the answer is a picture, which reads the latents of images: {said}")
+        return [span for each in spans for span in each]
 
     async def latents_to_decoder(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         """Let the decoder have a picture when it is complete."""

@@ -45,8 +45,21 @@ class TokenIds(NamedTuple):
         pad = next(vocabulary[token] for token in PADS if token in vocabulary)
         return cls(vocabulary[IMAGE_START], vocabulary[IMAGE_END], pad)
 
-    def span(self, num_tokens: int) -> list[int]:
-        return [self.start, *[self.pad] * num_tokens, self.end]
+    def span(self, grid: tuple[int, int]) -> list[int]:
+        """An image's tokens between its markers. The last of each row differs, so that the ids say what the grid is."""
+        rows, columns = grid
+        return [self.start, *([self.pad] * (columns - 1) + [self.end]) * rows, self.end]
+
+    def grid_of(self, span: Sequence[int]) -> tuple[int, int]:
+        """The reverse of ``span``."""
+        columns = span.index(self.end)
+        return (len(span) - 2) // columns, columns
+
+
+def _is_embed(grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Which tokens of an image's spans have embeddings: those between markers."""
+    spans = [[False, *[True] * (rows * columns), False] for rows, columns in grids]
+    return torch.tensor([one for span in spans for one in span])
 
 
 class BagelProcessingInfo(BaseProcessingInfo):
@@ -58,17 +71,16 @@ class BagelProcessingInfo(BaseProcessingInfo):
     def token_ids(self) -> TokenIds:
         return TokenIds.of(self.get_tokenizer().get_vocab())
 
-    def num_tokens(self, size: tuple[int, int], *, is_drawn: bool) -> tuple[int, ...]:
-        """Of the spans of an image, from its width and height."""
-        grids = [self.sizes.latent_grid(size)] * is_drawn + [self.sizes.view_grid(size)]
-        return tuple(rows * columns for rows, columns in grids)
+    def grids(self, size: tuple[int, int], *, is_drawn: bool) -> list[tuple[int, int]]:
+        """Rows and columns of an image's spans, from its width and height."""
+        return [self.sizes.latent_grid(size)] * is_drawn + [self.sizes.view_grid(size)]
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int] | None = None) -> Mapping[str, int]:
         longest = self.sizes.latents.longest
-        return {"image": sum(self.num_tokens((longest, longest), is_drawn=True)) + 4}
+        return {"image": sum(rows * columns + 2 for rows, columns in self.grids((longest, longest), is_drawn=True))}
 
 
 class BagelDummyInputs(BaseDummyInputsBuilder[BagelProcessingInfo]):
@@ -109,8 +121,9 @@ class BagelProcessor(BaseMultiModalProcessor[BagelProcessingInfo]):
         def spans(item_idx: int) -> PromptUpdateDetails:
             images = mm_items.get_items("image", ImageProcessorItems)
             width, height = images.get_image_size(item_idx)
-            numbers = self.info.num_tokens((width, height), is_drawn=is_drawn)
-            return PromptUpdateDetails.select_token_id([one for num in numbers for one in ids.span(num)], ids.pad)
+            grids = self.info.grids((width, height), is_drawn=is_drawn)
+            tokens = [token for grid in grids for token in ids.span(grid)]
+            return PromptUpdateDetails(tokens, lambda full: _is_embed(grids))
 
         return [PromptReplacement(modality="image", target=[ids.start, ids.end], replacement=spans)]
 
