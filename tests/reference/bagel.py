@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,15 +59,16 @@ class Reference:
     """BAGEL with its weights in float32.
 
     Args:
-        path: a checkpoint in the layout of the published files; ``transforms.json`` has the sizes of images, which the
-            original has in its code, and ``vae_config`` the shape of the VAE.
+        path: a checkpoint in the layout of the published files; ``transforms.json``, or ``image_sizes`` of its
+            configuration, has the sizes of images, which the original has in its code, and ``vae_config`` the shape of
+            the VAE.
     """
 
     def __init__(self, path: Path) -> None:
         self.config = json.loads((path / "config.json").read_text())
         self.weights = {name: one.float() for name, one in load_file(path / "ema.safetensors").items()}
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self.transforms = json.loads((path / "transforms.json").read_text())
+        self.transforms = read_sizes(path, self.config)
         self.vae = load_vae(path, self.config["vae_config"])
         llm = self.config["llm_config"]
         self.num_layers, self.num_heads = llm["num_hidden_layers"], llm["num_attention_heads"]
@@ -75,7 +76,8 @@ class Reference:
         self.eps, self.rope_theta = llm["rms_norm_eps"], llm["rope_theta"]
         self.bos, self.eos = (self.tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
         self.soi, self.eoi = (self.tokenizer.token_to_id(name) for name in ("<|vision_start|>", "<|vision_end|>"))
-        self.vae_scale, self.vae_shift = (self.config["vae_config"][f"{name}_factor"] for name in ("scale", "shift"))
+        vae_config = {"scale_factor": 0.3611, "shift_factor": 0.1159, **self.config["vae_config"]}
+        self.vae_scale, self.vae_shift = (vae_config[f"{name}_factor"] for name in ("scale", "shift"))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -379,6 +381,16 @@ def grid_of(latent: Tensor) -> tuple[int, int]:
 def places_of(rows: int, columns: int, side: int) -> Tensor:
     """The indexes of a grid's cells in a table for ``side`` cells a row."""
     return (torch.arange(rows)[:, None] * side + torch.arange(columns)).flatten()
+
+
+def read_sizes(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The limits of images by transform, in the form of ``transforms.json``."""
+    if (given := config.get("image_sizes")) is None:
+        made: dict[str, Any] = json.loads((path / "transforms.json").read_text())
+        return made
+    names = ("max_image_size", "min_image_size", "image_stride")
+    sizes = {"vae_transform": given["latents"], "vit_transform": given["view"]}
+    return {transform: dict(zip(names, one, strict=True)) for transform, one in sizes.items()}
 
 
 def load_vae(path: Path, config: dict[str, int]) -> AutoencoderKL:

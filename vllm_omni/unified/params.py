@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,20 +14,23 @@ from vllm_omni.unified.plan import Guidance, Renorm
 IMAGE = "image"
 """Key of ``SamplingParams.extra_args`` under which a request gives them, as a dictionary."""
 
+DEFAULTS = Guidance()
+
 
 class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a picture; ``docs/unified.md`` says what each does. None: the model's own."""
 
+    output_type: Literal["media", "latents"] = "media"
     width: int | None = None  # pixels
     height: int | None = None
     num_inference_steps: int = 49  # passes of the language model over the canvas
     seed: int | None = None
     shift: float = 3.0
-    text_scale: float = Guidance.text_scale
-    image_scale: float = Guidance.image_scale
-    interval: tuple[float, float] = Guidance.interval
-    renorm: Renorm = Guidance.renorm
-    renorm_min: float = Guidance.renorm_min
+    text_scale: float = DEFAULTS.text_scale
+    image_scale: float = DEFAULTS.image_scale
+    interval: tuple[float, float] = DEFAULTS.interval
+    renorm: Renorm = DEFAULTS.renorm
+    renorm_min: float = DEFAULTS.renorm_min
 
     @classmethod
     def of(cls, given: object) -> ImageParams:

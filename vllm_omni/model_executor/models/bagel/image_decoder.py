@@ -20,6 +20,7 @@ ARCHITECTURE = "BagelImageDecoder"
 class Picture(NamedTuple):
     tokens: Tensor  # [rows * columns, channels of a token], float32, host
     grid: tuple[int, int]
+    is_decoded: bool  # or wanted as it is
 
 
 def decoder_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -46,7 +47,7 @@ class BagelImageDecoder(GenerationModel):
         """The latents of a request.
 
         Args:
-            args: ``payloads``: one with ``latents`` and ``grid``.
+            args: ``payloads``: one with ``latents`` and ``grid``; ``output_type``: "media" or "latents".
 
         Raises:
             ValueError: they do not match.
@@ -56,15 +57,18 @@ class BagelImageDecoder(GenerationModel):
         tokens: Tensor = payload["latents"]
         if len(tokens) != rows * columns:
             raise ValueError(f"{len(tokens)} latents are no grid of {rows} by {columns}")
-        return Picture(tokens.float().clone(), (rows, columns))
+        return Picture(tokens.float().clone(), (rows, columns), args["output_type"] == "media")
 
     def generate(self, batch: Sequence[Picture]) -> list[dict[str, Tensor]]:
         """Decode pictures one by one: their sizes differ, and each fills the device.
 
         Returns:
-            For each, ``images``: uint8 [1, H, W, 3].
+            For each, ``images``: uint8 [1, H, W, 3]; or ``latents``: float32 [1, channels, H / 8, W / 8].
         """
-        return [{"images": self._decode(one)} for one in batch]
+        return [
+            {"images": self._decode(one)} if one.is_decoded else {"latents": latent_of(one.tokens, one.grid)[None]}
+            for one in batch
+        ]
 
     def _decode(self, picture: Picture) -> Tensor:
         latent = latent_of(picture.tokens, picture.grid).to(next(self.vae.parameters()).device)

@@ -102,6 +102,8 @@ class BagelPipeline(Pipeline):
         num_tokens = len(ids) - thinks  # without the marker with which the model's own text starts
         starts = (index for index, token in enumerate(ids[:num_tokens]) if token == self.text_start)
         last_text = max(starts, default=0)
+        if images and images[-1].start > last_text:
+            last_text = num_tokens  # no text behind the last image is left out
         plan = ImagePlan(
             self._grid(given, ids, images),
             given.num_inference_steps,
@@ -151,9 +153,11 @@ class BagelPipeline(Pipeline):
 
     async def latents_to_decoder(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         """Let the decoder have a picture when it is complete."""
+        output_type = params_of(call.context.params["language_model"].extra_args).output_type
         seq = 0
         async for chunk in chunks:
             output: StageOutput | None = chunk.payload
             for payload in output.payloads if output is not None else ():
-                yield Chunk(StageRequest(tokens_input([0]), {"payloads": [encode(payload)]}), seq=seq, last=True)
+                args = {"payloads": [encode(payload)], "output_type": output_type}
+                yield Chunk(StageRequest(tokens_input([0]), args), seq=seq, last=True)
                 seq += 1

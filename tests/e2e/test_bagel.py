@@ -1,0 +1,293 @@
+"""BAGEL served through the graph, held against a plain reference that is equal to the original code
+(``tests/reference/bagel.py``), on the same weights and noise.
+
+Tolerances, in float32: ids equal; latents 1e-5 of their maximum. The auto-encoder's posterior is its mean.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.engines import MARKS
+from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
+from tests.reference.bagel import Context, Guidance, Reference, latent_of
+from tests.reference.media import make_image
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.outputs import OmniRequestOutput, collect
+from vllm_omni.testing.bagel import build
+
+pytestmark = MARKS
+
+LATENTS = 1e-5  # of the maximum
+MAX_TOKENS = 16
+
+DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
+    "base": ("base", ["language_model.max_num_batched_tokens=96"]),
+    # Room for a few sequences, which it must preempt; a step holds two canvases.
+    "narrow": (
+        "deep",
+        [
+            "language_model.block_size=32",
+            "language_model.max_model_len=256",
+            "language_model.num_gpu_blocks_override=18",
+            "language_model.max_num_batched_tokens=64",
+            "language_model.enable_prefix_caching=false",
+        ],
+    ),
+    "one": ("base", ["language_model.max_num_seqs=1", "language_model.max_num_batched_tokens=64"]),
+}
+
+Part = str | Image.Image
+
+
+@dataclass
+class Case:
+    """A request: texts and images, and what is asked for."""
+
+    name: str
+    parts: list[Part]
+    picture: dict[str, Any] | None = None  # None: an answer in text
+    thinks: bool = False
+    guidance: Guidance = field(default_factory=lambda: Guidance(1.0, 1.0))
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        text = "".join(
+            f"<|im_start|>{part}<|im_end|>" if isinstance(part, str) else "<|vision_start|><|vision_end|>"
+            for part in self.parts
+        )
+        prompt: dict[str, Any] = {"prompt": text + "<|im_start|>" * (self.thinks or self.picture is None)}
+        if images := [part for part in self.parts if not isinstance(part, str)]:
+            prompt |= {"multi_modal_data": {"image": images}, "mm_processor_kwargs": self.media_kwargs}
+        return prompt
+
+    @property
+    def media_kwargs(self) -> dict[str, Any]:
+        return {} if self.picture is None else {"is_drawn": True}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        if self.picture is not None:
+            scales = self.guidance._asdict()
+            params["extra_args"] = {"image": {"output_type": "latents", **scales, **self.picture}}
+        return {"language_model": params}
+
+
+CASES = [
+    Case("plain", ["a small red boat"], {"width": 64, "height": 48, "num_inference_steps": 4, "seed": 1}),
+    Case(
+        "guided",
+        ["two boats, one red"],
+        {"width": 48, "height": 64, "num_inference_steps": 5, "seed": 2},
+        guidance=Guidance(3.0, 1.5),
+    ),
+    Case("answer", ["red and green"]),
+    Case("seen", [make_image(61, 50), "what colour is the house?"]),
+    Case(
+        "edit",
+        [make_image(61, 50), "paint the boat blue"],
+        {"num_inference_steps": 4, "seed": 3},
+        guidance=Guidance(4.0, 2.0, (0.0, 1.0), 0.0, "text_channel"),
+    ),
+    Case(
+        "thought",
+        ["think first", "paint the house"],
+        {"width": 48, "height": 48, "num_inference_steps": 3, "seed": 4},
+        thinks=True,
+        guidance=Guidance(4.0, 1.5),
+    ),
+    Case(
+        "interleaved",
+        ["first", make_image(48, 64, seed=1), "second", make_image(61, 50, seed=2), "the first in the second's colour"],
+        {"num_inference_steps": 3, "seed": 5, "shift": 2.0},
+        guidance=Guidance(4.0, 2.0, (0.0, 0.9), 0.2, "channel"),
+    ),
+    Case(
+        "long answer", [make_image(90, 40, seed=3), "one", make_image(40, 70, seed=4), "what is in the second image?"]
+    ),
+    Case(
+        "thought edit",
+        ["think first", make_image(48, 64, seed=5), "add a cat"],
+        {"num_inference_steps": 4, "seed": 6},
+        thinks=True,
+        guidance=Guidance(4.0, 2.0, (0.2, 0.9), 0.3),
+    ),
+    Case(
+        "late guidance",
+        [make_image(61, 50), "paint it"],
+        {"width": 32, "height": 32, "num_inference_steps": 6, "seed": 7},
+        guidance=Guidance(2.0, 2.0, (0.0, 0.8), 0.0, "channel"),
+    ),
+]
+
+
+class Expected(NamedTuple):
+    ids: list[int]  # of the text
+    latents: torch.Tensor | None
+
+
+def expected_of(reference: Reference, case: Case) -> Expected:
+    gen = text = img = reference.new_context()
+    for part in case.parts:
+        if isinstance(part, str):
+            text, gen, img = gen, reference.read_text(gen, part), reference.read_text(img, part)
+            continue
+        image = reference.resize(part, "vae_transform")
+        if case.picture is not None:
+            gen = reference.read_latents(gen, reference.encode_pixels(image, None))
+        text = gen = reference.read_view(gen, image)
+    ids: list[int] = []
+    if case.thinks or case.picture is None:
+        ids, _ = reference.answer(gen, MAX_TOKENS)
+    if case.picture is None:
+        return Expected(ids, None)
+    if case.thinks:  # a text that is cut off ends in the place of its last token
+        gen, ids = reference.read_text(gen, ids[:-1]), [*ids[:-1], reference.eos]
+    return Expected(ids, latents_of(reference, case, (gen, text, img)))
+
+
+def latents_of(reference: Reference, case: Case, branches: tuple[Context, Context, Context]) -> torch.Tensor:
+    given = case.picture
+    assert given is not None
+    if "width" in given:
+        rows, columns = given["height"] // 16, given["width"] // 16
+    else:
+        images = [part for part in case.parts if not isinstance(part, str)]
+        width, height = reference.resize(images[-1], "vae_transform").size
+        rows, columns = height // 16, width // 16
+    noise = torch.randn(rows * columns, 64, generator=torch.Generator().manual_seed(given["seed"]))
+    canvas = reference.denoise(
+        noise,
+        (rows, columns),
+        branches,
+        num_timesteps=given["num_inference_steps"] + 1,
+        shift=given.get("shift", 3.0),
+        guidance=case.guidance,
+    )
+    return latent_of(canvas.latents[-1], rows, columns)
+
+
+class Served(NamedTuple):
+    name: str
+    omni: AsyncOmni
+    expected: dict[str, Expected]
+
+    @property
+    def engine(self) -> StageEngine:
+        return self.omni.orchestrator.front("language_model")
+
+    @property
+    def scheduler(self) -> Any:
+        core = thread_of(self.engine).core
+        assert core is not None
+        return core.scheduler
+
+    def check(self, case: Case, output: OmniRequestOutput) -> None:
+        expected = self.expected[case.name]
+        ids = list(output.outputs[0].token_ids) if output.outputs else []
+        assert ids[: len(expected.ids)] == expected.ids, case.name
+        if expected.latents is not None:
+            latents = output.multimodal_output["latents"]
+            assert latents.shape == (1, *expected.latents.shape), case.name
+            difference = (latents[0] - expected.latents).abs().max() / expected.latents.abs().max()
+            assert difference < LATENTS, f"{case.name}: {difference:.1e}"
+
+
+@pytest.fixture(
+    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "one"))]
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    variant, overrides = DEPLOYMENTS[request.param]
+    path = build(tmp_path_factory.mktemp(request.param), variant=variant)
+    reference = Reference(path)
+    with torch.no_grad():
+        expected = {case.name: expected_of(reference, case) for case in CASES}
+    with engine_threads():
+        engine = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
+        given = [f"language_model.{name}={value}" for name, value in engine.items()]
+        omni = AsyncOmni(path, stage_overrides=[*given, *overrides])
+        yield Served(request.param, omni, expected)
+        omni.shutdown()
+
+
+async def ask(served: Served, case: Case, **more: Any) -> OmniRequestOutput:
+    modalities = ["text"] if case.picture is None else ["image"]
+    return await collect(served.omni.generate(case.prompt, case.params, modalities=modalities, **more))
+
+
+async def until_idle(served: Served) -> None:
+    for _ in range(2000):
+        if not served.scheduler.requests:
+            break
+        await asyncio.sleep(0.01)
+    assert not served.scheduler.requests and not served.scheduler.canvases
+    assert served.scheduler.kv_cache_manager.usage == 0.0
+
+
+async def test_each_case_alone_is_as_the_reference(served: Served) -> None:
+    for case in CASES:
+        served.check(case, await ask(served, case))
+    await until_idle(served)
+
+
+async def test_pictures_and_texts_of_one_batch_are_as_the_reference(served: Served) -> None:
+    for _ in range(BATCHES):
+        outputs = await asyncio.gather(*(ask(served, case) for case in CASES))
+        for case, output in zip(CASES, outputs, strict=True):
+            served.check(case, output)
+        await until_idle(served)
+        if served.name != "narrow" or num_preemptions(served.engine):
+            break
+    else:
+        raise AssertionError("nothing was preempted")
+
+
+async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Served) -> None:
+    tasks = [asyncio.create_task(ask(served, case)) for case in CASES]
+    for index, task in enumerate(tasks[::3]):
+        await asyncio.sleep(0.02 * index)
+        task.cancel()
+    outputs = await asyncio.gather(*tasks, return_exceptions=True)
+    for case, output in zip(CASES, outputs, strict=True):
+        if not isinstance(output, BaseException):
+            served.check(case, output)
+        else:
+            assert isinstance(output, asyncio.CancelledError)
+    await until_idle(served)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_inference_steps": 0}, "steps = 0: must be 1 or more"),
+        ({"text_scale": float("nan")}, "text_scale = nan: must be a number of 0 or more"),
+        ({"interval": [-0.1, 1.0]}, r"interval = \[-0.1, 1.0\]: must be"),
+        ({"renorm": "globel"}, "did you mean 'global'"),
+        ({"width": 1, "height": 1}, "height = 1: must be a multiple of 16 up to 128; the nearest is 16"),
+        ({"width": 128, "height": 128}, r"its 66 tokens are computed in one step, which has at most"),
+        ({"widht": 64}, "image.widht: did you mean 'width'"),
+        ({"num_inference_steps": "many"}, "image: Expected `int`"),
+    ],
+)
+async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served, given: dict[str, Any], said: str) -> None:
+    if served.name != "one" and "66 tokens" in said:
+        pytest.skip("it has room for the largest picture")
+    if served.name == "narrow":
+        pytest.skip("its largest picture is smaller")
+    with pytest.raises(InvalidRequest, match=said):
+        await collect(
+            served.omni.generate(
+                "<|im_start|>a boat<|im_end|>",
+                {"language_model": {"extra_args": {"image": given}}},
+                modalities=["image"],
+            )
+        )
+    await until_idle(served)
