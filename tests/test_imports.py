@@ -24,7 +24,7 @@ ORDER = [
     ["messages"],
     ["config", "flow", "ops"],
     ["process", "relay"],
-    ["diffusion", "epd", "kv", "speech"],
+    ["diffusion", "epd", "kv", "speech", "unified"],
     ["testing", "model_executor"],
     ["core", "worker"],
     ["capacity", "engine"],
