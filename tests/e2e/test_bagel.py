@@ -36,7 +36,7 @@ DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
         [
             "language_model.block_size=32",
             "language_model.max_model_len=256",
-            "language_model.num_gpu_blocks_override=18",
+            "language_model.num_gpu_blocks_override=11",
             "language_model.max_num_batched_tokens=64",
             "language_model.enable_prefix_caching=false",
         ],
@@ -220,7 +220,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 async def ask(served: Served, case: Case, **more: Any) -> OmniRequestOutput:
     modalities = ["text"] if case.picture is None else ["image"]
-    return await collect(served.omni.generate(case.prompt, case.params, modalities=modalities, **more))
+    generated = served.omni.generate(case.prompt, case.params, modalities=modalities, **more)
+    return await asyncio.wait_for(collect(generated), 60)
 
 
 async def until_idle(served: Served) -> None:
@@ -240,8 +241,8 @@ async def test_each_case_alone_is_as_the_reference(served: Served) -> None:
 
 async def test_pictures_and_texts_of_one_batch_are_as_the_reference(served: Served) -> None:
     for _ in range(BATCHES):
-        outputs = await asyncio.gather(*(ask(served, case) for case in CASES))
-        for case, output in zip(CASES, outputs, strict=True):
+        outputs = await asyncio.gather(*(ask(served, case) for case in 2 * CASES))
+        for case, output in zip(2 * CASES, outputs, strict=True):
             served.check(case, output)
         await until_idle(served)
         if served.name != "narrow" or num_preemptions(served.engine):

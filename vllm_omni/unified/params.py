@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -16,11 +16,15 @@ IMAGE = "image"
 
 DEFAULTS = Guidance()
 
+OutputType = Literal["media", "latents"]
+
+CHOICES = {"output_type": get_args(OutputType), "renorm": get_args(Renorm)}
+
 
 class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a picture; ``docs/unified.md`` says what each does. None: the model's own."""
 
-    output_type: Literal["media", "latents"] = "media"
+    output_type: OutputType = "media"
     width: int | None = None  # pixels
     height: int | None = None
     num_inference_steps: int = 49  # passes of the language model over the canvas
@@ -41,9 +45,11 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not isinstance(given, Mapping):
             raise InvalidRequest(f"{IMAGE} = {given!r}: must be a dictionary of its parameters", param=IMAGE)
-        for name in given:
+        for name, value in given.items():
             if name not in cls.__struct_fields__:
                 raise InvalidRequest(f"{IMAGE}.{name}: {suggest(str(name), cls.__struct_fields__)}", param=IMAGE)
+            if name in CHOICES and value not in CHOICES[name]:
+                raise InvalidRequest(f"{IMAGE}.{name} = {value!r}: {suggest(str(value), CHOICES[name])}", param=IMAGE)
         try:
             made: ImageParams = msgspec.convert(dict(given), cls)
         except msgspec.ValidationError as exc:

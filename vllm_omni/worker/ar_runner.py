@@ -287,6 +287,10 @@ class ARModelRunner(GPUModelRunner):
         payloads = {}
         for request_id, latents in canvases.advance(hidden_states).items():
             model = self.get_model()
+            if request_id not in output.req_id_to_index:  # another branch of it has completed the picture
+                output.req_id_to_index[request_id] = len(output.req_ids)
+                output.req_ids.append(request_id)
+                output.sampled_token_ids.append([])
             output.sampled_token_ids[output.req_id_to_index[request_id]] = [model.end_of_picture]
             if get_tensor_model_parallel_rank() == 0:
                 info = self.request_infos[request_id]

@@ -177,8 +177,9 @@ class Canvases:
             for name, request in picture.branches.items():
                 request.spec_token_ids = []
                 if request.status == RequestStatus.RUNNING and picture.is_due(name):
-                    num_behind = self._num_context(picture, name) + picture.plan.num_canvas_tokens - request.num_tokens
-                    request.spec_token_ids = [0] * num_behind
+                    num_context = self._num_context(picture, name)
+                    request.num_computed_tokens = min(request.num_computed_tokens, num_context)
+                    request.spec_token_ids = [0] * (num_context + picture.plan.num_canvas_tokens - request.num_tokens)
         first = [request for request in running if request.request_id in self._unserved]
         return first + [request for request in running if request.request_id not in self._unserved]
 
@@ -189,7 +190,7 @@ class Canvases:
             picture, name = place
             end = num_computed_tokens + num_new_tokens
             if end > request.num_tokens and end < self._num_context(picture, name) + picture.plan.num_canvas_tokens:
-                num_new_tokens = max(request.num_tokens - num_computed_tokens, 0)
+                num_new_tokens = max(self._num_context(picture, name) - num_computed_tokens, 0)
         if self._has_spans and request.mm_features:
             return whole_spans(num_computed_tokens, num_new_tokens, spans_of_media(request.mm_features))
         return num_new_tokens
@@ -234,8 +235,8 @@ class Canvases:
             num_context = self._num_context(picture, name)
             # Upstream has counted the step's tokens as computed.
             has_canvas = request.num_computed_tokens == num_context + picture.plan.num_canvas_tokens
-            if has_canvas or not num_context:
-                request.num_computed_tokens = num_context
+            if has_canvas:
+                request.num_computed_tokens = request.num_tokens
             steps[request_id] = CanvasStep(
                 picture.request.request_id, name, picture.needed() if has_canvas else (), picture.step, num_context
             )

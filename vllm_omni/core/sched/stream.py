@@ -358,6 +358,11 @@ class StreamScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self.timelines.note_step_end(scheduler_output, model_runner_output)
         self.gates.watch_outputs(model_runner_output, self.requests)
+        for request_id in model_runner_output.req_ids:
+            # Upstream reads the outputs of a step's requests; another branch of the request has completed its picture.
+            if request_id not in scheduler_output.num_scheduled_tokens and request_id in self.requests:
+                scheduler_output.num_scheduled_tokens[request_id] = 1
+                self.requests[request_id].num_in_flight_tokens += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.canvases.end(self.requests)
         self.timelines.add_to(outputs, self.requests)
