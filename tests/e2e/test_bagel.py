@@ -17,6 +17,7 @@ from tests.e2e.engines import MARKS
 from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
 from tests.reference.bagel import Context, Guidance, Reference, latent_of
 from tests.reference.media import make_image
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.errors import InvalidRequest
@@ -29,7 +30,7 @@ LATENTS = 1e-5  # of the maximum
 MAX_TOKENS = 16
 
 DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
-    "base": ("base", ["language_model.max_num_batched_tokens=96"]),
+    "base": ("base", ["language_model.max_num_batched_tokens=64"]),
     # Room for a few sequences, which it must preempt; a step holds two canvases.
     "narrow": (
         "deep",
@@ -45,6 +46,9 @@ DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
 }
 
 Part = str | Image.Image
+
+# Of ImageParams, in the order of the reference's.
+GUIDANCE = ["guidance_scale", "image_guidance_scale", "guidance_interval", "guidance_renorm_min", "guidance_renorm"]
 
 
 @dataclass
@@ -76,8 +80,8 @@ class Case:
     def params(self) -> dict[str, Any]:
         params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
         if self.picture is not None:
-            scales = self.guidance._asdict()
-            params["extra_args"] = {"image": {"output_type": "latents", **scales, **self.picture}}
+            guidance = dict(zip(GUIDANCE, self.guidance, strict=True))
+            params["extra_args"] = {"image": {"output_type": "latents", **guidance, **self.picture}}
         return {"language_model": params}
 
 
@@ -88,6 +92,12 @@ CASES = [
         ["two boats, one red"],
         {"width": 48, "height": 64, "num_inference_steps": 5, "seed": 2},
         guidance=Guidance(3.0, 1.5),
+    ),
+    Case(
+        "negative",
+        ["a small red boat"],
+        {"width": 48, "height": 32, "num_inference_steps": 3, "seed": 8, "negative_prompt": "blurry"},
+        guidance=Guidance(3.0, 1.0, (0.0, 1.0)),
     ),
     Case("answer", ["red and green"]),
     Case("seen", [make_image(61, 50), "what colour is the house?"]),
@@ -151,6 +161,8 @@ def expected_of(reference: Reference, case: Case) -> Expected:
         return Expected(ids, None)
     if case.thinks:  # a text that is cut off ends in the place of its last token
         gen, ids = reference.read_text(gen, ids[:-1]), [*ids[:-1], reference.eos]
+    if (negative := case.picture.get("negative_prompt")) is not None:
+        text = reference.read_text(text, negative)
     return Expected(ids, latents_of(reference, case, (gen, text, img)))
 
 
@@ -268,19 +280,19 @@ async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Ser
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_inference_steps": 0}, "steps = 0: must be 1 or more"),
-        ({"text_scale": float("nan")}, "text_scale = nan: must be a number of 0 or more"),
-        ({"interval": [-0.1, 1.0]}, r"interval = \[-0.1, 1.0\]: must be"),
-        ({"renorm": "globel"}, "did you mean 'global'"),
+        ({"num_inference_steps": 0}, "num_inference_steps = 0: must be from 1 to 1000"),
+        ({"guidance_scale": float("nan")}, "guidance_scale = nan: must be a number of 0 or more"),
+        ({"guidance_interval": [-0.1, 1.0]}, r"guidance_interval = \[-0.1, 1.0\]: must be"),
+        ({"guidance_renorm": "globel"}, "did you mean 'global'"),
         ({"width": 1, "height": 1}, "height = 1: must be a multiple of 16 up to 128; the nearest is 16"),
-        ({"width": 128, "height": 128}, r"its 66 tokens are computed in one step, which has at most"),
+        ({"width": 128, "height": 128}, r"its 66 tokens are computed in one step, which has at most 64"),
         ({"widht": 64}, "image.widht: did you mean 'width'"),
         ({"num_inference_steps": "many"}, "image: Expected `int`"),
+        ({"num_outputs_per_prompt": 0}, "num_outputs_per_prompt = 0: must be from 1 to 64"),
+        ({"seed": 2**64 - 1, "num_outputs_per_prompt": 2}, "seed = 18446744073709551615: must be from"),
     ],
 )
 async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served, given: dict[str, Any], said: str) -> None:
-    if served.name != "one" and "66 tokens" in said:
-        pytest.skip("it has room for the largest picture")
     if served.name == "narrow":
         pytest.skip("its largest picture is smaller")
     with pytest.raises(InvalidRequest, match=said):
@@ -291,4 +303,20 @@ async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served, gi
                 modalities=["image"],
             )
         )
+    await until_idle(served)
+
+
+async def test_diffusion_params_ask_for_pictures_of_a_text(served: Served) -> None:
+    (case,) = [one for one in CASES if one.name == "negative"]
+    assert case.picture is not None
+    given = {"num_inference_steps": 3, "guidance_scale": 3.0, "width": 48, "height": 32, "output_type": "latents"}
+    own = {"image_guidance_scale": 1.0, "guidance_interval": [0.0, 1.0]}
+    params = DiffusionParams(**given, seed=8, num_outputs_per_prompt=2, extra_args=own)
+    output = await collect(served.omni.generate({"prompt": case.parts[0], "negative_prompt": "blurry"}, params))
+    first, second = output.multimodal_output["latents"]
+    expected = served.expected["negative"].latents
+    assert expected is not None and (first - expected).abs().max() < LATENTS * expected.abs().max()
+    assert (second - first).abs().max() > 0.1, "another seed"
+    with pytest.raises(InvalidRequest, match="num_frames = 3 has no effect"):
+        await collect(served.omni.generate("a boat", DiffusionParams(num_frames=3)))
     await until_idle(served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -16,11 +17,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig, StageConfig
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.layers import find_config
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.entrypoints.deadline import Deadline
+from vllm_omni.entrypoints.pictures import join, one_each, read_picture_request
 from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
 from vllm_omni.entrypoints.text_to_speech import Speaking, TextToSpeech, Voice, speaker_option
 from vllm_omni.entrypoints.voice_cloning import Recording
@@ -120,7 +123,8 @@ class AsyncOmni(StageAdmin):
             prompt: any prompt of vLLM's: text, ids, or a dictionary with ``multi_modal_data``; for a diffusion pipeline
                 a text, or a dictionary with ``prompt``, ``negative_prompt`` and images in ``multi_modal_data``.
             sampling_params: of the first stage; or of the stages by position (None: that stage's defaults) or by name.
-                For a diffusion pipeline ``DiffusionParams``, or their fields by name.
+                For a diffusion pipeline ``DiffusionParams``, or their fields by name. ``DiffusionParams`` of a language
+                model that denoises ask for a picture, and the prompt is as for a diffusion pipeline.
             modalities: modalities of the output: "text", "audio"; and "codec_ids" for the codes. All by default.
             graph: the name of one of the pipeline's graphs, or "graph.call"; its first graph by default.
             speaker: a voice of the checkpoint.
@@ -137,12 +141,17 @@ class AsyncOmni(StageAdmin):
         """
         self.orchestrator.requests.check()
         _check_arguments(priority, modalities, engine_kwargs)
+        first = self.config.stages[0].name
+        by_stage = self.params.by_stage(sampling_params) if self.draws else {}
+        if isinstance(asked := by_stage.get(first), DiffusionParams):
+            prompt, args = read_picture_request(self.orchestrator.pipeline, prompt, asked)
+            sampling_params, modalities = {**by_stage, first: args}, modalities or ["image"]
         params = self.params.resolve(sampling_params, stage_params)
-        outputs = self.orchestrator.generate(
+        wanted = list(self.orchestrator.modalities_of(graph)) if modalities is None else modalities
+        run = partial(
+            self.orchestrator.generate,
             prompt,
-            params,
-            request_id or uuid4().hex,
-            modalities=list(self.orchestrator.modalities_of(graph)) if modalities is None else modalities,
+            modalities=wanted,
             graph=graph,
             options={**(options or {}), **speaker_option(speaker)},
             lora_request=lora_request,
@@ -151,8 +160,14 @@ class AsyncOmni(StageAdmin):
             engine_kwargs=engine_kwargs,
             deadline_s=deadline_s,
         )
-        first = params[self.config.stages[0].name]
-        is_final_only = isinstance(first, SamplingParams) and first.output_kind is RequestOutputKind.FINAL_ONLY
+        request_id = request_id or uuid4().hex
+        each = one_each(params[first], wanted) if self.draws else ()
+        if len(each) > 1:
+            many = {f"{request_id}-{index}": {**params, first: one} for index, one in enumerate(each)}
+            return join([run(of_one, one_id) for one_id, of_one in many.items()], request_id)
+        outputs = run(params, request_id)
+        of_first = params[first]
+        is_final_only = isinstance(of_first, SamplingParams) and of_first.output_kind is RequestOutputKind.FINAL_ONLY
         return _only_final(outputs) if is_final_only else outputs
 
     def speak(
@@ -208,6 +223,11 @@ class AsyncOmni(StageAdmin):
     def is_diffusion(self) -> bool:
         """Whether the user's prompt goes to a diffusion pipeline, rather than to a language model."""
         return self.config.stages[0].is_diffusion
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model that reads the prompt denoises pictures."""
+        return self.orchestrator.pipeline.stages[0].publishes_pictures
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests; returns when every stage has released them. Unknown ids are ignored.

@@ -21,6 +21,7 @@ from vllm.inputs import EngineInput  # noqa: E402  # behind the check that vLLM 
 from vllm.renderers import ChatParams  # noqa: E402
 
 from vllm_omni.config import StageConfig  # noqa: E402
+from vllm_omni.config.diffusion_params import DiffusionParams  # noqa: E402
 from vllm_omni.engine.rejection import rejection  # noqa: E402
 from vllm_omni.entrypoints.async_omni import AsyncOmni  # noqa: E402
 from vllm_omni.entrypoints.stage_params import ParamsList  # noqa: E402
@@ -103,7 +104,10 @@ class OmniLLM:
             prompts = list(prompts)
         is_list = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))  # token ids
         prompts = list(prompts) if is_list else [prompts]
-        is_each = self.engine.is_diffusion and isinstance(sampling_params_list, list | tuple)
+        is_each = isinstance(sampling_params_list, list | tuple) and (
+            self.engine.is_diffusion
+            or (self.engine.draws and all(isinstance(one, DiffusionParams) for one in sampling_params_list))
+        )
         params = _for_each(prompts, "parameters", sampling_params_list, is_each)
         loras = _for_each(prompts, "lora_request", lora_request, isinstance(lora_request, Sequence))
         priorities = _for_each(prompts, "priority", 0 if priority is None else priority, isinstance(priority, Sequence))

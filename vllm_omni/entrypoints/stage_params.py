@@ -98,7 +98,7 @@ class StageParamsResolver:
             if not params:
                 continue
             if self._config.stage(name).is_diffusion:
-                over[name] = _diffusion_fields(name, params)
+                over[name] = diffusion_fields(name, params)
                 continue
             validated = _make_sampling_params(name, params)
             self._check(name, validated, params)
@@ -123,12 +123,15 @@ class StageParamsResolver:
     def _resolve_diffusion(self, stage: StageConfig, given: StageParams, over: Mapping[str, Any]) -> DiffusionParams:
         if isinstance(given, SamplingParams):
             raise InvalidRequest(f"parameters of stage {stage.name!r}: it samples no tokens; give DiffusionParams")
-        fields = _diffusion_fields(stage.name, given or {})
+        fields = diffusion_fields(stage.name, given or {})
         return DiffusionParams(**{**stage.default_sampling_params, **fields, **over})
 
     def _resolve_sampling(self, stage: StageConfig, given: StageParams, over: Mapping[str, Any]) -> SamplingParams:
         if isinstance(given, DiffusionParams):
             raise InvalidRequest(f"parameters of stage {stage.name!r}: it samples tokens; give SamplingParams")
+        if "extra_args" in over:  # those of the request that are not given again stay
+            of_request = given.extra_args if isinstance(given, SamplingParams) else (given or {}).get("extra_args")
+            over = {**over, "extra_args": {**(of_request or {}), **over["extra_args"]}}
         if isinstance(given, SamplingParams):
             _check_sampling_params(stage.name, given)
             # The set of all stop ids is derived from the fields; a copy would share it.
@@ -167,7 +170,7 @@ def _check_sampling_params(stage: str, params: SamplingParams) -> None:
         raise InvalidRequest(f"sampling parameters of stage {stage!r}: {exc}") from exc
 
 
-def _diffusion_fields(stage: str, given: DiffusionParams | Mapping[str, Any]) -> dict[str, Any]:
+def diffusion_fields(stage: str, given: DiffusionParams | Mapping[str, Any]) -> dict[str, Any]:
     """The fields that were given, checked; of an object, those that differ from the defaults."""
     try:
         params = given if isinstance(given, DiffusionParams) else DiffusionParams.of(given)

@@ -264,6 +264,10 @@ class Pipeline(ABC):
         """Variables of the chat template that follow from what the user gets; those of a request win."""
         return {}
 
+    def picture_prompt(self, text: str, images: Sequence[Any]) -> Any:
+        """Make a prompt of the first stage that asks for a picture, of a text and PIL images; for models that draw."""
+        raise NotImplementedError
+
     def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         """Likewise, arguments of vLLM's processor of media."""
         return {}

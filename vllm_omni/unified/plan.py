@@ -6,6 +6,7 @@ import math
 from typing import Literal, get_args
 
 import msgspec
+import numpy as np
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
@@ -16,11 +17,14 @@ WITHOUT_TEXT, WITHOUT_IMAGES = "text", "image"
 """The branches of a picture's guidance, named by what they are without."""
 
 
+MAX_STEPS = 1000
+
+
 class Guidance(msgspec.Struct, frozen=True):
     """How far a picture follows its context.
 
     Raises:
-        InvalidRequest: a value is out of its range.
+        InvalidRequest: a value is out of its range; named as in ``ImageParams``.
     """
 
     text_scale: float = 4.0  # away from what the last text is not read for; 1: no guidance
@@ -30,21 +34,21 @@ class Guidance(msgspec.Struct, frozen=True):
     renorm_min: float = 0.0  # how far it may be shortened for that
 
     def __post_init__(self) -> None:
-        for name in ("text_scale", "image_scale"):
-            value = getattr(self, name)
+        for name, value in (("guidance_scale", self.text_scale), ("image_guidance_scale", self.image_scale)):
             if not (math.isfinite(value) and value >= 0):
                 _reject(name, value, "a number of 0 or more; 1: no guidance")
         low, high = self.interval
         if not 0 <= low <= high <= 1:
-            _reject("interval", list(self.interval), "[low, high] with 0 <= low <= high <= 1")
+            _reject("guidance_interval", list(self.interval), "[low, high] with 0 <= low <= high <= 1")
         if self.renorm not in get_args(Renorm):
-            raise InvalidRequest(f"renorm = {self.renorm!r}: {suggest(self.renorm, get_args(Renorm))}", param="renorm")
+            said = suggest(self.renorm, get_args(Renorm))
+            raise InvalidRequest(f"guidance_renorm = {self.renorm!r}: {said}", param="guidance_renorm")
         if not 0 <= self.renorm_min <= 1:
-            _reject("renorm_min", self.renorm_min, "a number from 0 to 1")
+            _reject("guidance_renorm_min", self.renorm_min, "a number from 0 to 1")
 
     def is_on(self, time: float) -> bool:
-        """Whether a step at this time is guided."""
-        low, high = self.interval
+        """Whether a step at this time, a float32, is guided."""
+        low, high = (float(np.float32(one)) for one in self.interval)  # else a step at a bound may be on its other side
         return self.text_scale > 1 and low < time <= high
 
 
@@ -56,6 +60,7 @@ class ImagePlan(msgspec.Struct, frozen=True):
         num_steps: passes of the language model over the whole canvas.
         shift: how long the steps stay near noise, see ``flow.timesteps``.
         seed: of the noise; None: another for each request.
+        negative: the tokens that stand in the place of the last text where that is not read.
         without_text, without_images: what the guidance's branches read of the request's prompt, as ``spans.Ranges``.
         end_of_text: the token that ends the text which the request writes first, and which the picture reads; None: it
             writes none.
@@ -66,6 +71,7 @@ class ImagePlan(msgspec.Struct, frozen=True):
     shift: float = 3.0
     seed: int | None = None
     guidance: Guidance = Guidance()
+    negative: tuple[int, ...] = ()
     without_text: tuple[tuple[int, int], ...] = ()
     without_images: tuple[tuple[int, int], ...] = ()
     end_of_text: int | None = None
@@ -73,10 +79,12 @@ class ImagePlan(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if min(self.grid) < 1:
             _reject("size", list(self.grid), "at least one token in each direction")
-        if self.num_steps < 1:
-            _reject("steps", self.num_steps, "1 or more")
+        if not 1 <= self.num_steps <= MAX_STEPS:
+            _reject("num_inference_steps", self.num_steps, f"from 1 to {MAX_STEPS}")
         if not (math.isfinite(self.shift) and self.shift > 0):
             _reject("shift", self.shift, "a number above 0")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            _reject("seed", self.seed, "from -2**63 to 2**64 - 1")
 
     @property
     def num_latents(self) -> int:
@@ -100,6 +108,14 @@ class ImagePlan(msgspec.Struct, frozen=True):
         """Whether the context is that of the branch without images, whose velocity is then the picture's own."""
         return self.end_of_text is None and self.without_images == ((0, num_prompt_tokens),)
 
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The tokens of the prompt that a branch reads."""
+        return {WITHOUT_TEXT: self.without_text, WITHOUT_IMAGES: self.without_images}[name]
+
+    def added(self, name: str) -> tuple[int, ...]:
+        """The tokens that a branch reads behind those."""
+        return self.negative if name == WITHOUT_TEXT else ()
+
     def check_fits(self, num_prompt_tokens: int, max_batched_tokens: int, max_model_len: int) -> None:
         """Raises:
         InvalidRequest: no step or no sequence of the engine has room for the picture.
@@ -108,9 +124,11 @@ class ImagePlan(msgspec.Struct, frozen=True):
         if needed > max_batched_tokens:
             said = f"its {needed} tokens are computed in one step, which has at most {max_batched_tokens}"
             raise InvalidRequest(f"size: the picture is too large: {said} (max_num_batched_tokens)", param="size")
-        if num_prompt_tokens + needed + 1 > max_model_len:
-            left = max(max_model_len - num_prompt_tokens - 3, 0)
-            said = f"its {self.num_latents} tokens do not fit behind the prompt's {num_prompt_tokens}: {left} do"
+        negative = sum(end - start for start, end in self.without_text) + len(self.negative)
+        longest = max(num_prompt_tokens, negative)
+        if longest + needed + 1 > max_model_len:
+            left = max(max_model_len - longest - 3, 0)
+            said = f"its {self.num_latents} tokens do not fit behind the prompt's {longest}: {left} do"
             raise InvalidRequest(
                 f"size: the picture is too large: {said} (max_model_len {max_model_len})", param="size"
             )

@@ -98,3 +98,9 @@ def ranges_without(num_tokens: int, left_out: Iterable[Span]) -> list[tuple[int,
     if at < num_tokens:
         ranges.append((at, num_tokens))
     return ranges
+
+
+def tokens_of_a_step(scheduler_config: Any) -> int:
+    """The most tokens that one request has in a step of an engine, from its ``SchedulerConfig``: no span is longer."""
+    most: int = scheduler_config.max_num_batched_tokens
+    return min(most, scheduler_config.long_prefill_token_threshold or most)

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni.messages.canvas_step import DENOISES, OWN, PICTURE, CanvasStep
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.unified.flow import timesteps
-from vllm_omni.unified.plan import WITHOUT_IMAGES, WITHOUT_TEXT, ImagePlan
+from vllm_omni.unified.plan import ImagePlan
 from vllm_omni.unified.spans import Ranges, spans_of_media, whole_spans
 
 SEPARATOR = "#"
@@ -136,8 +136,7 @@ class Canvases:
         self._pictures[request.request_id] = picture
         self._places[request.request_id] = picture, OWN
         for name in sorted(picture.later() - {OWN}):
-            ranges = {WITHOUT_TEXT: plan.without_text, WITHOUT_IMAGES: plan.without_images}[name]
-            branch = branch_of(request, name, ranges)
+            branch = branch_of(request, name, plan.ranges(name), plan.added(name))
             picture.branches[name] = branch
             self._places[branch.request_id] = picture, name
             self._add(branch)
@@ -254,13 +253,13 @@ class Canvases:
 
     def _num_context(self, picture: Picture, name: str) -> int:
         """Tokens in front of the canvas. A branch of nothing has a token, as upstream needs one: the canvas's first."""
-        if name == WITHOUT_TEXT and not picture.plan.without_text:
+        if name != OWN and not picture.plan.ranges(name) and not picture.plan.added(name):
             return 0
         return picture.branches[name].num_tokens
 
 
-def branch_of(request: Request, name: str, ranges: Ranges) -> Request:
-    """A request with parts of another's prompt."""
+def branch_of(request: Request, name: str, ranges: Ranges, added: Sequence[int] = ()) -> Request:
+    """A request with parts of another's prompt, and tokens behind them."""
     assert request.prompt_token_ids is not None, "a picture's context has ids"
     ids = [token for start, end in ranges for token in request.prompt_token_ids[start:end]]
     features, offset = [], 0
@@ -273,7 +272,7 @@ def branch_of(request: Request, name: str, ranges: Ranges) -> Request:
         offset += end - start
     return Request(
         request_id=f"{request.request_id}{SEPARATOR}{name}",
-        prompt_token_ids=ids or request.prompt_token_ids[:1],
+        prompt_token_ids=[*ids, *added] or request.prompt_token_ids[:1],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
         pooling_params=None,
         client_index=request.client_index,

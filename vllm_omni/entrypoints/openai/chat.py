@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from vllm_omni.media import find_format
 from vllm_omni.media.audio import AUDIO_FORMATS, AudioEncoder
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.names import suggest
+from vllm_omni.unified.params import IMAGE, ImageParams
 from vllm_omni.vllm_patches import adopt
 
 
@@ -112,6 +113,8 @@ class OmniServingChat(OpenAIServingChat):
         stage_params = self.omni.params.check_overrides(request.sampling_params_list)
         if "audio" in modalities:
             self._check_one_sound(stage_params, graph)
+        if request.image is not None:
+            stage_params = self._with_picture(request.image, stage_params, modalities)
         # Upstream passes its engine the prompt and the text's parameters: the engine itself knows the other arguments.
         serving = copy.copy(self)
         serving.kinds = {name: made[name] for name in modalities if name in made}
@@ -126,6 +129,22 @@ class OmniServingChat(OpenAIServingChat):
             stage_params=stage_params,
         )
         return await super(OmniServingChat, serving).create_chat_completion(request, raw_request)
+
+    def _with_picture(
+        self, given: Mapping[str, Any], stage_params: Mapping[str, Mapping[str, Any]], modalities: Collection[str]
+    ) -> dict[str, Mapping[str, Any]]:
+        """The parameters of stages, with those of the picture."""
+        if not self.omni.draws:
+            said = "no language model of this server denoises; a diffusion stage has sampling_params_list"
+            raise InvalidRequest(f"image: {said}", param="image")
+        if "image" not in modalities:
+            said = 'the answer has no picture; ask for it with modalities ["image"]'
+            raise InvalidRequest(f"image: {said}", param="image")
+        ImageParams.of(given)
+        first = self.omni.config.stages[0].name
+        of_first = stage_params.get(first, {})
+        args = {**of_first.get("extra_args", {}), IMAGE: given}
+        return {**stage_params, first: {**of_first, "extra_args": args}}
 
     def _check_one_sound(self, stage_params: Mapping[str, Mapping[str, Any]], graph: str | None) -> None:
         orchestrator = self.omni.orchestrator

@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.openai.diffusion import DiffusionServing
 from vllm_omni.entrypoints.openai.diffusion_app import add_media_routes
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics
+from vllm_omni.entrypoints.pictures import picture_args
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import StaticPlan
 
@@ -46,6 +47,8 @@ class GraphMediaServing(DiffusionServing):
             raise InvalidRequest(said, param="model")
         role = self._omni.orchestrator.stage_of(name, plan.name)
         params, config = fields.params(), self._omni.config
+        if self._omni.draws and self.modality == "image":
+            return {config.stages[0].name: picture_args(params)}
         if role in config.stage_names and config.stage(role).is_diffusion:
             return {role: params}
         default = DiffusionParams()

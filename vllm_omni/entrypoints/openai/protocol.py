@@ -124,6 +124,9 @@ class OmniChatCompletionRequest(_TimedRequest, ChatCompletionRequest):
 
     modalities: list[str] | None = Field(default=None, description='Modalities of the reply; ["text"] by default.')
     audio: AudioOutput | None = Field(default=None, description="The voice and the file format of the speech.")
+    image: dict[str, Any] | None = Field(
+        default=None, description="Parameters of the picture, for a language model that denoises: see docs/unified.md."
+    )
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None,
         description="Sampling parameters of the stages, by position or by name, over those of the request itself.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,13 +24,13 @@ from vllm_omni.model_executor.models.bagel.config import (
     vae_file,
 )
 from vllm_omni.model_executor.models.bagel.graph import build_graph
-from vllm_omni.model_executor.models.bagel.processing import IS_DRAWN, TokenIds
+from vllm_omni.model_executor.models.bagel.processing import IS_DRAWN, PLACEHOLDER, TokenIds
 from vllm_omni.model_executor.models.bagel.prompt import CHAT_TEMPLATE
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
 from vllm_omni.unified.params import ImageParams, params_of
 from vllm_omni.unified.plan import ImagePlan
-from vllm_omni.unified.spans import Span, ranges_without, spans_of_placeholder
+from vllm_omni.unified.spans import Span, ranges_without, spans_of_placeholder, tokens_of_a_step
 
 DEFAULT_SIDE = 1024  # pixels
 
@@ -43,7 +43,8 @@ class BagelPipeline(Pipeline):
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
         vae_file(model, revision)  # before any engine starts
-        vocabulary = cached_get_tokenizer(model, revision=revision).get_vocab()
+        self.tokenizer = cached_get_tokenizer(model, revision=revision)
+        vocabulary = self.tokenizer.get_vocab()
         self.text_start, self.text_end = vocabulary[TEXT_START], vocabulary[TEXT_END]
         self.image_ids = TokenIds.of(vocabulary)
         self.max_latent_size: int = hf_config.max_latent_size
@@ -83,6 +84,12 @@ class BagelPipeline(Pipeline):
     def chat_template_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         return {"is_answered": "text" in modalities}
 
+    def picture_prompt(self, text: str, images: Sequence[Any]) -> Any:
+        prompt = {"prompt": f"{PLACEHOLDER * len(images)}{TEXT_START}{text}{TEXT_END}"}
+        if not images:
+            return prompt
+        return {**prompt, "multi_modal_data": {"image": list(images)}, "mm_processor_kwargs": {IS_DRAWN: True}}
+
     def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         return {IS_DRAWN: True} if "image" in modalities else {}
 
@@ -95,10 +102,16 @@ class BagelPipeline(Pipeline):
             InvalidRequest: a parameter is wrong, or there is no room for the picture.
         """
         given = params_of(context.params["language_model"].extra_args)
+        images = self._images_of(request, is_drawn="latents" in wanted)
+        step_tokens = tokens_of_a_step(config.scheduler_config)
+        for image in images:
+            if (size := image.end - image.start) > step_tokens:
+                said = f"its {size} tokens are computed in one step, which has at most {step_tokens}"
+                raise InvalidRequest(f"an image of the prompt is too large: {said} (max_num_batched_tokens)")
         if "latents" not in wanted:
             return {}
         ids: list[int] = request.prompt["prompt_token_ids"]
-        thinks, images = ids[-1] == self.text_start, self._images_of(request)
+        thinks = ids[-1] == self.text_start
         num_tokens = len(ids) - thinks  # without the marker with which the model's own text starts
         starts = (index for index, token in enumerate(ids[:num_tokens]) if token == self.text_start)
         last_text = max(starts, default=0)
@@ -108,14 +121,18 @@ class BagelPipeline(Pipeline):
             self._grid(given, ids, images),
             given.num_inference_steps,
             given.shift,
-            given.seed,
+            context.params["language_model"].seed if given.seed is None else given.seed,
             guidance=given.guidance,
+            negative=self._text(given.negative_prompt) if given.negative_prompt else (),
             without_text=((0, last_text),) if last_text else (),
             without_images=tuple(ranges_without(num_tokens, images)),
             end_of_text=self.text_end if thinks else None,
         )
-        plan.check_fits(len(ids), config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len)
+        plan.check_fits(len(ids), step_tokens, config.model_config.max_model_len)
         return {PICTURE: msgspec.to_builtins(plan)}
+
+    def _text(self, text: str) -> tuple[int, ...]:
+        return (self.text_start, *self.tokenizer.encode(text, add_special_tokens=False), self.text_end)
 
     def _grid(self, given: ImageParams, ids: list[int], images: list[Span]) -> tuple[int, int]:
         """Rows and columns of the picture's tokens: of the size given, or of the prompt's last image.
@@ -138,7 +155,7 @@ class BagelPipeline(Pipeline):
         return sides[0], sides[1]
 
     @staticmethod
-    def _images_of(request: StageRequest) -> list[Span]:
+    def _images_of(request: StageRequest, *, is_drawn: bool) -> list[Span]:
         """The spans of the prompt's images.
 
         Raises:
@@ -146,7 +163,7 @@ class BagelPipeline(Pipeline):
         """
         placeholders = (request.prompt.get("mm_placeholders") or {}).get("image", ())
         spans = [spans_of_placeholder(one) for one in placeholders]
-        if any(len(each) == 1 for each in spans):
+        if is_drawn and any(len(each) == 1 for each in spans):
             said = f"give mm_processor_kwargs={{{IS_DRAWN!r}: True}} with the images of a prompt"
             raise InvalidRequest(f"the answer is a picture, which reads the latents of images: {said}")
         return [span for each in spans for span in each]
