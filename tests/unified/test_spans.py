@@ -56,8 +56,8 @@ class Layout(NamedTuple):
     def parts(self) -> Iterator[tuple[int, int]]:
         """Consecutive tokens of every kind that the sequence has: (start, number)."""
         for start in range(self.num_tokens):
-            for end in range(start, self.num_tokens + 1):
-                yield start, end - start
+            for number in range(1, self.num_tokens - start + 1):
+                yield start, number
 
     def positions(self) -> list[int]:
         """Of each token, and of one behind them."""

@@ -91,10 +91,11 @@ def image_fields(diffusion: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: a field has no effect on a picture that a language model denoises.
     """
-    fields = {**diffusion, **diffusion.get("extra_args", {})}
-    fields.pop("extra_args", None)
-    for name, value in fields.items():
-        if name not in ImageParams.__struct_fields__ and name in DiffusionParams.__struct_fields__:
+    default = DiffusionParams()
+    given = {name: value for name, value in diffusion.items() if value != getattr(default, name)}
+    own = given.pop("extra_args", {})
+    for name, value in given.items():
+        if name not in ImageParams.__struct_fields__:
             said = "the model's own language model denoises the picture: leave it out"
             raise InvalidRequest(f"{name} = {value!r} has no effect: {said}", param=name)
-    return fields
+    return {**given, **own}

@@ -179,6 +179,8 @@ class Canvases:
                     num_context = self._num_context(picture, name)
                     request.num_computed_tokens = min(request.num_computed_tokens, num_context)
                     request.spec_token_ids = [0] * (num_context + picture.plan.num_canvas_tokens - request.num_tokens)
+        # Upstream makes a new list of them when several have been finished at once.
+        running = [request for request in running if not request.is_finished()]
         first = [request for request in running if request.request_id in self._unserved]
         return first + [request for request in running if request.request_id not in self._unserved]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import Request
 from openai.types.chat.chat_completion_audio import ChatCompletionAudio
+from vllm.entrypoints.generate.base.protocol import validate_request_mm_kwargs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -69,6 +70,7 @@ class OmniServingChat(OpenAIServingChat):
     engine_client: AsyncOmni | EngineWithArguments  # with those of the request, in the copy that serves it
     omni: AsyncOmni
     audio_metrics: AudioMetrics | None
+    trusts_media_kwargs: bool  # of clients
     kinds: Mapping[str, str]  # of the modalities of the request, in the copy that serves it
     timer: MediaTimer  # likewise
     deadline = Deadline(None)  # likewise
@@ -79,6 +81,10 @@ class OmniServingChat(OpenAIServingChat):
         chat = adopt(cls, upstream)
         chat.engine_client = chat.omni = omni
         chat.audio_metrics = audio_metrics
+        # vLLM's renderer rejects keyword arguments of the media's processor; those of clients are checked here.
+        chat.trusts_media_kwargs = upstream.online_renderer.trust_request_mm_kwargs
+        chat.online_renderer = copy.copy(upstream.online_renderer)
+        chat.online_renderer.trust_request_mm_kwargs = True
         # The deployment's defaults for the stage that generates the text hold here, too.
         first = omni.config.stages[0]
         chat.default_sampling_params = {**upstream.default_sampling_params, **first.default_sampling_params}
@@ -96,6 +102,11 @@ class OmniServingChat(OpenAIServingChat):
         """
         request = OmniChatCompletionRequest.of(request)
         self.omni.check_replies()
+        validate_request_mm_kwargs(
+            mm_processor_kwargs=request.mm_processor_kwargs,
+            media_io_kwargs=request.media_io_kwargs,
+            trust_request_mm_kwargs=self.trusts_media_kwargs,
+        )
         graph = self.omni.graph_of(request.model)
         made = self.omni.orchestrator.modalities_of(graph)
         if request.modalities is None and "text" not in made:

@@ -107,6 +107,6 @@ def load_vae(file: Path, settings: Mapping[str, Any]) -> AutoencoderKL:
         "use_quant_conv": False,
         "use_post_quant_conv": False,
     }
-    vae = AutoencoderKL(**made).eval()
+    vae = AutoencoderKL(**made).float().eval()  # the default dtype is that of the stage
     vae.load_state_dict(convert_ldm_vae_checkpoint(load_file(file), made))
     return vae

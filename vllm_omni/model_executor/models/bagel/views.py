@@ -74,5 +74,5 @@ class ImageViews(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """An image, [3, H, W] from -1 to 1 -> [rows * columns, hidden_size of the language model]."""
         grid = pixels.shape[1] // self.patch_size, pixels.shape[2] // self.patch_size
-        embedded = self.vision_model(pixels.to(self.vit_pos_embed.pos_embed.device), grid)
+        embedded = self.vision_model(pixels.to(self.vit_pos_embed.pos_embed), grid)
         return self.connector(embedded) + self.vit_pos_embed(grid).to(embedded)
