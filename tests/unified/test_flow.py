@@ -22,8 +22,8 @@ def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def length(values: list[float]) -> float:
-    return math.sqrt(sum(one * one for one in values))
+def length_of(rows: list[list[float]]) -> float:
+    return math.sqrt(sum(one * one for row in rows for one in row))
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ def combine_by_rows(
 
     def shorten(guided: list[list[float]]) -> list[list[float]]:
         if given.renorm == "global":
-            ratios = [length(sum(rows, [])) / length(sum(guided, []))] * len(rows)
+            ratios = [length_of(rows) / length_of(guided)] * len(rows)
         else:
-            ratios = [length(row) / length(its) for row, its in zip(rows, guided, strict=True)]
+            ratios = [length_of([one]) / length_of([two]) for one, two in zip(rows, guided, strict=True)]
         kept = [min(max(ratio, given.renorm_min), 1.0) for ratio in ratios]
         return [[factor * one for one in row] for factor, row in zip(kept, guided, strict=True)]
 
@@ -216,6 +216,7 @@ def test_latents_of_each_step_are_the_originals(name: str) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_noise_is_the_originals_where_its_seed_draws_nothing_else(name: str) -> None:
     recorded = golden(name)["denoise.noise"]
-    made = start_noise(*recorded.shape, FLOWS[name]["seed"])
+    num_tokens, num_channels = recorded.shape
+    made = start_noise(num_tokens, num_channels, FLOWS[name]["seed"])
     draws_images = any("vae_noise" in key and tensor.any() for key, tensor in golden(name).items())
     assert torch.equal(made, recorded) != draws_images

@@ -11,7 +11,8 @@ from vllm_omni.unified.plan import Guidance
 
 
 def test_a_request_that_says_nothing_has_the_defaults() -> None:
-    for extra_args in (None, {}, {"other": 1}, {IMAGE: None}, {IMAGE: {}}):
+    cases: list[dict[str, Any] | None] = [None, {}, {"other": 1}, {IMAGE: None}, {IMAGE: {}}]
+    for extra_args in cases:
         assert params_of(extra_args) == ImageParams()
     assert ImageParams().guidance == Guidance()
 
@@ -121,12 +122,13 @@ def test_a_seed_leaves_room_for_those_of_all_pictures() -> None:
 
 
 def test_guidance_out_of_its_range_is_rejected_with_the_name_that_was_given() -> None:
-    for given, said in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"guidance_scale": -1}, "^guidance_scale = -1.0: must be a number of 0 or more"),
         ({"image_guidance_scale": float("nan")}, "^image_guidance_scale = nan: must be a number of 0 or more"),
         ({"guidance_interval": [0.5, 0.4]}, r"^guidance_interval = \[0.5, 0.4\]: must be"),
         ({"guidance_renorm_min": 2}, "^guidance_renorm_min = 2.0: must be a number from 0 to 1"),
-    ]:
+    ]
+    for given, said in cases:
         with rejected(InvalidRequest, said, given) as raised:
             assert ImageParams.of(given).guidance
         assert raised.error.param in given

@@ -28,7 +28,7 @@ def make_plan(**fields: Any) -> ImagePlan:
 def test_a_wrong_value_of_the_guidance_is_rejected_with_the_valid_ones() -> None:
     scale = r"must be a number of 0 or more; 1: no guidance"
     interval = r"must be \[low, high\] with 0 <= low <= high <= 1"
-    for values, param, said in [
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"text_scale": -1.0}, "guidance_scale", f"guidance_scale = -1.0: {scale}"),
         ({"text_scale": math.nan}, "guidance_scale", f"guidance_scale = nan: {scale}"),
         ({"image_scale": -0.1}, "image_guidance_scale", f"image_guidance_scale = -0.1: {scale}"),
@@ -42,9 +42,10 @@ def test_a_wrong_value_of_the_guidance_is_rejected_with_the_valid_ones() -> None
         ({"renorm_min": -0.1}, "guidance_renorm_min", "guidance_renorm_min = -0.1: must be a number from 0 to 1"),
         ({"renorm_min": 1.1}, "guidance_renorm_min", "guidance_renorm_min = 1.1: must be a number from 0 to 1"),
         ({"renorm_min": math.nan}, "guidance_renorm_min", "guidance_renorm_min = nan: must be a number from 0 to 1"),
-    ]:
+    ]
+    for values, param, said in cases:
         with rejected(InvalidRequest, said, values) as raised:
-            Guidance(**values)  # type: ignore[arg-type]
+            Guidance(**values)
         assert raised.error.param == param
 
 
@@ -80,7 +81,7 @@ def test_times_at_a_bound_are_compared_in_float32() -> None:
 
 
 def test_a_wrong_value_of_a_plan_is_rejected_with_the_valid_ones() -> None:
-    for values, param, said in [
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"grid": (0, 4)}, "size", r"size = \[0, 4\]: must be at least one token in each direction"),
         ({"grid": (4, -1)}, "size", r"size = \[4, -1\]: must be at least one token in each direction"),
         ({"num_steps": 0}, "num_inference_steps", f"num_inference_steps = 0: must be from 1 to {MAX_STEPS}"),
@@ -92,7 +93,8 @@ def test_a_wrong_value_of_a_plan_is_rejected_with_the_valid_ones() -> None:
         ({"shift": math.nan}, "shift", "shift = nan: must be a number above 0"),
         ({"seed": 2**64}, "seed", r"seed = 18446744073709551616: must be from -2\*\*63 to 2\*\*64 - 1"),
         ({"seed": -(2**63) - 1}, "seed", r"seed = -9223372036854775809: must be from -2\*\*63 to 2\*\*64 - 1"),
-    ]:
+    ]
+    for values, param, said in cases:
         with rejected(InvalidRequest, said, values) as raised:
             make_plan(**values)
         assert raised.error.param == param

@@ -199,7 +199,9 @@ class Recorded(NamedTuple):
 
     @classmethod
     def of(cls, given: list[tuple[str, dict[str, Tensor]]]) -> "Recorded":
-        spans, positions, latents = [], [], []
+        spans: list[Span] = []
+        positions: list[int] = []
+        latents: list[int] = []
         for kind, tensors in given:
             start = len(positions)
             name = "packed_text_position_ids" if kind == "text" else "packed_position_ids"
