@@ -5,6 +5,7 @@ Tolerances, in float32: ids equal; latents 1e-5 of their maximum. The auto-encod
 """
 
 import asyncio
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.cases import rejected
 from tests.e2e.engines import MARKS
 from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
 from tests.reference.bagel import Context, Guidance, Reference, latent_of
@@ -26,16 +28,24 @@ from vllm_omni.testing.bagel import build
 
 pytestmark = MARKS
 
+BLOCK = 32
 LATENTS = 1e-5  # of the maximum
 MAX_TOKENS = 16
 
 DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
-    "base": ("base", ["language_model.max_num_batched_tokens=64"]),
+    "base": (
+        "base",
+        [
+            "language_model.max_num_batched_tokens=64",
+            f"language_model.block_size={BLOCK}",
+            "language_model.num_gpu_blocks_override=33",
+        ],
+    ),
     # Room for a few sequences, which it must preempt; a step holds two canvases.
     "narrow": (
         "deep",
         [
-            "language_model.block_size=32",
+            f"language_model.block_size={BLOCK}",
             "language_model.max_model_len=256",
             "language_model.num_gpu_blocks_override=11",
             "language_model.max_num_batched_tokens=64",
@@ -86,7 +96,7 @@ class Case:
 
 
 CASES = [
-    Case("plain", ["a small red boat"], {"width": 64, "height": 48, "num_inference_steps": 4, "seed": 1}),
+    Case("plain", ["a small red boat on a lake"], {"width": 64, "height": 48, "num_inference_steps": 4, "seed": 1}),
     Case(
         "guided",
         ["two boats, one red"],
@@ -101,6 +111,7 @@ CASES = [
     ),
     Case("answer", ["red and green"]),
     Case("seen", [make_image(61, 50), "what colour is the house?"]),
+    Case("seen in another image", [make_image(61, 50, seed=9), "what colour is the house?"]),
     Case(
         "edit",
         [make_image(61, 50), "paint the boat blue"],
@@ -264,12 +275,16 @@ async def test_pictures_and_texts_of_one_batch_are_as_the_reference(served: Serv
 
 
 async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Served) -> None:
-    tasks = [asyncio.create_task(ask(served, case)) for case in CASES]
+    pictures, texts = ([case for case in CASES if (case.picture is None) == is_text] for is_text in (False, True))
+    cases = [*pictures, *(texts[index % len(texts)] for index in range(2 * len(pictures)))]
+    random.Random(0).shuffle(cases)
+    tasks = [asyncio.create_task(ask(served, case)) for case in cases]
     for index, task in enumerate(tasks[::3]):
         await asyncio.sleep(0.02 * index)
         task.cancel()
     outputs = await asyncio.gather(*tasks, return_exceptions=True)
-    for case, output in zip(CASES, outputs, strict=True):
+    assert sum(isinstance(output, asyncio.CancelledError) for output in outputs) > 1
+    for case, output in zip(cases, outputs, strict=True):
         if not isinstance(output, BaseException):
             served.check(case, output)
         else:
@@ -277,32 +292,45 @@ async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Ser
     await until_idle(served)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_inference_steps": 0}, "num_inference_steps = 0: must be from 1 to 1000"),
-        ({"guidance_scale": float("nan")}, "guidance_scale = nan: must be a number of 0 or more"),
-        ({"guidance_interval": [-0.1, 1.0]}, r"guidance_interval = \[-0.1, 1.0\]: must be"),
-        ({"guidance_renorm": "globel"}, "did you mean 'global'"),
-        ({"width": 1, "height": 1}, "height = 1: must be a multiple of 16 up to 128; the nearest is 16"),
-        ({"width": 128, "height": 128}, r"its 66 tokens are computed in one step, which has at most 64"),
-        ({"widht": 64}, "image.widht: did you mean 'width'"),
-        ({"num_inference_steps": "many"}, "image: Expected `int`"),
-        ({"num_outputs_per_prompt": 0}, "num_outputs_per_prompt = 0: must be from 1 to 64"),
-        ({"seed": 2**64 - 1, "num_outputs_per_prompt": 2}, "seed = 18446744073709551615: must be from"),
-    ],
-)
-async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served, given: dict[str, Any], said: str) -> None:
-    if served.name == "narrow":
-        pytest.skip("its largest picture is smaller")
-    with pytest.raises(InvalidRequest, match=said):
-        await collect(
-            served.omni.generate(
-                "<|im_start|>a boat<|im_end|>",
-                {"language_model": {"extra_args": {"image": given}}},
-                modalities=["image"],
-            )
-        )
+async def test_images_with_equal_placeholders_share_no_pages(served: Served) -> None:
+    one, other = (case for case in CASES if case.name.startswith("seen"))
+    outputs = [await ask(served, case) for case in (one, other)]
+    first, second = (list(output.prompt_token_ids) for output in outputs)
+    assert first == second
+    ids = [list(output.outputs[0].token_ids) for output in outputs]
+    assert ids[0] != ids[1], "what is seen makes no difference"
+
+
+async def test_the_pages_of_a_canvas_are_not_cached(served: Served) -> None:
+    (case,) = (case for case in CASES if case.name == "plain")
+    await until_idle(served)
+    pool = served.scheduler.kv_cache_manager.block_pool
+    assert served.scheduler.reset_prefix_cache()
+    num_tokens = len((await ask(served, case)).prompt_token_ids)
+    assert num_tokens < BLOCK < num_tokens + 14, "the canvas fills the block"
+    await until_idle(served)
+    assert len(pool.cached_block_hash_to_block) == 0
+
+
+REJECTED: list[tuple[dict[str, Any], str]] = [
+    ({"num_inference_steps": 0}, "num_inference_steps = 0: must be from 1 to 1000"),
+    ({"guidance_scale": float("nan")}, "guidance_scale = nan: must be a number of 0 or more"),
+    ({"guidance_interval": [-0.1, 1.0]}, r"guidance_interval = \[-0.1, 1.0\]: must be"),
+    ({"guidance_renorm": "globel"}, "did you mean 'global'"),
+    ({"width": 1, "height": 1}, "height = 1: must be a multiple of 16 up to [0-9]+; the nearest is 16"),
+    ({"width": 128, "height": 128}, "its 66 tokens are computed in one step, which has at most 64|up to 96"),
+    ({"widht": 64}, "image.widht: did you mean 'width'"),
+    ({"num_inference_steps": "many"}, "image: Expected `int`"),
+    ({"num_outputs_per_prompt": 0}, "num_outputs_per_prompt = 0: must be from 1 to 64"),
+    ({"seed": 2**64 - 1, "num_outputs_per_prompt": 2}, "seed = 18446744073709551615: must be from"),
+]
+
+
+async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served) -> None:
+    for given, said in REJECTED:
+        params = {"language_model": {"extra_args": {"image": given}}}
+        with rejected(InvalidRequest, said, given):
+            await collect(served.omni.generate("<|im_start|>a boat<|im_end|>", params, modalities=["image"]))
     await until_idle(served)
 
 

@@ -44,7 +44,12 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     (path / "config.json").unlink()
     (path / "config.json").write_text(json.dumps(config | {"image_sizes": sizes}))
     with engine_threads():
-        settings = ["dtype=float32", "max_model_len=512", "max_num_batched_tokens=256", "kv_cache_memory_bytes=16777216"]
+        settings = [
+            "dtype=float32",
+            "max_model_len=512",
+            "max_num_batched_tokens=256",
+            "kv_cache_memory_bytes=16777216",
+        ]
         omni = AsyncOmni(path, stage_overrides=[f"language_model.{one}" for one in settings])
         yield omni
         omni.shutdown()
