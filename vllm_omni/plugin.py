@@ -12,6 +12,9 @@ import logging
 ARCHITECTURES = {
     "BagelImageDecoder": "vllm_omni.model_executor.models.bagel.image_decoder:BagelImageDecoder",
     "BagelLanguageModel": "vllm_omni.model_executor.models.bagel.language_model:BagelLanguageModel",
+    "JanusImageDecoder": "vllm_omni.model_executor.models.janus.image_decoder:JanusImageDecoder",
+    "JanusLanguageModel": "vllm_omni.model_executor.models.janus.language_model:JanusLanguageModel",
+    "GlmImageLanguageModel": "vllm_omni.model_executor.models.glm_image.language_model:GlmImageLanguageModel",
     "MiMoAudioDecoder": "vllm_omni.model_executor.models.mimo_audio.decoder:MiMoAudioDecoder",
     "MiMoAudioLanguageModel": "vllm_omni.model_executor.models.mimo_audio.language_model:MiMoAudioLanguageModel",
     "Qwen2_5OmniThinker": "vllm_omni.model_executor.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",

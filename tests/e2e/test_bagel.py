@@ -7,7 +7,7 @@ Tolerances, in float32: ids equal; latents 1e-5 of their maximum. The auto-encod
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -331,6 +331,28 @@ async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served) ->
         params = {"language_model": {"extra_args": {"image": given}}}
         with rejected(InvalidRequest, said, given):
             await collect(served.omni.generate("<|im_start|>a boat<|im_end|>", params, modalities=["image"]))
+    await until_idle(served)
+
+
+async def test_progress_and_previews_come_while_a_picture_is_made(served: Served) -> None:
+    for name in ("guided", "thought"):
+        (case,) = (case for case in CASES if case.name == name)
+        assert case.picture is not None
+        reporting = replace(case, picture=case.picture | {"progress": True, "preview_every": 2})
+        steps, previews, num_steps = [], [], case.picture["num_inference_steps"]
+
+        async def watched(reporting: Case = reporting, steps: Any = steps, previews: Any = previews) -> Any:
+            async for output in served.omni.generate(reporting.prompt, reporting.params, modalities=["image"]):
+                if output.progress is not None:
+                    steps.append(output.progress.step)
+                if output.preview is not None:
+                    previews.append((output.progress.step, output.preview.size))
+                yield output
+
+        served.check(case, await collect(watched()))
+        assert steps == list(range(1, num_steps))
+        size = (case.picture["width"], case.picture["height"])
+        assert previews == [(step, size) for step in range(2, num_steps, 2)]
     await until_idle(served)
 
 

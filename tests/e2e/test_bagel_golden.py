@@ -1,7 +1,7 @@
 """BAGEL served through the graph, against outputs of the original code (``tests/reference/test_bagel.py``).
 
-Pictures are equal to the last bit but for bytes that truncation sets one lower; all ids of answers are equal. Flows whose
-latents of given images have noise are not here: the server reads the mean of their distribution.
+Pictures are equal to the last bit but for bytes that truncation sets one lower; all ids of answers are equal. Flows in
+which the latents of given images have noise are not here: the server reads the mean of their distribution.
 """
 
 import json

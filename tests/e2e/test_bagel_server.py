@@ -62,6 +62,13 @@ def test_a_picture_is_the_same_by_every_route(server: Server) -> None:
     assert event.type == "image_generation.completed" and event.b64_json == first.b64_json
 
 
+def test_a_stream_has_progress_and_partial_images(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "a boat", "size": "64x48", "stream": True, "partial_images": 1, "progress": True}
+    answer = server.post("/v1/images/generations", {**body, **STEPS})
+    names = [line.removeprefix("event: image_generation.") for line in answer.text.splitlines() if "event:" in line]
+    assert names == ["progress", "partial_image", "progress", "completed"]
+
+
 def test_a_text_comes_before_its_picture_streamed_or_not(server: Server) -> None:
     wanted = {"modalities": ["text", "image"], "image": IMAGE}
     whole = chat(server, "think, then draw", **wanted)

@@ -242,15 +242,28 @@ async def test_a_picture_that_cannot_be_written_is_rejected(served: Served, para
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ({"prompt": "a boat"}, "the prompt must end with <begin_of_image>"),
+        ({"prompt": "a boat"}, "its prompt must end with <begin_of_image>"),
         (
             {"prompt": picture_prompt("<image_placeholder>"), "multi_modal_data": {"image": [make_image(40, 40)]}},
             "give no images",
         ),
-        ({"prompt": picture_prompt(500 * "boat")}, "the prompt is too long|longer than the maximum model length"),
+        ({"prompt": picture_prompt("a" * 1000)}, "exceeds this limit"),
     ],
 )
 async def test_a_prompt_without_a_picture_is_rejected(served: Served, prompt: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         await collect(served.omni.generate(prompt, CASES[0].params(), modalities=["image"]))
+    await until_idle(served)
+
+
+async def test_a_picture_without_room_is_rejected(served: Served) -> None:
+    config = served.engine.vllm_config
+    num_others = 9  # tokens of a prompt beside its text
+    longest = config.model_config.max_model_len - len(served.expected[0])
+    for num_tokens, said in ((longest + 1, f"it may have {longest}"), (longest, "two sequences of")):
+        if num_tokens == longest and served.name != "narrow":
+            continue  # its cache has room for two
+        prompt = {"prompt": picture_prompt("a" * (num_tokens - num_others))}
+        with pytest.raises(InvalidRequest, match=said):
+            await collect(served.omni.generate(prompt, CASES[0].params(), modalities=["image"]))
     await until_idle(served)

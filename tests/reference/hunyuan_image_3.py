@@ -1,88 +1,118 @@
-"""A plain reference of HunyuanImage-3: one sequence at a time, float32, no batching and no paging.
+"""A plain reference of HunyuanImage-3: one request, float32, no paging; guidance is a second sequence.
 
 Written from facts about the original (``hunyuan_image_3/README.md`` of the golden data) and proved equal to it in
-``test_hunyuan_image_3.py``. The VAE is not here: latents of images that are seen are given. Tensors have the rows of
-one sequence, [n, width].
+``test_hunyuan_image_3.py``. Tensors have the rows of one sequence, [n, width], where nothing else is said.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import Siglip2ImageProcessor, Siglip2VisionConfig, Siglip2VisionModel
+
+NUM_RATIOS = 33
+NUM_GROUPS = 32  # of the group norms
+PIXELS_PER_TOKEN = 16  # in each direction
 
 
-class Seen(NamedTuple):
-    """An image of the prompt, as the VAE and the vision transformer see it."""
-
-    latent: Tensor  # [channels, h, w], scaled
-    patches: Tensor  # [places, 3 * patch * patch], padded to a fixed number
-    patch_grid: tuple[int, int]
-    ratio: int
-
-
-class Drawn(NamedTuple):
-    """An image that is generated, in tokens."""
+class Grid(NamedTuple):
+    """An image's rows and columns of tokens."""
 
     rows: int
     columns: int
-    ratio: int
 
-
-Piece = list[int] | Seen | Drawn
-"""Of a sequence: ids of a text, or an image."""
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
 
 
 @dataclass
-class Layout:
-    """A sequence's tokens, where they lie, and what they see."""
+class Given:
+    """A given image: its latents, [z, rows, columns], and what the vision transformer sees."""
 
-    embeds: Tensor  # [n, width]; those of the generated image are filled in by each step
-    places: Tensor  # [n, 2]: y and x for the rope
-    sees: Tensor  # [n, n], bool
-    canvas: slice | None = None  # the tokens of the generated image; the timestep token is before them
+    ratio: int
+    latents: Tensor
+    patches: Tensor  # [patches, 768], padded
+    mask: Tensor  # [patches]: which are not
+    view: Grid
 
 
-class Canvas(NamedTuple):
-    """The steps of a picture."""
+@dataclass
+class Row:
+    """Tokens of one row, and the images among them."""
 
-    timesteps: Tensor  # [steps], 0 to 1000
-    predictions: Tensor  # [steps, 2, channels, h, w]: of the prompt, and without it
-    velocities: Tensor  # [steps, channels, h, w]
-    latents: Tensor  # [steps + 1, channels, h, w]
+    ids: list[int] = field(default_factory=list)
+    is_masked: list[bool] = field(default_factory=list)  # tokens in whose place the unconditional row has <cfg>
+    grids: list[tuple[int, Grid]] = field(default_factory=list)  # first token of each image, and its grid
+    spans: list[tuple[int, int]] = field(default_factory=list)  # tokens that see each other
+    given: list[tuple[int, int, Given]] = field(default_factory=list)  # first tokens of its latents and of its view
+    canvas: tuple[int, Grid] | None = None  # first token of the latents that are denoised
+
+    def add(self, ids: Iterable[int], *, is_masked: bool = False) -> None:
+        ids = list(ids)
+        self.ids += ids
+        self.is_masked += [is_masked] * len(ids)
+
+
+class Denoised(NamedTuple):
+    """The steps of a picture, by step, [steps, z, rows, columns] where nothing else is said."""
+
+    timesteps: Tensor  # [steps]
+    predictions: Tensor  # [steps, 2, z, rows, columns]: with and without the prompt
+    velocities: Tensor
+    latents: Tensor  # [steps + 1, z, rows, columns]
 
 
 class Reference:
-    """HunyuanImage-3 with its weights in float32.
-
-    Args:
-        path: a checkpoint in the layout of the published files.
-    """
+    """HunyuanImage-3 with its weights in float32."""
 
     def __init__(self, path: Path) -> None:
-        self.config = config = json.loads((path / "config.json").read_text())
+        self.config = json.loads((path / "config.json").read_text())
         self.weights = {name: one.float() for name, one in load_file(path / "model.safetensors").items()}
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self.head_size, self.num_heads = config["attention_head_dim"], config["num_attention_heads"]
-        self.num_kv_heads = config["num_key_value_heads"]
+        self.num_layers, self.hidden_size = self.config["num_hidden_layers"], self.config["hidden_size"]
+        self.num_heads, self.num_kv_heads = (self.config[f"num_{name}_heads"] for name in ("attention", "key_value"))
+        self.head_size, self.eps = self.config["attention_head_dim"], self.config["rms_norm_eps"]
+        self.base_size = self.config["image_base_size"]
+        self.bos, self.eos = self.id_of("<|startoftext|>"), self.id_of("<|endoftext|>")
+        self.first_ratio = self.id_of("<img_ratio_0>")
+        self.vit = self._vision_model()
 
-    def token(self, name: str) -> int:
-        token_id = self.tokenizer.token_to_id(name)
-        assert token_id is not None, name
-        return token_id
+    def id_of(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        assert found is not None, token
+        return found
 
-    def encode(self, section: str) -> list[int]:
-        """The ids of one section: each is tokenized by itself."""
-        return self.tokenizer.encode(section, add_special_tokens=False).ids
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _vision_model(self) -> Siglip2VisionModel:
+        sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_patches"]
+        names = [*sizes, "patch_size", "hidden_act", "layer_norm_eps", "vision_use_head"]
+        config = Siglip2VisionConfig(**{name: self.config["vit"][name] for name in names})
+        config._attn_implementation = "sdpa"
+        model = Siglip2VisionModel(config).eval()
+        prefix = "vision_model."
+        weights = {name.removeprefix(prefix): one for name, one in self.weights.items() if name.startswith(prefix)}
+        inner = {name.removeprefix(prefix) for name in model.state_dict()}
+        assert inner == set(weights), inner ^ set(weights)
+        is_nested = next(iter(model.state_dict())).startswith(prefix)
+        model.load_state_dict({f"{prefix * is_nested}{name}": one for name, one in weights.items()})
+        return model
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -90,254 +120,351 @@ class Reference:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def rms_norm(self, name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.eps)
 
-    def layer_norm(self, name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-6)
-
-    def group_norm(self, name: str, x: Tensor) -> Tensor:
-        return F.group_norm(x, 32, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+    def group_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        return F.group_norm(x, NUM_GROUPS, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
 
     def conv(self, name: str, x: Tensor) -> Tensor:
         weight = self.weights[f"{name}.weight"]
-        return F.conv2d(x, weight, self.weights[f"{name}.bias"], padding=weight.shape[-1] // 2)
+        convolve = F.conv2d if weight.dim() == 4 else F.conv3d
+        return convolve(x, weight, self.weights[f"{name}.bias"], padding=weight.shape[-1] // 2)
 
-    # -- pieces of an image -------------------------------------------------------------------------------------------
+    # -- sizes --------------------------------------------------------------------------------------------------------
 
-    def embed_timestep(self, name: str, timestep: Tensor) -> Tensor:
-        """[width]; the model has three such embedders."""
-        half = self.weights[f"{name}.mlp.0.weight"].shape[1] // 2
-        angles = timestep * torch.exp(-torch.log(torch.tensor(10000.0)) * torch.arange(half) / half)
-        wave = torch.cat([angles.cos(), angles.sin()])
-        return self.linear(f"{name}.mlp.2", F.gelu(self.linear(f"{name}.mlp.0", wave)))
+    def size_of(self, ratio: int) -> tuple[int, int]:
+        """Height and width of a ratio's pictures, in pixels: from wide to tall."""
+        step, index = self.base_size // 16, ratio - NUM_RATIOS // 2
+        sides = (self.base_size + step * one for one in (index, -index))
+        height, width = (min(max(side, self.base_size // 2), 2 * self.base_size) for side in sides)
+        return height, width
 
-    def residual(self, name: str, x: Tensor, time: Tensor) -> Tensor:
-        """A convolution block that is scaled and shifted by the time."""
-        scale, shift = self.linear(f"{name}.emb_layers.1", F.silu(time))[None, :, None, None].chunk(2, dim=1)
-        inner = self.conv(f"{name}.in_layers.2", F.silu(self.group_norm(f"{name}.in_layers.0", x)))
-        inner = self.group_norm(f"{name}.out_layers.0", inner) * (1 + scale) + shift
-        return self.conv(f"{name}.skip_connection", x) + self.conv(f"{name}.out_layers.3", F.silu(inner))
+    def ratio_of(self, height: int, width: int) -> int:
+        """The ratio nearest to a size's own."""
+        ratios = [tall / wide for tall, wide in map(self.size_of, range(NUM_RATIOS))]
+        return int(np.argmin([abs(one - height / width) for one in ratios]))
 
-    def embed_latent(self, latent: Tensor, timestep: Tensor) -> Tensor:
-        """[channels, h, w] -> [h * w, width]."""
-        x = self.conv("patch_embed.model.0", latent[None])
-        x = self.residual("patch_embed.model.1", x, self.embed_timestep("time_embed", timestep))
-        return x[0].flatten(1).T
-
-    def predict(self, hidden: Tensor, grid: tuple[int, int], timestep: Tensor) -> Tensor:
-        """The velocity of a latent, [channels, h, w], from hidden states that no norm follows, [h * w, width]."""
-        x = hidden.T.reshape(1, -1, *grid)
-        x = self.residual("final_layer.model.0", x, self.embed_timestep("time_embed_2", timestep))
-        x = F.silu(self.group_norm("final_layer.model.1.0", x))
-        return self.conv("final_layer.model.1.2", x)[0]
-
-    def embed_view(self, seen: Seen) -> Tensor:
-        """[places, width]: what the vision transformer sees; places without a patch stay in the sequence."""
-        vit, model = self.config["vit"], "vision_model."
-        rows, columns = seen.patch_grid
-        num_patches = rows * columns
-        side = int(len(self.weights[f"{model}embeddings.position_embedding.weight"]) ** 0.5)
-        table = self.weights[f"{model}embeddings.position_embedding.weight"].reshape(1, side, side, -1)
-        table = F.interpolate(
-            table.permute(0, 3, 1, 2), (rows, columns), mode="bilinear", align_corners=False, antialias=True
-        )
-        positions = table[0].flatten(1).T
-        positions = torch.cat([positions, positions[:1].expand(len(seen.patches) - num_patches, -1)])
-        x = self.linear(f"{model}embeddings.patch_embedding", seen.patches) + positions
-        sees = (torch.arange(len(x)) < num_patches).expand(len(x), -1)
-        for layer in (f"{model}encoder.layers.{index}." for index in range(vit["num_hidden_layers"])):
-            normed = self.layer_norm(f"{layer}layer_norm1", x)
-            q, k, v = (
-                self.linear(f"{layer}self_attn.{name}_proj", normed)
-                .unflatten(-1, (vit["num_attention_heads"], -1))
-                .transpose(0, 1)
-                for name in "qkv"
-            )
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(0, 1).flatten(1)
-            x = x + self.linear(f"{layer}self_attn.out_proj", attended)
-            inner = self.linear(f"{layer}mlp.fc1", self.layer_norm(f"{layer}layer_norm2", x))
-            x = x + self.linear(f"{layer}mlp.fc2", F.gelu(inner, approximate="tanh"))
-        x = self.layer_norm(f"{model}post_layernorm", x)
-        return self.linear("vision_aligner.layers.2", F.gelu(self.linear("vision_aligner.layers.0", x)))
+    def grid_of(self, ratio: int) -> Grid:
+        return Grid(*(side // PIXELS_PER_TOKEN for side in self.size_of(ratio)))
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
-    def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.weights["model.wte.weight"][torch.as_tensor(ids, dtype=torch.long)]
+    def start(self) -> Row:
+        return Row([self.bos], [False])
 
-    def sequence(self, pieces: Sequence[Piece]) -> Layout:
-        """Lay out a sequence behind its first token.
+    def add_text(self, sequence: Row, text: str, *, is_masked: bool = False) -> None:
+        """Append a section, which is tokenized by itself."""
+        sequence.add(self.encode(text), is_masked=is_masked)
 
-        Tokens see those before them, and all of the image that they are in: of one that is seen, latents, separator
-        and view together.
-        """
-        embeds, places, full = [], [], []
-        canvas: slice | None = None
-        num_tokens = 0
+    def _add_image_start(self, sequence: Row, ratio: int) -> None:
+        names = ("<boi>", f"<img_size_{self.base_size}>", f"<img_ratio_{ratio}>", "<timestep>")
+        sequence.add(self.id_of(name) for name in names)
 
-        def add(rows: Tensor, grid: tuple[int, int] | None = None) -> None:
-            nonlocal num_tokens
-            embeds.append(rows)
-            indexes = torch.arange(num_tokens, num_tokens + len(rows))
-            laid = indexes[:, None].repeat(1, 2)
-            if grid is not None:
-                size = grid[0] * grid[1]
-                cells = torch.stack(torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij"), dim=-1)
-                first = num_tokens + (size - torch.tensor(grid)) / 2
-                laid[:size] = (first + cells.reshape(-1, 2)).to(torch.long)
-            places.append(laid)
-            num_tokens += len(rows)
+    def add_canvas(self, sequence: Row, ratio: int) -> None:
+        """Append the picture that is denoised."""
+        self._add_image_start(sequence, ratio)
+        start, grid = len(sequence.ids), self.grid_of(ratio)
+        sequence.canvas = start, grid
+        sequence.grids.append((start, grid))
+        sequence.spans.append((start, start + grid.num_tokens))
+        sequence.add([self.id_of("<img>")] * grid.num_tokens + [self.id_of("<eoi>")])
 
-        def add_image(ratio: int, timestep: Tensor | None) -> None:
-            marks = [
-                f"<{name}>" for name in ("boi", f"img_size_{self.config['image_base_size']}", f"img_ratio_{ratio}")
-            ]
-            add(self.embed([self.token(mark) for mark in marks]))
-            if timestep is not None:
-                add(self.embed_timestep("timestep_emb", timestep)[None])
-            else:
-                add(self.embed([self.token("<timestep>")]))
+    def add_given(self, sequence: Row, given: Given) -> None:
+        """Append a given image: its latents, then its view."""
+        self._add_image_start(sequence, given.ratio)
+        start, grid = len(sequence.ids), Grid(*given.latents.shape[1:])
+        view, num_patches = start + grid.num_tokens + 1, len(given.patches)
+        sequence.grids += [(start, grid), (view, given.view)]
+        sequence.spans.append((start, view + num_patches))
+        sequence.given.append((start, view, given))
+        image = self.id_of("<img>")
+        sequence.add([image] * grid.num_tokens + [self.id_of("<joint_img_sep>")] + [image] * num_patches)
+        sequence.add([self.id_of("<eoi>")])
 
-        add(self.embed([self.config["bos_token_id"]]))
-        for piece in pieces:
-            if isinstance(piece, list):
-                add(self.embed(piece))
-                continue
-            add_image(piece.ratio, torch.zeros(()) if isinstance(piece, Seen) else None)
-            first = num_tokens
-            if isinstance(piece, Seen):
-                grid = piece.latent.shape[1], piece.latent.shape[2]
-                add(self.embed_latent(piece.latent, torch.zeros(())), grid)
-                add(self.embed([self.token("<joint_img_sep>")]))
-                add(self.embed_view(piece), piece.patch_grid)
-            else:
-                size = piece.rows * piece.columns
-                canvas = slice(first, first + size)
-                add(self.embed([self.token("<img>")] * size), (piece.rows, piece.columns))
-            full.append(slice(first, num_tokens))
-            add(self.embed([self.token("<eoi>")]))
-        sees = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-        for one in full:
-            sees[one, one] = True
-        return Layout(torch.cat(embeds), torch.cat(places), sees, canvas)
+    def unconditional(self, sequence: Row) -> list[int]:
+        masked = self.id_of("<cfg>")
+        return [masked if one else token for token, one in zip(sequence.ids, sequence.is_masked, strict=True)]
 
-    def rotate(self, x: Tensor, places: Tensor) -> Tensor:
-        """Rotate heads [n, heads, size] by y in the even frequencies, by x in the odd ones."""
-        half = self.head_size // 2
-        inverse = 1.0 / self.config["rope_theta"] ** (torch.arange(half, dtype=torch.float32) / half)
-        angles = places[:, torch.arange(half) % 2].float() * inverse
-        cos, sin = (torch.cat([one, one], dim=-1)[:, None] for one in (angles.cos(), angles.sin()))
-        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * cos + turned * sin
+    # -- images -------------------------------------------------------------------------------------------------------
 
-    def forward(self, embeds: Tensor, sequence: Layout, rows: slice, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Process some tokens of a sequence; hidden states before the final norm, [rows, width].
+    def read_image(self, image: Image.Image, noise: Tensor | None) -> Given:
+        """Prepare a given image.
 
         Args:
-            cache: keys and values of each layer, [tokens so far, KV heads, head size], in which those of the rows are
-                written, or to which they are appended.
+            noise: the draw of the auto-encoder's posterior, [z, rows, columns]; None: its mean.
         """
-        x, places = embeds, sequence.places[rows]
-        for index in range(self.config["num_hidden_layers"]):
-            layer = f"model.layers.{index}."
-            normed = self.rms_norm(f"{layer}input_layernorm", x)
-            # By group: its queries, its key, its value.
-            grouped = self.linear(f"{layer}self_attn.qkv_proj", normed).reshape(
-                len(x), self.num_kv_heads, -1, self.head_size
-            )
-            q, k, v = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
-            q = self.rms_norm(f"{layer}self_attn.query_layernorm", self.rotate(q, places))
-            k = self.rms_norm(f"{layer}self_attn.key_layernorm", self.rotate(k, places))
-            if index == len(cache):
-                cache.append((k[:0], v[:0]))
-            cache[index] = tuple(  # type: ignore[assignment]
-                torch.cat([old[: rows.start], new, old[rows.stop :]])
-                for old, new in zip(cache[index], (k, v), strict=True)
-            )
-            keys, values = (one.transpose(0, 1) for one in cache[index])
-            sees = sequence.sees[rows, : keys.shape[1]]
-            attended = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=sees, enable_gqa=True)
-            x = x + self.linear(f"{layer}self_attn.o_proj", attended.transpose(0, 1).flatten(1))
-            x = x + self.mixture(f"{layer}mlp.", self.rms_norm(f"{layer}post_attention_layernorm", x))
+        ratio = self.ratio_of(image.height, image.width)
+        image = fitted(image.convert("RGB"), self.size_of(ratio))
+        mean, std = self.encode_pixels(pixels_of(image))
+        latents = (mean if noise is None else mean + std * noise) * self.config["vae"]["scaling_factor"]
+        names = ("patch_size", "max_num_patches", "image_mean", "image_std", "resample")
+        processor = Siglip2ImageProcessor(**{name: self.config["vit_processor"][name] for name in names})
+        seen = processor(images=image, return_tensors="pt")
+        view = Grid(*seen["spatial_shapes"][0].tolist())
+        return Given(ratio, latents, seen["pixel_values"][0], seen["pixel_attention_mask"][0], view)
+
+    def encode_view(self, given: Given) -> Tensor:
+        """[patches, hidden size], with the padding."""
+        shapes = torch.tensor([given.view])
+        seen = self.vit(given.patches[None], given.mask[None], shapes).last_hidden_state[0]
+        inner = F.gelu(self.linear("vision_aligner.layers.0", seen))
+        return self.linear("vision_aligner.layers.2", inner)
+
+    def _vae_block(self, name: str, x: Tensor) -> Tensor:
+        inner = self.conv(f"{name}.conv1", F.silu(self.group_norm(f"{name}.norm1", x, 1e-6)))
+        inner = self.conv(f"{name}.conv2", F.silu(self.group_norm(f"{name}.norm2", inner, 1e-6)))
+        return inner + (self.conv(f"{name}.nin_shortcut", x) if f"{name}.nin_shortcut.weight" in self.weights else x)
+
+    def _vae_middle(self, name: str, x: Tensor) -> Tensor:
+        x = self._vae_block(f"{name}.block_1", x)
+        normed = self.group_norm(f"{name}.attn_1.norm", x, 1e-6)
+        q, k, v = (self.conv(f"{name}.attn_1.{one}", normed).flatten(2).mT for one in "qkv")
+        attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0].mT.reshape(x.shape)
+        return self._vae_block(f"{name}.block_2", x + self.conv(f"{name}.attn_1.proj_out", attended))
+
+    def _num_frames_of(self, level: int) -> int:
+        """By which factor a level of the decoder multiplies frames; the encoder divides them in the last ones."""
+        vae = self.config["vae"]
+        return 2 if level < int(math.log2(vae["ffactor_temporal"])) else 1
+
+    def _num_moves(self) -> int:
+        return int(math.log2(self.config["vae"]["ffactor_spatial"]))
+
+    def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of an image's latents, [z, rows, columns]; not scaled."""
+        vae, num_moves = self.config["vae"], self._num_moves()
+        x = pixels[None, :, None].expand(-1, -1, vae["ffactor_temporal"], -1, -1)
+        x = self.conv("vae.encoder.conv_in", x)
+        for level in range(len(vae["block_out_channels"])):
+            for block in range(vae["layers_per_block"]):
+                x = self._vae_block(f"vae.encoder.down.{level}.block.{block}", x)
+            if level < num_moves:
+                frames = self._num_frames_of(num_moves - 1 - level)
+                made = packed(self.conv(f"vae.encoder.down.{level}.downsample.conv", x), frames)
+                x = made + mean_of_groups(packed(x, frames), made.shape[1])
+        x = self._vae_middle("vae.encoder.mid", x)
+        made = self.conv("vae.encoder.conv_out", F.silu(self.group_norm("vae.encoder.norm_out", x, 1e-6)))
+        mean, log_variance = (made + mean_of_groups(x, made.shape[1]))[0, :, 0].chunk(2)
+        return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """[z, rows, columns] -> [3, H, W], from -1 to 1."""
+        vae, num_moves = self.config["vae"], self._num_moves()
+        z = (latents / vae["scaling_factor"])[None, :, None]
+        x = self.conv("vae.decoder.conv_in", z)
+        x = x + z.repeat_interleave(x.shape[1] // z.shape[1], dim=1)
+        x = self._vae_middle("vae.decoder.mid", x)
+        for level in range(len(vae["block_out_channels"])):
+            for block in range(vae["layers_per_block"] + 1):
+                x = self._vae_block(f"vae.decoder.up.{level}.block.{block}", x)
+            if level < num_moves:
+                frames = self._num_frames_of(level)
+                made = self.conv(f"vae.decoder.up.{level}.upsample.conv", x)
+                x = unpacked(made, frames) + unpacked(x.repeat_interleave(made.shape[1] // x.shape[1], dim=1), frames)
+        return self.conv("vae.decoder.conv_out", F.silu(self.group_norm("vae.decoder.norm_out", x, 1e-6)))[0, :, -1]
+
+    @staticmethod
+    def bytes_of(pixels: Tensor) -> np.ndarray:
+        """[3, H, W] from -1 to 1 -> [H, W, 3] uint8, rounded."""
+        made: np.ndarray = ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().permute(1, 2, 0).to(torch.uint8).numpy()
+        return made
+
+    # -- latents as tokens --------------------------------------------------------------------------------------------
+
+    def embed_time(self, name: str, time: Tensor) -> Tensor:
+        half = self.weights[f"{name}.mlp.0.weight"].shape[1] // 2
+        angles = time * torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
+        wave = torch.cat([angles.cos(), angles.sin()])
+        return self.linear(f"{name}.mlp.2", F.gelu(self.linear(f"{name}.mlp.0", wave)))
+
+    def _residual_block(self, name: str, x: Tensor, time: Tensor) -> Tensor:
+        """A block whose scale and shift are of the time: [1, channels, rows, columns]."""
+        inner = self.conv(f"{name}.in_layers.2", F.silu(self.group_norm(f"{name}.in_layers.0", x, 1e-5)))
+        scale, shift = self.linear(f"{name}.emb_layers.1", F.silu(time))[None, :, None, None].chunk(2, dim=1)
+        inner = self.group_norm(f"{name}.out_layers.0", inner, 1e-5) * (1 + scale) + shift
+        return self.conv(f"{name}.skip_connection", x) + self.conv(f"{name}.out_layers.3", F.silu(inner))
+
+    def embed_latents(self, latents: Tensor, time: Tensor) -> Tensor:
+        """[z, rows, columns] -> [tokens, hidden size]."""
+        x = self.conv("patch_embed.model.0", latents[None])
+        x = self._residual_block("patch_embed.model.1", x, self.embed_time("time_embed", time))
+        return x[0].flatten(1).T
+
+    def predict(self, hidden: Tensor, grid: Grid, time: Tensor) -> Tensor:
+        """The velocity, [z, rows, columns], from hidden states of the latents."""
+        x = hidden.T.unflatten(1, grid)[None]
+        x = self._residual_block("final_layer.model.0", x, self.embed_time("time_embed_2", time))
+        return self.conv("final_layer.model.1.2", F.silu(self.group_norm("final_layer.model.1.0", x, 1e-5)))[0]
+
+    # -- the language model -------------------------------------------------------------------------------------------
+
+    def embed(self, sequence: Row, ids: Sequence[int], latents: Tensor | None = None, time: float = 0) -> Tensor:
+        """The input of the first layer."""
+        rows = self.weights["model.wte.weight"][torch.tensor(ids)].clone()
+        images = [(start, given.latents, torch.zeros(())) for start, _, given in sequence.given]
+        if latents is not None:
+            assert sequence.canvas is not None
+            images.append((sequence.canvas[0], latents, torch.as_tensor(time)))
+        for start, image, when in images:
+            rows[start - 1] = self.embed_time("timestep_emb", when)
+            made = self.embed_latents(image, when)
+            rows[start : start + len(made)] = made
+        for _, view, given in sequence.given:
+            rows[view : view + len(given.patches)] = self.encode_view(given)
+        return rows
+
+    def positions(self, sequence: Row) -> Tensor:
+        """Row and column of each token for the rope, [n, 2] int64."""
+        made = torch.arange(len(sequence.ids))[:, None].expand(-1, 2).clone()
+        for start, grid in sequence.grids:
+            rows, columns = grid
+            corner = torch.tensor([start + (grid.num_tokens - side) / 2 for side in grid])
+            cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+            made[start : start + grid.num_tokens] = (corner + cells).long()
+        return made
+
+    def mask(self, sequence: Row) -> Tensor:
+        """Which tokens each one sees, [n, n] bool."""
+        num_tokens = len(sequence.ids)
+        sees = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+        for start, end in sequence.spans:
+            sees[start:end, start:end] = True
+        return sees
+
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [n, head size]: even frequencies are of the row, odd ones of the column."""
+        half = self.head_size // 2
+        rates = 1.0 / self.config["rope_theta"] ** (torch.arange(half, dtype=torch.float32) / half)
+        angles = positions.float().repeat(1, half // 2) * rates
+        return torch.cat([angles, angles], dim=1).cos(), torch.cat([angles, angles], dim=1).sin()
+
+    def forward(self, embeds: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+        """Hidden states behind the last layer, without the final norm."""
+        cos, sin = (one[:, None] for one in self.rotations(positions))
+        x, group = embeds, self.num_heads // self.num_kv_heads
+
+        def rotated(heads: Tensor) -> Tensor:
+            one, two = heads.chunk(2, dim=-1)
+            return heads * cos + torch.cat([-two, one], dim=-1) * sin
+
+        for index in range(self.num_layers):
+            layer = f"model.layers.{index}"
+            normed = self.rms_norm(f"{layer}.input_layernorm", x)
+            qkv = self.linear(f"{layer}.self_attn.qkv_proj", normed)
+            qkv = qkv.reshape(len(x), self.num_kv_heads, group + 2, self.head_size)
+            q, k, v = qkv[:, :, :group].flatten(1, 2), qkv[:, :, group], qkv[:, :, group + 1]
+            q = self.rms_norm(f"{layer}.self_attn.query_layernorm", rotated(q))
+            k = self.rms_norm(f"{layer}.self_attn.key_layernorm", rotated(k))
+            q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True)
+            x = x + self.linear(f"{layer}.self_attn.o_proj", attended.transpose(0, 1).flatten(1))
+            x = x + self.mixture(f"{layer}.mlp", self.rms_norm(f"{layer}.post_attention_layernorm", x))
         return x
 
+    def router_logits(self, name: str, x: Tensor) -> Tensor:
+        return self.linear(f"{name}.gate.wg", x)
+
     def mixture(self, name: str, x: Tensor) -> Tensor:
-        """The shared MLP, and the best experts of each token."""
-        weights = self.linear(f"{name}gate.wg", x).softmax(dim=-1)
-        best, chosen = weights.topk(self.config["moe_topk"][0])
-        best = best / best.sum(dim=-1, keepdim=True)
-        made = self.mlp(f"{name}shared_mlp", x)
+        """The shared expert and, of each token, the best few of the others."""
+        weights, experts = self.router_logits(name, x).softmax(-1).topk(_each(self.config["moe_topk"]))
+        weights = weights / weights.sum(-1, keepdim=True)
+        made = self.mlp(f"{name}.shared_mlp", x)
         for expert in range(self.config["num_experts"]):
-            share = (best * (chosen == expert)).sum(dim=-1, keepdim=True)
-            made = made + share * self.mlp(f"{name}experts.{expert}", x)
+            rows, place = (experts == expert).nonzero(as_tuple=True)
+            made[rows] += weights[rows, place, None] * self.mlp(f"{name}.experts.{expert}", x[rows])
         return made
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
-        """The activation is that of the second half, unlike in most models."""
-        first, second = self.linear(f"{name}.gate_and_up_proj", x).chunk(2, dim=-1)
-        return self.linear(f"{name}.down_proj", first * F.silu(second))
+        up, gate = self.linear(f"{name}.gate_and_up_proj", x).chunk(2, dim=-1)
+        return self.linear(f"{name}.down_proj", up * F.silu(gate))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.linear("lm_head", self.rms_norm("model.ln_f", hidden))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
-    def answer(self, pieces: Sequence[Piece], max_tokens: int, stop_ids: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Greedy ids behind a sequence, a stop id included, and the logits of each step, [steps, vocabulary]."""
-        sequence = self.sequence(pieces)
-        cache: list[tuple[Tensor, Tensor]] = []
-        num_prompt = len(sequence.embeds)
-        hidden = self.forward(sequence.embeds, sequence, slice(0, num_prompt), cache)[-1]
-        total = num_prompt + max_tokens
-        sees = torch.ones(total, total, dtype=torch.bool).tril()
-        sees[:num_prompt, :num_prompt] = sequence.sees
-        places = torch.cat([sequence.places, torch.arange(num_prompt, total)[:, None].repeat(1, 2)])
-        sequence = Layout(sequence.embeds, places, sees)
+    def answer(self, sequence: Row, stop_ids: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
+        """Greedy ids behind a sequence, and the logits of each, [n, vocabulary]. A stop id is the last one."""
+        grown = Row(list(sequence.ids), grids=sequence.grids, spans=sequence.spans, given=sequence.given)
         ids: list[int] = []
-        logits: list[Tensor] = []
-        while True:
-            logits.append(self.linear("lm_head", self.rms_norm("model.ln_f", hidden)))
+        logits = []
+        while len(ids) < max_tokens and not (ids and ids[-1] in stop_ids):
+            hidden = self.forward(self.embed(grown, grown.ids), self.positions(grown), self.mask(grown))
+            logits.append(self.logits(hidden[-1]))
             ids.append(int(logits[-1].argmax()))
-            if ids[-1] in stop_ids or len(ids) == max_tokens:
-                return ids, torch.stack(logits)
-            row = slice(num_prompt + len(ids) - 1, num_prompt + len(ids))
-            hidden = self.forward(self.embed(ids[-1:]), sequence, row, cache)[0]
+            grown.ids.append(ids[-1])
+        return ids, torch.stack(logits)
+
+    def choose_ratio(self, sequence: Row) -> int:
+        """The ratio that the model writes behind ``<img_size_...>``; what is no ratio means a square."""
+        (token,), _ = self.answer(sequence, (), 1)
+        ratio = token - self.first_ratio
+        return ratio if 0 <= ratio < NUM_RATIOS else NUM_RATIOS // 2
 
     # -- pictures -----------------------------------------------------------------------------------------------------
 
-    def denoise(
-        self, noise: Tensor, rows: tuple[Sequence[Piece], Sequence[Piece]], *, num_steps: int, guidance: float
-    ) -> Canvas:
-        """Euler steps from noise to a latent.
+    def times(self, num_steps: int, shift: float) -> Tensor:
+        """Of the steps and of their end, from 1 to 0: [num_steps + 1]."""
+        even = torch.linspace(1, 0, num_steps + 1)
+        return shift * even / (1 + (shift - 1) * even)
 
-        The first step computes the whole sequence; later ones only the timestep token and the latents, whose keys and
-        values replace those of the step before. What follows the image keeps those of the first step.
+    def denoise(self, sequence: Row, noise: Tensor, *, num_steps: int, shift: float, scale: float) -> Denoised:
+        """Euler steps from noise, [z, rows, columns], to a picture.
 
         Args:
-            noise: [channels, h, w].
-            rows: the sequence, and the same with ``<cfg>`` in place of the prompt.
+            scale: how far the picture follows its prompt; 1: no guidance.
         """
-        sigmas = torch.linspace(1, 0, num_steps + 1)
-        sigmas = 3 * sigmas / (1 + 2 * sigmas)
-        timesteps = sigmas[:-1] * 1000
-        sequences = [self.sequence(row) for row in rows]
-        caches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
-        latents, predictions, velocities = [noise], [], []
-        for number, (timestep, (now, after)) in enumerate(zip(timesteps, pairwise(sigmas), strict=True)):
-            made = []
-            for sequence, cache in zip(sequences, caches, strict=True):
-                assert sequence.canvas is not None
-                step = slice(sequence.canvas.start - 1, sequence.canvas.stop)
-                embeds = torch.cat(
-                    [
-                        self.embed_timestep("timestep_emb", timestep)[None],
-                        self.embed_latent(latents[-1], timestep),
-                    ]
-                )
-                if number == 0:
-                    embeds = torch.cat([sequence.embeds[: step.start], embeds, sequence.embeds[step.stop :]])
-                    hidden = self.forward(embeds, sequence, slice(0, len(embeds)), cache)[sequence.canvas]
-                else:
-                    hidden = self.forward(embeds, sequence, step, cache)[1:]
-                made.append(self.predict(hidden, (noise.shape[1], noise.shape[2]), timestep))
-            predictions.append(torch.stack(made))
-            velocities.append(made[1] + guidance * (made[0] - made[1]))
+        assert sequence.canvas is not None
+        start, grid = sequence.canvas
+        positions, sees, times = self.positions(sequence), self.mask(sequence), self.times(num_steps, shift)
+        latents, velocities, predictions = [noise], [], []
+        for now, after in pairwise(times):
+            rows, time = [], now * 1000
+            for ids in (sequence.ids, self.unconditional(sequence)):
+                hidden = self.forward(self.embed(sequence, ids, latents[-1], time), positions, sees)
+                rows.append(self.predict(hidden[start : start + grid.num_tokens], grid, time))
+            predictions.append(torch.stack(rows))
+            velocities.append(rows[1] + scale * (rows[0] - rows[1]))
             latents.append(latents[-1] + velocities[-1] * (after - now))
-        return Canvas(timesteps, torch.stack(predictions), torch.stack(velocities), torch.stack(latents))
+        return Denoised(times[:-1] * 1000, torch.stack(predictions), torch.stack(velocities), torch.stack(latents))
+
+
+def packed(x: Tensor, frames: int) -> Tensor:
+    """[1, c, f * frames, 2 h, 2 w] -> [1, frames * 4 * c, f, h, w]; the channel is the last part of the new one."""
+    _, c, f, h, w = x.shape
+    made = x.reshape(c, f // frames, frames, h // 2, 2, w // 2, 2).permute(2, 4, 6, 0, 1, 3, 5)
+    return made.reshape(1, -1, f // frames, h // 2, w // 2)
+
+
+def unpacked(x: Tensor, frames: int) -> Tensor:
+    """The reverse of ``packed``."""
+    f, h, w = x.shape[2:]
+    made = x.reshape(frames, 2, 2, -1, f, h, w).permute(3, 4, 0, 5, 1, 6, 2)
+    return made.reshape(1, -1, f * frames, 2 * h, 2 * w)
+
+
+def mean_of_groups(x: Tensor, num_channels: int) -> Tensor:
+    """Channels that stand together, averaged: [1, c, ...] -> [1, num_channels, ...]."""
+    return x.unflatten(1, (num_channels, -1)).mean(2)
+
+
+def fitted(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resized so that it covers a height and width, and cropped at its middle."""
+    height, width = size
+    scale = max(height / image.height, width / image.width)
+    if image.size != (width, height):
+        image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """[3, H, W] from -1 to 1."""
+    values = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    return (values - 0.5) / 0.5
+
+
+def _each(value: Any) -> int:
+    """A setting that the configuration has once, or for each layer."""
+    found: int = value[0] if isinstance(value, list) else value
+    return found

@@ -197,6 +197,13 @@ def test_a_canvas_that_does_not_fit_behind_its_prompt_is_rejected_with_the_numbe
             make_plan(grid=(1, left)).check_fits(NUM_PROMPT, 14, max_model_len)
 
 
+def test_a_text_that_the_request_writes_first_has_room_for_a_token() -> None:
+    plan = make_plan(end_of_text=4)
+    plan.check_fits(NUM_PROMPT, 14, 36)
+    with pytest.raises(InvalidRequest, match="do not fit"):
+        plan.check_fits(NUM_PROMPT, 14, 35)
+
+
 def test_the_longest_context_of_a_branch_decides() -> None:
     plan = make_plan(negative=(7,) * 18, without_text=((0, 5),))
     plan.check_fits(NUM_PROMPT, 14, 38)

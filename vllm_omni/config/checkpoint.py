@@ -21,6 +21,8 @@ LANGUAGE = "language"  # the model type of every checkpoint that has no pipeline
 MODEL_INDEX = "model_index.json"
 # Architecture -> the model type of its checkpoints, which name another model's: the layers they share.
 OF_ARCHITECTURE = dict.fromkeys(("MiMoAudioModel", "MiMoV2ASRForCausalLM"), "mimo_audio")
+# Class in ``model_index.json`` -> the model type of its checkpoints, where they are more than one stage.
+OF_PIPELINE = {"GlmImagePipeline": "glm_image"}
 # Model type -> that of its checkpoints whose ``enable_audio_output`` is false: they have no talker.
 WITHOUT_SPEECH = {"qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 
@@ -56,15 +58,15 @@ def read_model_type(model: str | os.PathLike[str], *, revision: str | None = Non
     """Read the model type of a checkpoint: a local directory, or a repository on the Hub.
 
     It is ``model_type`` of its ``config.json``, or what its architecture says (``OF_ARCHITECTURE``); that in
-    ``WITHOUT_SPEECH`` if it has no talker; "diffusers" for every checkpoint with a ``model_index.json``; "language" for
-    a model type without a pipeline here whose architecture vLLM has.
+    ``WITHOUT_SPEECH`` if it has no talker; "diffusers" for a checkpoint with a ``model_index.json``, unless its
+    pipeline is one of ``OF_PIPELINE``; "language" for a model type without a pipeline here whose architecture vLLM has.
 
     Raises:
         ConfigError: there is no such checkpoint, or its model type is not supported.
     """
     model = os.fspath(model)
     if has_model_index(model, revision=revision):
-        return DIFFUSERS
+        return OF_PIPELINE.get(read_model_index(model, revision=revision)["_class_name"], DIFFUSERS)
     path = _find_model_file(model, "config.json", revision)
     config = _read_json(path)
     model_type, architectures = config.get("model_type"), config.get("architectures")
@@ -117,6 +119,26 @@ def read_model_index(model: str, *, revision: str | None = None) -> dict[str, An
     if not isinstance(index.get("_class_name"), str):
         raise ConfigError(f"{path}: names no pipeline of diffusers: _class_name = {index.get('_class_name')!r}")
     return index
+
+
+def folder_of(model: str, folder: str, *, revision: str | None = None) -> str:
+    """The directory of a folder in a checkpoint; of one on the Hub, it is downloaded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            directory = Path(snapshot_download(model, revision=revision, allow_patterns=f"{folder}/*"))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+            raise ConfigError(f"model {model!r}: its folder {folder} cannot be fetched: {exc}") from exc
+    if not (directory / folder).is_dir():
+        raise ConfigError(f"model {model!r} has no folder {folder}: is the checkpoint complete?")
+    return str(directory / folder)
 
 
 def _find_model_file(model: str, name: str, revision: str | None) -> Path:

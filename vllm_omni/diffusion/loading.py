@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def load_diffusers_pipeline(
     vae_tiling: bool = False,
     vae_slicing: bool = False,
     hub: Mapping[str, Any] | None = None,
+    index: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load the pipeline class that ``model_index.json`` names, in evaluation mode, on ``device``.
 
@@ -48,6 +50,8 @@ def load_diffusers_pipeline(
         vae_tiling, vae_slicing: reduce the memory of decoding; see ``DiffusionConfig``.
         hub: arguments of diffusers' ``from_pretrained`` for a model on the hub: revision, cache_dir, token,
             trust_remote_code.
+        index: ``model_index.json``, if it differs from the file: its ``_class_name`` may be "package.module:Class", and
+            a component of ``[None, None]`` is not loaded.
 
     Raises:
         MissingDependency: diffusers, or a library that the pipeline needs, is not installed.
@@ -56,7 +60,7 @@ def load_diffusers_pipeline(
     """
     device = torch.device(device)
     resolved = resolve_dtype(dtype, device)
-    pipeline = _read_pipeline(model, resolved, hub or {}, keeps_float32=dtype == "auto")
+    pipeline = _read_pipeline(model, resolved, hub or {}, index or {}, keeps_float32=dtype == "auto")
     for module in networks_of(pipeline).values():
         module.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
@@ -69,7 +73,9 @@ def load_diffusers_pipeline(
     return pipeline
 
 
-def _read_pipeline(model: str, dtype: torch.dtype, hub: Mapping[str, Any], *, keeps_float32: bool) -> Any:
+def _read_pipeline(
+    model: str, dtype: torch.dtype, hub: Mapping[str, Any], index: Mapping[str, Any], *, keeps_float32: bool
+) -> Any:
     """Read the weights. ``keeps_float32``: of some decoders, whatever the dtype of the others."""
     try:
         from diffusers import DiffusionPipeline
@@ -80,10 +86,13 @@ def _read_pipeline(model: str, dtype: torch.dtype, hub: Mapping[str, Any], *, ke
     try:
         dtypes: dict[str, torch.dtype] = {"default": dtype}
         if keeps_float32:
-            index = DiffusionPipeline.load_config(model, **hub)
-            dtypes |= {name: torch.float32 for name, value in index.items() if _is_float32(value)}
+            components = DiffusionPipeline.load_config(model, **hub)
+            dtypes |= {name: torch.float32 for name, value in components.items() if _is_float32(value)}
+        name = str(index.get("_class_name", ""))
+        pipeline_cls = resolve_name(name) if ":" in name else DiffusionPipeline
+        absent = {name: None for name, value in index.items() if value == [None, None]}
         with no_progress_bars():
-            return DiffusionPipeline.from_pretrained(model, dtype=dtypes, **hub)
+            return pipeline_cls.from_pretrained(model, dtype=dtypes, **absent, **hub)
     except ImportError as exc:
         raise MissingDependency(f"{model}: {exc}") from exc
     except (OSError, ValueError, AttributeError) as exc:

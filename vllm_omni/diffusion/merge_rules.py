@@ -8,8 +8,9 @@ its first dimension may equal the number of rows by chance.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Unmergeable(Exception):
@@ -26,6 +27,8 @@ class MergeRule:
     padded: Mapping[str, str] = field(default_factory=dict)  # sequences [rows, S, ...] -> name of their mask [rows, S]
     shared: tuple[str, ...] = ()  # tensors (or tuples of them) that must be equal
     unused: tuple[str, ...] = ()  # arguments that the network accepts and ignores
+    # Argument -> whether the network ignores this value of it; a call with another is computed alone.
+    unused_if: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     makes_masks: bool = True  # a missing mask means all ones, and may be added
     is_encoder: bool = False  # outputs [rows, S, ...] are cut to the call's own S, and kept by the pipelines
 
@@ -42,6 +45,12 @@ _FLUX = MergeRule(
     rows=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance"),
     shared=("img_ids", "txt_ids"),
 )
+
+
+def _is_idle(kv_caches: Any) -> bool:
+    """Whether GLM-Image neither reads nor writes the keys and values of its input images."""
+    return all(cache.mode in (None, "skip") for cache in kv_caches.caches)
+
 
 RULES: dict[str, MergeRule] = {
     # denoisers
@@ -70,6 +79,18 @@ RULES: dict[str, MergeRule] = {
             "encoder_hidden_states": "encoder_attention_mask",
             "encoder_hidden_states_2": "encoder_attention_mask_2",
         },
+    ),
+    "GlmImageTransformer2DModel": MergeRule(
+        rows=(
+            "hidden_states",
+            "encoder_hidden_states",
+            "prior_token_id",
+            "prior_token_drop",
+            "timestep",
+            "target_size",
+            "crop_coords",
+        ),
+        unused_if={"kv_caches": _is_idle},
     ),
     "SanaTransformer2DModel": MergeRule(
         rows=("hidden_states", "timestep", "guidance"), padded={"encoder_hidden_states": "encoder_attention_mask"}

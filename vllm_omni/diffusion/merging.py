@@ -88,7 +88,10 @@ def group_key(call: PendingCall, rule: MergeRule, fingerprints: Fingerprints) ->
         value = call.kwargs[name]
         if value is None or name in rule.unused:
             continue
-        if name not in masks:
+        if name in rule.unused_if:
+            if not rule.unused_if[name](value):
+                raise Unmergeable(f"{name} is in use")
+        elif name not in masks:
             key.append((name, _argument_key(call, rule, name, rows, fingerprints)))
         elif value.ndim != 2:
             raise Unmergeable(f"{name} is not a mask [rows, S]")

@@ -36,6 +36,7 @@ FRAME_RATES = ("frame_rate", "fps")
 NEEDS_IMAGE = re.compile(r"Edit|ImageToVideo|Img2Img|Inpaint")
 # Pipelines in which a list of images is references for one output; in others it is a batch.
 TAKES_SEVERAL_IMAGES = re.compile(r"EditPlus|Flux2|Omni|Flux3|Kandinsky6|HunyuanVideo15")
+TAKES_LIST = re.compile(r"GlmImage")  # also of one image
 OUTPUT_TYPES = {"media": "pt", "float": "pt", "latents": "latent"}
 
 
@@ -159,7 +160,8 @@ def _image_arguments(pipeline: Any, accepted: Accepted, images: Sequence[Image.I
     parameter = image_parameter(pipeline)
     if parameter is None:
         raise InvalidRequest(f"{name} takes no input image, got {len(images)}")
-    if parameter == "input_images" or (len(images) > 1 and TAKES_SEVERAL_IMAGES.search(name)):
+    takes_list = parameter == "input_images" or TAKES_LIST.search(name)
+    if takes_list or (len(images) > 1 and TAKES_SEVERAL_IMAGES.search(name)):
         return {parameter: list(images)}
     if len(images) == 1:
         return {parameter: images[0]}

@@ -16,6 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
+from vllm_omni.config.checkpoint import folder_of
 from vllm_omni.config.epd import Instance
 from vllm_omni.config.lacking_args import LACKING_ARGS
 from vllm_omni.engine.kinds import ENGINE_KINDS
@@ -66,8 +67,9 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
     kind, device = ENGINE_KINDS[config.engine_type], current_platform.device_type
     own = kind.engine_args(config, device)
     _check_effects(config, {**own, **spec.engine_args})
+    revision = config.engine_args.get("revision")
     args: dict[str, Any] = {
-        "model": config.model,
+        "model": folder_of(config.model, spec.model_folder, revision=revision) if spec.model_folder else config.model,
         "use_tqdm_on_load": False,  # the bars of several stages would overwrite one another
         "load_format": "safetensors",  # "auto" takes any other file for weights where these are missing
         **own,

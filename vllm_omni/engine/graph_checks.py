@@ -189,7 +189,9 @@ def _check_keys(where: str, what: str, known: set[str], spec: StageSpec, *attrib
 
 
 def _check_placeholders(plan: StaticPlan, pipeline: Pipeline) -> None:
-    if set(plan.placeholders) != {PROMPT} and type(pipeline).inputs is Pipeline.inputs:
+    own = type(pipeline)
+    fills = own.inputs is not Pipeline.inputs or own.request_inputs is not Pipeline.request_inputs
+    if set(plan.placeholders) != {PROMPT} and not fills:
         raise PlanError(
             f"graph {plan.name!r} has the placeholders {', '.join(plan.placeholders)}: a request fills {PROMPT!r} "
             "alone; override Pipeline.inputs, which fills them"

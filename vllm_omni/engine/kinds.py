@@ -80,7 +80,7 @@ class EngineKind(ABC):
         if is_read_on or params.output_kind is not RequestOutputKind.FINAL_ONLY:
             # Each output costs the front end a pass through the graph.
             params.output_kind = RequestOutputKind.FINAL_ONLY if request.is_read_whole else RequestOutputKind.DELTA
-        for name, value in spec.sampling_params.items():
+        for name, value in {**spec.sampling_params, **request.sampling_params}.items():
             setattr(params, name, value)
         params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
         params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too

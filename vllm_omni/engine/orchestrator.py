@@ -354,7 +354,7 @@ class Orchestrator:
             deadline_s,
         )
         record = RequestRecord.of(prompt)
-        call = self._open(context, prompt, plan, frozenset(outputs.values()), record)
+        call = await self._open(context, prompt, plan, frozenset(outputs.values()), record)
         latency = RequestLatency(record, self.config.stages[0].name, slos, self.latency_metrics)
         answer = Answer(self.pipeline, plan, request_id, record, outputs, latency)
         self.requests.enter()
@@ -402,7 +402,7 @@ class Orchestrator:
             with suppress(StageFailed):  # it has died, or releases them behind a step that takes longer
                 await engine.ask(engine.llm.collective_rpc("release_payloads", args=(local,)), ABORT_TIMEOUT_S)
 
-    def _open(
+    async def _open(
         self,
         context: RequestContext,
         prompt: Any,
@@ -417,11 +417,12 @@ class Orchestrator:
             OmniError: the pipeline does not fill the graph's placeholders.
         """
         try:
-            inputs = self.pipeline.inputs(prompt, context.options)
+            inputs = await self.pipeline.request_inputs(prompt, context)
+            self.requests.check()  # the server may be shutting down meanwhile
             if missing := self._route(plan.name, outputs).placeholders - set(inputs):
                 raise KeyError(", ".join(sorted(missing)))
             inputs = {name: payload for name, payload in inputs.items() if name in plan.placeholders}
-        except InvalidRequest:
+        except (InvalidRequest, ShuttingDown):
             raise
         except Exception as exc:
             raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc

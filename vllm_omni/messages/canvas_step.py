@@ -13,6 +13,9 @@ PICTURE = "picture"
 LATENTS, GRID = "latents", "grid"
 """Keys of what a complete picture is published as: [N, channels of a token], float32; rows and columns of tokens."""
 
+STEP, NUM_STEPS = "step", "num_steps"
+"""Keys of the report of a denoise step; with latents, these are of a preview."""
+
 OWN = "own"
 """Name of the branch that is the request itself."""
 

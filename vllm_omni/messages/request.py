@@ -32,5 +32,7 @@ class StageRequest(msgspec.Struct, frozen=True):
 
     prompt: Any  # a vLLM prompt; rendered (``vllm.inputs.tokens_input``) behind the first stage
     args: dict[str, Any] = {}  # stage arguments (stage_model.STAGE_ARGS), msgpack types
+    # Of an ar stage: fields of the sampling parameters that follow from the request, whatever is given for the stage.
+    sampling_params: dict[str, Any] = {}
     given: tuple[int, ...] = ()  # tokens behind the prompt: those of a reply whose rows are computed again
     is_read_whole: bool = False  # set by the stage's node: nothing reads pieces of the reply, so it comes as one

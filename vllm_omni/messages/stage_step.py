@@ -13,6 +13,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.messages.canvas_step import CanvasStep
+from vllm_omni.messages.token_step import TokenStep
 
 STAGE_ARGS = "omni"
 """Key of ``SamplingParams.extra_args`` under which a request's stage arguments travel (msgpack types only):
@@ -26,6 +27,7 @@ STAGE_ARGS = "omni"
                               that many rows fewer than tokens
 ``frame_chunks`` (dict)       of a stage that decodes a talker's frames (``FRAME_CHUNKS``)
 ``picture`` (dict)            the ``ImagePlan`` of a request that asks for a picture
+``token_picture`` (dict)      the ``TokenPlan`` of a request whose reply is a picture
 ``inputs`` (dict[str, str])   of a diffusion stage: argument of its pipeline -> key in the payloads
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
@@ -68,3 +70,5 @@ class StreamSchedulerOutput(SchedulerOutput):
     streams: dict[str, StreamUpdate] = field(default_factory=dict)
     # request id -> what is computed of it for a picture; likewise
     canvases: dict[str, CanvasStep] = field(default_factory=dict)
+    # of pictures that are written as tokens: which of them get one
+    token_step: TokenStep = field(default_factory=TokenStep)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 PIPELINES = {
     "bagel": "vllm_omni.model_executor.models.bagel.pipeline:BagelPipeline",
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
+    "janus": "vllm_omni.model_executor.models.janus.pipeline:JanusPipeline",
+    "glm_image": "vllm_omni.model_executor.models.glm_image.pipeline:GlmImagePipeline",
     "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
     "mimo_audio": "vllm_omni.model_executor.models.mimo_audio.pipeline:MiMoAudioPipeline",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",
@@ -69,6 +71,7 @@ class StageSpec:
     """Makes further stage arguments of a request, from its rendered prompt, the parameters and modalities of the
     context, the fields wanted of the stage, and the engine's configuration. Raises ``InvalidRequest`` for what the
     model cannot honour."""
+    model_folder: str = ""  # of the checkpoint, if the stage's model stands in one: its config.json and weights
     weight_prefix: str = ""  # of the checkpoint's tensors that the stage loads, for the memory plan
     weight_folder: str = ""  # where these stand in the checkpoint
     weight_dtype: str = ""  # of the loaded weights, whatever the stage's dtype; "": that dtype
@@ -184,6 +187,10 @@ class Pipeline(ABC):
             InvalidRequest: the prompt is wrong; what is wrong with the options, ``validate`` has rejected.
         """
         return {"prompt": StageRequest(prompt)}
+
+    async def request_inputs(self, prompt: Any, context: RequestContext) -> Mapping[str, Any]:
+        """``inputs``, where they follow from the parameters of stages, too, or take long: override one of the two."""
+        return self.inputs(prompt, context.options)
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """``validate``, where a voice may have a name of the deployment's.

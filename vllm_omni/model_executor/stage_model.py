@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.model_executor.frame_publisher import FramePublisher
@@ -30,6 +31,8 @@ class RequestInfo:
     num_prompt_tokens: int
     args: dict[str, Any]  # the stage arguments, see STAGE_ARGS
     params: SamplingParams = field(default_factory=SamplingParams)
+    prompt_token_ids: Sequence[int] = ()
+    mm_features: Sequence[MultiModalFeatureSpec] = ()  # media of the prompt
     state: dict[str, Any] = field(default_factory=dict)  # the model's own: hooks read and write it
     error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
     publisher: RowPublisher | FramePublisher | None = None  # if other stages read its rows, or its frames
@@ -111,10 +114,14 @@ class PublishesLayers(Protocol):
 
 @runtime_checkable
 class HasOwnPositions(Protocol):
-    """A model whose M-RoPE positions come from the previous stage rather than from its own prompt."""
+    """A model whose M-RoPE positions do not follow from the prompt alone, but from the previous stage."""
 
     def init_mrope_positions(self, info: RequestInfo) -> tuple[torch.Tensor, int]:
-        """Positions of the prompt, int64 [3, num_prompt_tokens], and the delta of those that follow."""
+        """Positions of the prompt and, if they do not just count up, of tokens behind it; and the delta of the others.
+
+        Returns:
+            int64 [3, n], n >= num_prompt_tokens; the delta.
+        """
 
 
 @runtime_checkable
@@ -164,6 +171,26 @@ class Denoises(Protocol):
 
     def velocities(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The velocities of latents, [N, num_canvas_channels] float32, from what ``forward`` returned for them."""
+
+
+@runtime_checkable
+class WritesPictures(Protocol):
+    """A language model that writes pictures as tokens, whose ids stand behind those of texts in one vocabulary.
+
+    Its ``compute_logits`` is that of texts.
+
+    Attributes:
+        first_picture_id: the first id of a picture's tokens.
+    """
+
+    first_picture_id: int
+
+    def picture_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token of pictures, [N, number of their ids].
+
+        Args:
+            hidden_states: [N, hidden_size], what ``forward`` returned for the tokens before.
+        """
 
 
 def check_all_loaded(model: nn.Module, loaded: set[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from vllm_omni.flow import CallInfo, Chunk
 from vllm_omni.messages.payload import encode
@@ -15,12 +16,12 @@ class pass_tensors:
     ``StageSpec.combine`` may call it for one of several fields.
 
     Args:
-        prompt: the text that goes with them.
+        prompt: goes with them: a text, or what else a diffusion stage reads.
         inputs: argument of the target's pipeline, or ``image`` -> its key in what the source publishes:
             ``prompt_embeds="rows"`` of a language model, ``image="images"`` of a diffusion stage.
     """
 
-    def __init__(self, prompt: str = "", **inputs: str) -> None:
+    def __init__(self, prompt: Any = "", **inputs: str) -> None:
         self._prompt = prompt
         self._inputs = inputs
         self.__qualname__ = "pass_tensors"

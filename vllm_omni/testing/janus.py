@@ -37,6 +37,7 @@ NAMED_TOKENS = {"image_token": "<image_placeholder>", "boi_token": "<begin_of_im
 SPECIAL_TOKENS = (BOS, EOS, PAD, *NAMED_TOKENS.values(), "<|User|>", "<|Assistant|>")
 HEAD_SCALE = 3.0  # margins between the best ids that rounding does not cross
 END_SCALE = 1.4  # of the logit that ends a text
+QUERY_GAIN = 4.0  # sharp attention, so that a token depends on more than the one before
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ VARIANTS = {
     "base": JanusShape(),
     "deep": JanusShape(
         hidden_size=96, num_layers=3, num_heads=3, num_kv_heads=1, intermediate_size=200, num_extra_tokens=7, side=5,
-        patch_size=8, vision_size=48, vision_layers=1, num_codes=90, code_size=4,
+        patch_size=8, vision_size=48, vision_layers=1, num_codes=90,
     ),
 }  # fmt: skip
 
@@ -166,7 +167,8 @@ def _make_tokenizer(shape: JanusShape) -> PreTrainedTokenizerFast:
 @torch.no_grad()
 def _randomize(model: nn.Module, shape: JanusShape, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
-        parameter.copy_(_noise(name, tuple(parameter.shape), generator))
+        gain = QUERY_GAIN if "language_model" in name and "q_proj" in name else 1.0
+        parameter.copy_(_noise(name, tuple(parameter.shape), generator) * gain)
     head = model.get_parameter("lm_head.weight").mul_(HEAD_SCALE)
     for token in SPECIAL_TOKENS:
         head[shape.token_id(token)] *= END_SCALE if token == EOS else 0.0

@@ -40,6 +40,8 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guidance_interval: tuple[float, float] = DEFAULTS.interval
     guidance_renorm: Renorm = DEFAULTS.renorm
     guidance_renorm_min: float = DEFAULTS.renorm_min
+    progress: bool = False  # send an output after every denoise step
+    preview_every: int = 0  # send a preview every so many steps; 0: none
 
     @classmethod
     def of(cls, given: object) -> ImageParams:
@@ -62,6 +64,8 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 1 <= made.num_outputs_per_prompt <= MAX_OUTPUTS:
             said = f"num_outputs_per_prompt = {made.num_outputs_per_prompt}: must be from 1 to {MAX_OUTPUTS}"
             raise InvalidRequest(said, param="num_outputs_per_prompt")
+        if made.preview_every < 0:
+            raise InvalidRequest(f"preview_every = {made.preview_every}: must be at least 0", param="preview_every")
         last_seed = 2**64 - made.num_outputs_per_prompt
         if made.seed is not None and not -(2**63) <= made.seed <= last_seed:
             raise InvalidRequest(f"seed = {made.seed}: must be from -2**63 to {last_seed}", param="seed")

@@ -60,6 +60,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
         num_steps: passes of the language model over the whole canvas.
         shift: how long the steps stay near noise, see ``flow.timesteps``.
         seed: of the noise; None: another for each request.
+        progress: whether the end of each step is reported.
+        preview_every: every so many steps the report has a preview; 0: never.
         negative: the tokens that stand in the place of the last text where that is not read.
         without_text, without_images: what the guidance's branches read of the request's prompt, as ``spans.Ranges``.
         end_of_text: the token that ends the text which the request writes first, and which the picture reads; None: it
@@ -71,6 +73,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
     shift: float = 3.0
     seed: int | None = None
     guidance: Guidance = Guidance()
+    progress: bool = False
+    preview_every: int = 0
     negative: tuple[int, ...] = ()
     without_text: tuple[tuple[int, int], ...] = ()
     without_images: tuple[tuple[int, int], ...] = ()
@@ -108,6 +112,14 @@ class ImagePlan(msgspec.Struct, frozen=True):
         """Whether the context is that of the branch without images, whose velocity is then the picture's own."""
         return self.end_of_text is None and self.without_images == ((0, num_prompt_tokens),)
 
+    def is_reported(self, num_done: int) -> bool:
+        """Whether the end of a step, which is not the last, is reported."""
+        return self.progress or self.has_preview(num_done)
+
+    def has_preview(self, num_done: int) -> bool:
+        """Whether the report of a step has a preview."""
+        return self.preview_every > 0 and num_done % self.preview_every == 0
+
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         """The tokens of the prompt that a branch reads."""
         return {WITHOUT_TEXT: self.without_text, WITHOUT_IMAGES: self.without_images}[name]
@@ -125,7 +137,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
             said = f"its {needed} tokens are computed in one step, which has at most {max_batched_tokens}"
             raise InvalidRequest(f"size: the picture is too large: {said} (max_num_batched_tokens)", param="size")
         negative = sum(end - start for start, end in self.without_text) + len(self.negative)
-        longest = max(num_prompt_tokens, negative)
+        own = num_prompt_tokens + (self.end_of_text is not None)  # a text that the request writes has a token or more
+        longest = max(own, negative)
         if longest + needed + 1 > max_model_len:
             left = max(max_model_len - longest - 3, 0)
             said = f"its {self.num_latents} tokens do not fit behind the prompt's {longest}: {left} do"

@@ -22,11 +22,12 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.messages.canvas_step import GRID, LATENTS
+from vllm_omni.messages.canvas_step import GRID, LATENTS, NUM_STEPS, STEP
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, readers_of
+from vllm_omni.messages.token_step import TokenStep
 from vllm_omni.model_executor.frame_publisher import FRAME, FramePublisher
 from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.model_executor.stage_model import (
@@ -38,12 +39,14 @@ from vllm_omni.model_executor.stage_model import (
     PublishesRows,
     RequestInfo,
     StepRequest,
+    WritesPictures,
 )
 from vllm_omni.relay.hub import process_hub
 from vllm_omni.unified.spans import spans_of_media
 from vllm_omni.worker.attention_pieces import build_by_pieces
 from vllm_omni.worker.canvases import CanvasRunner, parts_of
 from vllm_omni.worker.encoders import Slice, SlicedEncoder, ThreadedEncoder
+from vllm_omni.worker.token_pictures import PictureTokens
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,7 @@ class ARModelRunner(GPUModelRunner):
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
         self.frame_predictor = model if isinstance(model, PredictsFrames) else None
         self.canvases = CanvasRunner(model, self.device) if isinstance(model, Denoises) else None
+        self.picture_tokens = PictureTokens(model) if isinstance(model, WritesPictures) else None
         if self.hub.options.edges and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
         if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
@@ -134,7 +138,14 @@ class ARModelRunner(GPUModelRunner):
             return
         assert request.prompt_token_ids is not None, "a stage request always has prompt ids"
         assert params is not None
-        info = RequestInfo(request.req_id, len(request.prompt_token_ids), args, params)
+        info = RequestInfo(
+            request.req_id,
+            len(request.prompt_token_ids),
+            args,
+            params,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=request.mm_features,
+        )
         if args.get("publish"):
             publisher_cls = RowPublisher if self.frame_predictor is None else FramePublisher
             info.publisher = publisher_cls(self.hub, request.req_id, args.get("readers", []))
@@ -179,6 +190,16 @@ class ARModelRunner(GPUModelRunner):
             return
         req_state.mrope_positions, req_state.mrope_position_delta = self.own_positions.init_mrope_positions(info)
 
+    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> None:
+        super()._calc_mrope_positions(scheduler_output)
+        for info, start, num_tokens, offset in self._step_requests(scheduler_output) if self.own_positions else ():
+            # Upstream counts up behind the prompt, where the model may have positions of its own.
+            positions = self.requests[info.request_id].mrope_positions
+            first, end = max(start, info.num_prompt_tokens), min(start + num_tokens, positions.shape[1])
+            if first < end:
+                place = slice(offset + first - start, offset + end - start)
+                self.mrope_positions.cpu[:, place] = positions[:, first:end]
+
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _step_requests(self, scheduler_output: SchedulerOutput) -> list[StepRequest]:
@@ -210,6 +231,11 @@ class ARModelRunner(GPUModelRunner):
                 if request_id in steps:  # upstream would sample a token behind the step's last one
                     self.discard_request_mask.np[row] = True
             self.discard_request_mask.copy_to_gpu(len(ids))
+        if self.picture_tokens is not None:
+            step = scheduler_output.token_step if isinstance(scheduler_output, StreamSchedulerOutput) else TokenStep()
+            self.picture_tokens.start_step(step, self.input_batch.req_id_to_index, self.request_infos)
+            self.discard_request_mask.np[self.picture_tokens.alone] = True
+            self.discard_request_mask.copy_to_gpu(self.input_batch.num_reqs)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,6 +291,8 @@ class ARModelRunner(GPUModelRunner):
             if info.error
         }
         state = self.execute_model_state
+        if self.picture_tokens is not None and state is not None:
+            self.picture_tokens.write_logits(state.logits, state.sample_hidden_states)
         held = self._hold_generators()
         try:
             output = super().sample_tokens(grammar_output)
@@ -279,23 +307,34 @@ class ARModelRunner(GPUModelRunner):
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
         return output if output is None else self._with_report(output)
 
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        # Upstream notes the sampled tokens for the next step right behind this.
+        output = super()._sample(*args, **kwargs)
+        if self.picture_tokens is not None:
+            self.picture_tokens.copy_to_partners(output.sampled_token_ids)
+        return output
+
     def _advance_canvases(
         self, canvases: CanvasRunner, output: Any, hidden_states: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The pictures that this step completes: request id -> packed payload with their latents."""
+        """The ends of denoise steps: request id -> packed payload, with the latents of a complete picture."""
         assert isinstance(output, ModelRunnerOutput)
         payloads = {}
-        for request_id, latents in canvases.advance(hidden_states).items():
-            model = self.get_model()
-            if request_id not in output.req_id_to_index:  # another branch of it has completed the picture
+        for request_id, report in canvases.advance(hidden_states).items():
+            if request_id not in output.req_id_to_index:  # another branch of it has ended the step
                 output.req_id_to_index[request_id] = len(output.req_ids)
                 output.req_ids.append(request_id)
                 output.sampled_token_ids.append([])
-            output.sampled_token_ids[output.req_id_to_index[request_id]] = [model.end_of_picture]
+            if report.is_last:
+                output.sampled_token_ids[output.req_id_to_index[request_id]] = [self.get_model().end_of_picture]
             if get_tensor_model_parallel_rank() == 0:
-                info = self.request_infos[request_id]
-                tree = {LATENTS: latents, GRID: list(canvases.grid_of(request_id))}
-                payloads[request_id] = pack(self.hub.publish(request_id, tree, **readers_of(info.args)))
+                plan = canvases.plan_of(request_id)
+                tree: dict[str, Any] = {} if report.is_last else {STEP: report.num_done, NUM_STEPS: plan.num_steps}
+                if report.latents is not None:
+                    tree |= {LATENTS: report.latents, GRID: list(plan.grid)}
+                payloads[request_id] = pack(
+                    self.hub.publish(request_id, tree, **readers_of(self.request_infos[request_id].args))
+                )
         return payloads
 
     def _predict_frames(self, output: Any, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -75,6 +75,14 @@ class Part(NamedTuple):
         return rows + list(range(self.canvas.start + 1, self.canvas.stop - 1))
 
 
+class Report(NamedTuple):
+    """The end of a denoise step that is reported: the last, or one of a picture that asks for it."""
+
+    latents: Tensor | None  # [N, channels]: the last ones; for a preview, where the flow would end now; None: neither
+    num_done: int
+    is_last: bool
+
+
 class CanvasRunner:
     """Pictures by request.
 
@@ -138,16 +146,16 @@ class CanvasRunner:
                 inputs_embeds[part.canvas] = canvas.to(inputs_embeds)
         return positions, {"latent_rows": torch.tensor(rows, device=self._device)} if rows else {}
 
-    def advance(self, hidden_states: Tensor) -> dict[str, Tensor]:
+    def advance(self, hidden_states: Tensor) -> dict[str, Report]:
         """Advance the pictures all of whose branches have been computed.
 
         Args:
             hidden_states: of the step, [num_tokens, hidden_size].
 
         Returns:
-            Request -> the last latents of its picture, [N, channels], for pictures that are complete.
+            The ends of steps by request.
         """
-        ended = {}
+        reports = {}
         for part in self.parts:
             if not part.has_canvas or part.step is None:
                 continue
@@ -162,9 +170,13 @@ class CanvasRunner:
             now, after = (one.to(self._device) for one in picture.times[step : step + 2])
             picture.latents = advance(picture.latents, velocity, now, after)
             picture.velocities.clear()
-            if step + 1 == picture.plan.num_steps:
-                ended[request_id] = picture.latents
-        return ended
+            num_done = step + 1
+            if num_done == picture.plan.num_steps:
+                reports[request_id] = Report(picture.latents, num_done, True)
+            elif picture.plan.is_reported(num_done):
+                preview = picture.latents - after * velocity if picture.plan.has_preview(num_done) else None
+                reports[request_id] = Report(preview, num_done, False)
+        return reports
 
     def _guided(self, picture: Picture, together_with: Sequence[str]) -> Tensor:
         velocity, guidance = picture.velocities[OWN], picture.plan.guidance
@@ -176,8 +188,8 @@ class CanvasRunner:
             without_images = picture.velocities.get(WITHOUT_IMAGES, velocity)
         return combine(velocity, picture.velocities[WITHOUT_TEXT], without_images, guidance)
 
-    def grid_of(self, request_id: str) -> tuple[int, int]:
-        return self._pictures[request_id].plan.grid
+    def plan_of(self, request_id: str) -> ImagePlan:
+        return self._pictures[request_id].plan
 
 
 def parts_of(

@@ -85,6 +85,7 @@ class DiffusionModelRunner:
                 "token": model_config.hf_token,
                 "trust_remote_code": model_config.trust_remote_code,
             },
+            index=model_config.hf_config.model_config,
         )
         self.pipeline = load()
         self.weights = PipelineWeights(self.pipeline, self.device, load)

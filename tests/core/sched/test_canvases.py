@@ -72,14 +72,14 @@ def make_request(
 class World:
     """A scheduler with room for all requests, whose iterations have a budget of tokens."""
 
-    def __init__(self, *requests: Request, has_spans: bool = False) -> None:
+    def __init__(self, *requests: Request, has_spans: bool = False, max_model_len: int = 1000) -> None:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.added: list[str] = []
         self.finished: list[tuple[str, RequestStatus]] = []
         self.num_scheduled: dict[str, int] = {}  # in the last iteration
-        self.canvases = Canvases(self.add, self.finish, has_spans=has_spans)
+        self.canvases = Canvases(self.add, self.finish, has_spans=has_spans, max_model_len=max_model_len)
         for request in requests:
             self.submit(request)
 
@@ -559,6 +559,17 @@ def test_a_picture_behind_a_text_reads_it_and_its_branches_do_not() -> None:
     assert world.num_scheduled == {"a": 1 + CANVAS, "a#text": LAST_TEXT, "a#image": NUM_PROMPT}
     assert dict(world.canvas_steps()) == {"a#text": 0, "a#image": 0}
     assert [len(world.canvas_steps()) for _ in range(3)] == [3, 3, 0]
+
+
+def test_a_text_leaves_room_for_its_picture() -> None:
+    plan = make_plan(end_of_text=END_OF_TEXT)
+    for max_model_len, max_tokens in ((1000, 40), (NUM_PROMPT + 40 + CANVAS + 1, 40), (NUM_PROMPT + 40 + CANVAS, 39)):
+        world = World(make_request("a", plan), make_request("b", PLAIN), make_request("c"), max_model_len=max_model_len)
+        with case(max_model_len):
+            assert [world.requests[one].max_tokens for one in "abc"] == [max_tokens, 40, 40]
+    plan.check_fits(NUM_PROMPT, CANVAS, NUM_PROMPT + 1 + CANVAS + 1)
+    world = World(make_request("a", plan), max_model_len=NUM_PROMPT + 1 + CANVAS + 1)
+    assert world.requests["a"].max_tokens == 1
 
 
 def test_a_text_without_a_picture_ends_as_a_text() -> None:

@@ -87,6 +87,7 @@ class Canvases:
         add: the scheduler's ``add_request``, for branches.
         finish: likewise ``finish_requests``.
         has_spans: whether the tokens of an image of a prompt see each other (``unified/spans.py``).
+        max_model_len: the engine's; a text ends where a longer one would leave no room for its picture.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Canvases:
         finish: Callable[[Iterable[str], RequestStatus], object],
         *,
         has_spans: bool,
+        max_model_len: int,
     ) -> None:
         self._has_spans = has_spans
+        self._max_model_len = max_model_len
         self._add = add
         self._finish = finish
         self._writing: dict[str, ImagePlan] = {}  # of requests that write a text before their picture
@@ -116,6 +119,9 @@ class Canvases:
             self._start(request, plan)
         elif plan is not None:
             self._writing[request.request_id] = plan
+            # Upstream keeps one token of a sequence for what it samples.
+            room = self._max_model_len - request.num_prompt_tokens - plan.num_canvas_tokens - 1
+            request.max_tokens = min(request.max_tokens, room)
 
     def start_behind_text(self, request: Request) -> bool:
         """Start the picture of a request whose text has just ended; False: it ends with its text.
@@ -179,7 +185,7 @@ class Canvases:
                     num_context = self._num_context(picture, name)
                     request.num_computed_tokens = min(request.num_computed_tokens, num_context)
                     request.spec_token_ids = [0] * (num_context + picture.plan.num_canvas_tokens - request.num_tokens)
-        # Upstream makes a new list of them when several have been finished at once.
+        # Upstream replaces its list when several requests are finished at once, so this one may still have them.
         running = [request for request in running if not request.is_finished()]
         first = [request for request in running if request.request_id in self._unserved]
         return first + [request for request in running if request.request_id not in self._unserved]

@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni.core.sched.canvases import Canvases, denoises
 from vllm_omni.core.sched.read_window import ReadWindow, num_read_of
 from vllm_omni.core.sched.timeline import RequestTimelines
+from vllm_omni.core.sched.token_pictures import TokenPictures
 from vllm_omni.errors import RelayError
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.kv.kv_connector import RelayKVConnector
@@ -201,6 +202,7 @@ class StreamScheduler(Scheduler):
     Attributes:
         gates: the streams of requests.
         canvases: the pictures that requests ask for.
+        token_pictures: those that are written as tokens.
         timelines: when what was done for a request, if the engine's ``additional_config`` asks for it.
         clock: seconds, comparable to vLLM's ``Request.arrival_time``.
     """
@@ -214,8 +216,12 @@ class StreamScheduler(Scheduler):
         self.hub = process_hub(additional_config)
         self.gates = StreamGates(self.hub)
         self.canvases = Canvases(
-            super().add_request, super().finish_requests, has_spans=denoises(self.vllm_config.model_config.hf_config)
+            super().add_request,
+            super().finish_requests,
+            has_spans=denoises(self.vllm_config.model_config.hf_config),
+            max_model_len=self.max_model_len,
         )
+        self.token_pictures = TokenPictures(super().add_request, super().finish_requests)
         self.timelines = RequestTimelines(lambda: self.clock(), is_on=bool(additional_config.get(TIMELINES)))
 
     # -- start and end of a request -----------------------------------------------------------------------------------
@@ -228,6 +234,7 @@ class StreamScheduler(Scheduler):
         super().add_request(request)
         self.gates.add(request)
         self.canvases.add(request)
+        self.token_pictures.add(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         # Upstream calls this however a request ends, and sends what it returns with the request's last output.
@@ -240,6 +247,7 @@ class StreamScheduler(Scheduler):
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         self.canvases.end(self.requests)
+        self.token_pictures.end(self.requests)
         if finished_status is RequestStatus.FINISHED_ABORTED:
             # Upstream ignores requests that had just ended; their last output may never have been read.
             ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
@@ -280,6 +288,8 @@ class StreamScheduler(Scheduler):
         output = self._schedule_open(throttle_prefills) if self.gates else super().schedule(throttle_prefills)
         if self.canvases:
             output = self._with_canvases(output)
+        if self.token_pictures:
+            output = self._with_token_pictures(output)
         self.timelines.note_scheduled(output, self.requests, started_at)
         return output
 
@@ -335,11 +345,12 @@ class StreamScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped and self.canvases.start_behind_text(request):
             return [*new_token_ids[:-1], request.output_token_ids[-1]], False
-        return new_token_ids, stopped
+        return [] if self.token_pictures.is_partner(request) else new_token_ids, stopped
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         # Upstream's last word on how many tokens of a request a step has, for running and for waiting requests.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        num_new_tokens = self.token_pictures.limit(request, num_computed_tokens, num_new_tokens)
         return self.canvases.limit(request, num_computed_tokens, num_new_tokens)
 
     def _with_canvases(self, output: SchedulerOutput) -> SchedulerOutput:
@@ -353,6 +364,17 @@ class StreamScheduler(Scheduler):
             return output
         return StreamSchedulerOutput(**vars(output), canvases=steps) if steps else output
 
+    def _with_token_pictures(self, output: SchedulerOutput) -> SchedulerOutput:
+        step = self.token_pictures.take(output)
+        if not output.total_num_scheduled_tokens and self.waiting and (held := self.token_pictures.held()):
+            # Requests hold slots or pages for which their partners, or those of others, are waiting.
+            self.running.remove(held[0])
+            self._preempt_request(held[0], time.monotonic())
+        if isinstance(output, StreamSchedulerOutput):
+            output.token_step = step
+            return output
+        return StreamSchedulerOutput(**vars(output), token_step=step)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -365,5 +387,6 @@ class StreamScheduler(Scheduler):
                 self.requests[request_id].num_in_flight_tokens += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.canvases.end(self.requests)
+        self.token_pictures.end(self.requests)
         self.timelines.add_to(outputs, self.requests)
         return outputs

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
 from vllm.config import VllmConfig
 
+from vllm_omni.messages.canvas_step import GRID, LATENTS, NUM_STEPS, STEP
 from vllm_omni.model_executor.generation_model import GenerationConfig, GenerationModel
 from vllm_omni.model_executor.models.bagel.config import load_vae, vae_file, vae_settings
 from vllm_omni.model_executor.models.bagel.latents import latent_of
@@ -17,10 +20,14 @@ from vllm_omni.model_executor.models.bagel.latents import latent_of
 ARCHITECTURE = "BagelImageDecoder"
 
 
+PREVIEW_SIDE = 32  # latents along the longer side of a preview, which is decoded from averages
+
+
 class Picture(NamedTuple):
-    tokens: Tensor  # [rows * columns, channels of a token], float32, host
+    tokens: Tensor | None  # [rows * columns, channels of a token], float32, host; None: there is progress alone
     grid: tuple[int, int]
     is_decoded: bool  # or wanted as it is
+    progress: dict[str, Any]  # of a picture that is not complete: ``step`` and ``num_steps``
 
 
 def decoder_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -47,31 +54,43 @@ class BagelImageDecoder(GenerationModel):
         """The latents of a request.
 
         Args:
-            args: ``payloads``: one with ``latents`` and ``grid``; ``output_type``: "media" or "latents".
+            args: ``payloads``: one with ``latents`` and ``grid``, or the report of a step; ``output_type``: "media" or
+                "latents".
 
         Raises:
             ValueError: they do not match.
         """
         (payload,) = args["payloads"]
-        rows, columns = payload["grid"]
-        tokens: Tensor = payload["latents"]
+        progress = {name: payload[name] for name in (STEP, NUM_STEPS) if name in payload}
+        if LATENTS not in payload:
+            return Picture(None, (0, 0), False, progress)
+        rows, columns = payload[GRID]
+        tokens: Tensor = payload[LATENTS]
         if len(tokens) != rows * columns:
             raise ValueError(f"{len(tokens)} latents are no grid of {rows} by {columns}")
-        return Picture(tokens.float().clone(), (rows, columns), args["output_type"] == "media")
+        return Picture(tokens.float().clone(), (rows, columns), args["output_type"] == "media", progress)
 
-    def generate(self, batch: Sequence[Picture]) -> list[dict[str, Tensor]]:
+    def generate(self, batch: Sequence[Picture]) -> list[dict[str, Any]]:
         """Decode pictures one by one: their sizes differ, and each fills the device.
 
         Returns:
-            For each, ``images``: uint8 [1, H, W, 3]; or ``latents``: float32 [1, channels, H / 8, W / 8].
+            For each, ``images``: uint8 [1, H, W, 3]; or ``latents``: float32 [1, channels, H / 8, W / 8]; or the report
+            of a step, maybe with a ``preview``: uint8 [h, w, 3].
         """
-        return [
-            {"images": self._decode(one)} if one.is_decoded else {"latents": latent_of(one.tokens, one.grid)[None]}
-            for one in batch
-        ]
+        return [self._answer(one) for one in batch]
 
-    def _decode(self, picture: Picture) -> Tensor:
-        latent = latent_of(picture.tokens, picture.grid).to(next(self.vae.parameters()).device)
+    def _answer(self, picture: Picture) -> dict[str, Any]:
+        if picture.tokens is None:
+            return picture.progress
+        latent = latent_of(picture.tokens, picture.grid)
+        if picture.progress:
+            size = math.ceil(max(latent.shape[1:]) / PREVIEW_SIDE)
+            small = functional.avg_pool2d(latent[None], size, ceil_mode=True)[0]
+            return {"preview": self._decode(small)[0], **picture.progress}
+        return {"images": self._decode(latent)} if picture.is_decoded else {"latents": latent[None]}
+
+    def _decode(self, latent: Tensor) -> Tensor:
+        latent = latent.to(next(self.vae.parameters()).device)
         scaled = latent / self._settings["scale_factor"] + self._settings["shift_factor"]
         image = self.vae.decode(scaled[None]).sample
         # Truncated, as in the published code.

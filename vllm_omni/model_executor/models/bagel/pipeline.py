@@ -13,7 +13,7 @@ from vllm.tokenizers import cached_get_tokenizer
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
-from vllm_omni.messages.canvas_step import PICTURE
+from vllm_omni.messages.canvas_step import PICTURE, STEP
 from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.models.bagel import image_decoder, language_model
 from vllm_omni.model_executor.models.bagel.config import (
@@ -123,6 +123,8 @@ class BagelPipeline(Pipeline):
             given.shift,
             context.params["language_model"].seed if given.seed is None else given.seed,
             guidance=given.guidance,
+            progress=given.progress,
+            preview_every=given.preview_every,
             negative=self._text(given.negative_prompt) if given.negative_prompt else (),
             without_text=((0, last_text),) if last_text else (),
             without_images=tuple(ranges_without(num_tokens, images)),
@@ -169,12 +171,10 @@ class BagelPipeline(Pipeline):
         return [span for each in spans for span in each]
 
     async def latents_to_decoder(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
-        """Let the decoder have a picture when it is complete."""
+        """Let the decoder have a picture when it is complete, and previews and progress before."""
         output_type = params_of(call.context.params["language_model"].extra_args).output_type
-        seq = 0
         async for chunk in chunks:
             output: StageOutput | None = chunk.payload
             for payload in output.payloads if output is not None else ():
                 args = {"payloads": [encode(payload)], "output_type": output_type}
-                yield Chunk(StageRequest(tokens_input([0]), args), seq=seq, last=True)
-                seq += 1
+                yield Chunk(StageRequest(tokens_input([0]), args), last=STEP not in payload.values)
