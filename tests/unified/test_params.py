@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cases import rejected
+from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.unified.params import IMAGE, MAX_OUTPUTS, ImageParams, image_fields, params_of
 from vllm_omni.unified.plan import Guidance
@@ -32,6 +34,8 @@ def test_parameters_are_read_by_name() -> None:
         "guidance_interval": [0, 0.9],
         "guidance_renorm": "channel",
         "guidance_renorm_min": 0.5,
+        "progress": True,
+        "preview_every": 3,
     }
     made = params_of({IMAGE: given})
     assert given.keys() == set(ImageParams.__struct_fields__)
@@ -107,6 +111,12 @@ def test_as_many_pictures_are_rejected_as_one_request_may_not_have() -> None:
     assert ImageParams.of({"num_outputs_per_prompt": MAX_OUTPUTS}).num_outputs_per_prompt == MAX_OUTPUTS
 
 
+def test_previews_after_fewer_than_no_steps_are_rejected() -> None:
+    with rejected(InvalidRequest, "^preview_every = -1: must be at least 0$", -1) as raised:
+        ImageParams.of({"preview_every": -1})
+    assert raised.error.param == "preview_every"
+
+
 def test_a_seed_leaves_room_for_those_of_all_pictures() -> None:
     for seed, number, last in [
         (-(2**63) - 1, 1, 2**64 - 1),
@@ -146,10 +156,15 @@ def test_fields_of_diffusion_pipelines_are_those_of_a_picture() -> None:
 
 
 def test_a_field_that_has_no_effect_on_a_picture_is_rejected() -> None:
-    for name, value in (("num_frames", 8), ("fps", 24), ("true_cfg_scale", 4.0), ("preview_every", 2)):
+    for name, value in (("num_frames", 8), ("fps", 24), ("true_cfg_scale", 4.0), ("guidance_scale_2", 2.0)):
         with rejected(InvalidRequest, f"^{name} = {value} has no effect: .*: leave it out$", name) as raised:
             image_fields({"height": 64, name: value})
         assert raised.error.param == name
+
+
+def test_a_field_that_has_its_default_is_not_given() -> None:
+    given = msgspec.structs.asdict(DiffusionParams(height=64, guidance_scale=4.0))
+    assert image_fields(given) == {"height": 64, "guidance_scale": 4.0}
 
 
 def test_a_name_that_no_pipeline_has_is_left_to_the_check_of_a_pictures() -> None:

@@ -19,7 +19,7 @@ from vllm_omni.model_executor.stage_model import Denoises, RequestInfo
 from vllm_omni.unified.flow import advance, combine, start_noise, timesteps
 from vllm_omni.unified.plan import WITHOUT_IMAGES, WITHOUT_TEXT, Guidance, ImagePlan
 from vllm_omni.unified.spans import Piece, Span
-from vllm_omni.worker.canvases import CanvasRunner, Part, parts_of
+from vllm_omni.worker.canvases import CanvasRunner, Part, Report, parts_of
 
 GRID = (2, 2)
 CANVAS = 6
@@ -40,7 +40,8 @@ class Line:
         start, end = (torch.full((1, NUM_CHANNELS + 1), one) for one in (START, END))
         return torch.cat([start, torch.cat([latents, time.expand(len(latents), 1)], dim=1), end])
 
-    def velocities(self, hidden_states: Tensor) -> Tensor:
+    def velocities(self, hidden_states: Tensor, grid: tuple[int, int], time: Tensor) -> Tensor:
+        assert (len(hidden_states), time.shape) == (grid[0] * grid[1], ())
         return hidden_states[:, :-1] + hidden_states[:, -1:]
 
 
@@ -67,7 +68,20 @@ def make_step(
 
 
 def run(runner: CanvasRunner, *steps: CanvasStep, contexts: Mapping[str, float] = CONTEXTS) -> dict[str, Tensor]:
-    """One step of the engine: the canvases of some branches, one behind the other."""
+    """One step of the engine: the canvases of some branches, one behind the other.
+
+    Returns:
+        The last latents of pictures that are complete.
+    """
+    ended = {}
+    for request_id, report in reports_of(runner, *steps, contexts=contexts).items():
+        assert report.is_last and report.latents is not None
+        ended[request_id] = report.latents
+    return ended
+
+
+def reports_of(runner: CanvasRunner, *steps: CanvasStep, contexts: Mapping[str, float] = CONTEXTS) -> dict[str, Report]:
+    """One step of the engine: the ends of denoise steps that it reports."""
     ids = [f"{step.request_id}#{step.branch}" for step in steps]
     runner.parts = parts_of(
         ids,
@@ -371,11 +385,56 @@ def test_a_request_without_a_picture_has_none() -> None:
     runner = make_runner()
     runner.add(make_info("b", None))
     with pytest.raises(KeyError):
-        runner.grid_of("b")
+        runner.plan_of("b")
 
 
-def test_the_grid_is_that_of_the_plan() -> None:
-    assert make_runner(a=make_plan(grid=(3, 5))).grid_of("a") == (3, 5)
+def test_a_picture_has_the_plan_of_its_request() -> None:
+    plan = make_plan(grid=(3, 5), without_text=((0, 2),))
+    assert make_runner(a=plan, b=make_plan()).plan_of("a") == plan
+
+
+# -- reports of steps -------------------------------------------------------------------------------------------------
+
+
+def reported(**fields: Any) -> list[tuple[int, bool, bool]]:
+    """Of a picture of four steps, each report: the steps that are done, whether it has latents, and is the last."""
+    runner = make_runner(a=make_plan(**fields))
+    made = [reports_of(runner, *(make_step(name, step) for name in ALL)) for step in range(4)]
+    return [(one["a"].num_done, one["a"].latents is not None, one["a"].is_last) for one in made if one]
+
+
+def test_the_last_step_alone_is_reported_where_nothing_else_is_asked_for() -> None:
+    assert reported() == [(4, True, True)]
+
+
+def test_each_step_is_reported_where_progress_is_asked_for() -> None:
+    assert reported(progress=True) == [(1, False, False), (2, False, False), (3, False, False), (4, True, True)]
+
+
+def test_previews_are_reported_in_their_steps() -> None:
+    assert reported(preview_every=2) == [(2, True, False), (4, True, True)]
+    assert reported(preview_every=2, progress=True) == [
+        (1, False, False),
+        (2, True, False),
+        (3, False, False),
+        (4, True, True),
+    ]
+
+
+def test_a_preview_is_where_the_flow_would_end_at_once() -> None:
+    plan = make_plan(guidance=Guidance(1.0), preview_every=1)
+    report = reports_of(make_runner(a=plan), make_step(together_with=[OWN]))["a"]
+    noise = start_noise(plan.num_latents, NUM_CHANNELS, plan.seed)
+    assert report.latents is not None
+    torch.testing.assert_close(report.latents, noise - (noise + 1))  # from time 1, by a velocity of noise and time
+
+
+def test_reports_change_no_picture() -> None:
+    runner = make_runner(a=make_plan(progress=True, preview_every=1))
+    for step in range(4):
+        reports = reports_of(runner, *(make_step(name, step) for name in ALL))
+    assert reports["a"].latents is not None
+    torch.testing.assert_close(reports["a"].latents, latents_of(make_plan(), [ALL] * 4))
 
 
 def test_only_requests_that_wrote_a_text_have_a_token_that_ends_it() -> None:

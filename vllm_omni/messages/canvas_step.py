@@ -24,6 +24,14 @@ DENOISES = "denoises"
 """Set in the configuration of a model that denoises pictures (``stage_model.Denoises``)."""
 
 
+class Tail(NamedTuple):
+    """Tokens that the scheduler has put at the end of a sequence, in place of what was sampled."""
+
+    start: int  # of the sequence
+    ids: tuple[int, ...]
+    grid: tuple[int, int] | None = None  # rows and columns of the request's picture, if they are chosen by them
+
+
 class CanvasStep(NamedTuple):
     """One branch in a step; no token is sampled of it."""
 

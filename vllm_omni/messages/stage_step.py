@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_omni.messages.canvas_step import CanvasStep
+from vllm_omni.messages.canvas_step import CanvasStep, Tail
 from vllm_omni.messages.token_step import TokenStep
 
 STAGE_ARGS = "omni"
@@ -70,5 +70,7 @@ class StreamSchedulerOutput(SchedulerOutput):
     streams: dict[str, StreamUpdate] = field(default_factory=dict)
     # request id -> what is computed of it for a picture; likewise
     canvases: dict[str, CanvasStep] = field(default_factory=dict)
+    # request id -> the end of its sequence, where that is not what was sampled; likewise
+    tails: dict[str, Tail] = field(default_factory=dict)
     # of pictures that are written as tokens: which of them get one
     token_step: TokenStep = field(default_factory=TokenStep)

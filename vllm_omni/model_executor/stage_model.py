@@ -161,7 +161,7 @@ class Denoises(Protocol):
     end_of_picture: int
 
     def embed_canvas(self, latents: torch.Tensor, grid: tuple[int, int], time: torch.Tensor) -> torch.Tensor:
-        """A canvas between its markers, [N + 2, hidden_size].
+        """A canvas with its markers, [N + num_markers, hidden_size], see ``unified/layout.py``.
 
         Args:
             latents: [N, num_canvas_channels], float32, device.
@@ -169,8 +169,13 @@ class Denoises(Protocol):
             time: [], float32, device; from 1, noise, to 0.
         """
 
-    def velocities(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The velocities of latents, [N, num_canvas_channels] float32, from what ``forward`` returned for them."""
+    def velocities(self, hidden_states: torch.Tensor, grid: tuple[int, int], time: torch.Tensor) -> torch.Tensor:
+        """The velocities of latents, [N, num_canvas_channels] float32.
+
+        Args:
+            hidden_states: [N, hidden_size], what ``forward`` returned for the latents.
+            grid, time: as for ``embed_canvas``.
+        """
 
 
 @runtime_checkable

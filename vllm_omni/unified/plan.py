@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -10,6 +11,7 @@ import numpy as np
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.names import suggest
+from vllm_omni.unified.preface import Preface, masked
 
 Renorm = Literal["global", "channel", "text_channel"]
 
@@ -66,6 +68,11 @@ class ImagePlan(msgspec.Struct, frozen=True):
         without_text, without_images: what the guidance's branches read of the request's prompt, as ``spans.Ranges``.
         end_of_text: the token that ends the text which the request writes first, and which the picture reads; None: it
             writes none.
+        num_markers: the tokens of a canvas beside its latents.
+        mask, masked: the token that stands in the place of these of the sequence where the last text is not read; None:
+            that branch has no such tokens.
+        preface: what the request writes in front of the picture, for families whose texts need more than
+            ``end_of_text``.
     """
 
     grid: tuple[int, int]
@@ -79,6 +86,10 @@ class ImagePlan(msgspec.Struct, frozen=True):
     without_text: tuple[tuple[int, int], ...] = ()
     without_images: tuple[tuple[int, int], ...] = ()
     end_of_text: int | None = None
+    num_markers: int = 2
+    mask: int | None = None
+    masked: tuple[tuple[int, int], ...] = ()
+    preface: Preface | None = None
 
     def __post_init__(self) -> None:
         if min(self.grid) < 1:
@@ -97,8 +108,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
 
     @property
     def num_canvas_tokens(self) -> int:
-        """The tokens of a pass: the latents between the markers of an image."""
-        return self.num_latents + 2
+        """The tokens of a pass: the latents and their markers."""
+        return self.num_latents + self.num_markers
 
     def branches(self, time: float, num_prompt_tokens: int) -> tuple[str, ...]:
         """The further contexts that a step at this time is computed with."""
@@ -123,6 +134,10 @@ class ImagePlan(msgspec.Struct, frozen=True):
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         """The tokens of the prompt that a branch reads."""
         return {WITHOUT_TEXT: self.without_text, WITHOUT_IMAGES: self.without_images}[name]
+
+    def ids_without_text(self, ids: Sequence[int]) -> list[int] | None:
+        """The sequence of the branch without the last text, where it is the request's own with masked tokens."""
+        return None if self.mask is None else masked(ids, self.masked, self.mask)
 
     def added(self, name: str) -> tuple[int, ...]:
         """The tokens that a branch reads behind those."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from vllm_omni.unified.layout import MARKED, Layout, Piece
+
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Tokens of a prompt that a branch reads, as (start, end) in order. No range cuts a span."""
 
@@ -19,25 +21,21 @@ class Span(NamedTuple):
     is_latent: bool = False  # the image is its latents, rather than what a vision encoder sees
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of a step that attend in one way."""
-
-    num_tokens: int
-    is_causal: bool
-
-
-def spans_of_media(features: Iterable[Any]) -> list[Span]:
+def spans_of_media(features: Iterable[Any], layout: Layout = MARKED) -> list[Span]:
     """The spans of a prompt's images.
 
     Args:
         features: vLLM's ``MultiModalFeatureSpec``, in order. Each has embeddings between markers: those of what a
             vision encoder sees, and before them, between markers of their own, maybe its latents.
     """
-    return [span for feature in features for span in spans_of_placeholder(feature.mm_position)]
+    return [span for feature in features for span in spans_of_placeholder(feature.mm_position, layout)]
 
 
-def spans_of_placeholder(position: Any) -> list[Span]:
+def spans_of_placeholder(position: Any, layout: Layout = MARKED) -> list[Span]:
     """Those of one image, from its ``PlaceholderRange``."""
+    if layout.is_led_causally:  # its embeddings are one of the time, latents and a view, with a token before the view
+        (start, _), *_, (_, last) = position.extract_embeds_range()
+        return [Span(start + 1, last + 1)]
     *latents, (first, last) = position.extract_embeds_range()  # inclusive, without the markers
     return [*(Span(start - 1, end + 2, True) for start, end in latents), Span(first - 1, last + 2)]
 
@@ -54,6 +52,19 @@ def positions_of(start: int, num_tokens: int, spans: Iterable[Span]) -> torch.Te
     for span in spans:
         positions -= (tokens.clamp(max=span.end - 1) - span.start).clamp(min=0)
     return positions
+
+
+def grid_positions(start: int, grid: tuple[int, int]) -> torch.Tensor:
+    """Rope positions of an image whose first token has the position ``start``: rows and columns, [2, N] int64.
+
+    The grid's middle is that of a line of as many tokens, behind which texts continue.
+
+    From: HunyuanImage 3.0 (arXiv:2509.23951), section 3.2 (generalized 2D RoPE).
+    """
+    rows, columns = grid
+    corners = [start + (rows * columns - side) / 2 for side in grid]
+    cells = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return torch.stack([(corner + cell).long().flatten() for corner, cell in zip(corners, cells, strict=True)])
 
 
 def pieces_of(start: int, num_tokens: int, spans: Iterable[Span]) -> Iterator[Piece]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.messages.canvas_step import GRID, LATENTS, NUM_STEPS, STEP
+from vllm_omni.messages.canvas_step import GRID, LATENTS, NUM_STEPS, STEP, Tail
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
@@ -42,6 +43,7 @@ from vllm_omni.model_executor.stage_model import (
     WritesPictures,
 )
 from vllm_omni.relay.hub import process_hub
+from vllm_omni.unified.layout import layout_of
 from vllm_omni.unified.spans import spans_of_media
 from vllm_omni.worker.attention_pieces import build_by_pieces
 from vllm_omni.worker.canvases import CanvasRunner, parts_of
@@ -98,7 +100,8 @@ class ARModelRunner(GPUModelRunner):
             self.use_aux_hidden_state_outputs = True
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
         self.frame_predictor = model if isinstance(model, PredictsFrames) else None
-        self.canvases = CanvasRunner(model, self.device) if isinstance(model, Denoises) else None
+        layout = layout_of(self.model_config.hf_config)
+        self.canvases = CanvasRunner(model, self.device, layout) if isinstance(model, Denoises) else None
         self.picture_tokens = PictureTokens(model) if isinstance(model, WritesPictures) else None
         if self.hub.options.edges and get_tensor_model_parallel_rank() == 0:
             self.hub.prepare()
@@ -129,7 +132,20 @@ class ARModelRunner(GPUModelRunner):
                 self._open_request(request)
         if isinstance(scheduler_output, StreamSchedulerOutput):
             self._extend_requests(scheduler_output)
+            self._set_tails(scheduler_output.tails)
         return super()._update_states(scheduler_output)
+
+    def _set_tails(self, tails: Mapping[str, Tail]) -> None:
+        """Take the ends of sequences that are not what was sampled here."""
+        for request_id, tail in tails.items():
+            state, end = self.requests[request_id], tail.start + len(tail.ids)
+            state.output_token_ids[tail.start - state.num_prompt_tokens :] = tail.ids
+            if (row := self.input_batch.req_id_to_index.get(request_id)) is not None:
+                self.input_batch.token_ids_cpu[row, tail.start : end] = tail.ids
+                self.input_batch.is_token_ids[row, tail.start : end] = True
+                self.input_batch.num_tokens_no_spec[row] = end
+            if self.canvases is not None:
+                self.canvases.note_tail(request_id, tail)
 
     def _open_request(self, request: NewRequestData) -> None:
         params = request.sampling_params
@@ -225,8 +241,9 @@ class ARModelRunner(GPUModelRunner):
         if self.canvases is not None:
             ids = self.input_batch.req_ids
             starts = self.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
-            spans = {one: spans_of_media(self.requests[one].mm_features) for one in ids}
-            self.canvases.parts = parts_of(ids, scheduler_output.num_scheduled_tokens, starts, spans, steps)
+            layout, scheduled = self.canvases.layout, scheduler_output.num_scheduled_tokens
+            spans = {one: spans_of_media(self.requests[one].mm_features, layout) for one in ids}
+            self.canvases.parts = parts_of(ids, scheduled, starts, spans, steps, layout)
             for row, request_id in enumerate(ids):
                 if request_id in steps:  # upstream would sample a token behind the step's last one
                     self.discard_request_mask.np[row] = True

@@ -15,11 +15,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from vllm_omni.messages.canvas_step import OWN, PICTURE, CanvasStep
+from vllm_omni.messages.canvas_step import OWN, PICTURE, CanvasStep, Tail
 from vllm_omni.model_executor.stage_model import Denoises, RequestInfo
 from vllm_omni.unified.flow import advance, combine, start_noise, timesteps
+from vllm_omni.unified.layout import MARKED, Layout
 from vllm_omni.unified.plan import WITHOUT_IMAGES, WITHOUT_TEXT, ImagePlan
-from vllm_omni.unified.spans import Piece, Span, latents_of, pieces_of, position_of, positions_of
+from vllm_omni.unified.spans import Piece, Span, grid_positions, latents_of, pieces_of, position_of, positions_of
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Part(NamedTuple):
     num_tokens: int
     spans: Sequence[Span]  # the images of its prompt
     step: CanvasStep | None  # None: it asks for no picture
+    layout: Layout = MARKED
 
     @property
     def has_canvas(self) -> bool:
@@ -57,7 +59,9 @@ class Part(NamedTuple):
     def pieces(self) -> list[Piece]:
         """How its tokens attend."""
         pieces = list(pieces_of(self.start, self.num_context, self.spans))
-        return [*pieces, Piece(self.num_tokens - self.num_context, False)] if self.has_canvas else pieces
+        if not self.has_canvas:
+            return pieces
+        return [*pieces, *self.layout.canvas_pieces(self.num_tokens - self.num_context)]
 
     def positions(self) -> Tensor:
         """For the rope, [num_tokens] int64: the tokens of a canvas share the one behind the context."""
@@ -72,7 +76,7 @@ class Part(NamedTuple):
             for first, end in latents_of(self.start, self.num_context, self.spans)
             for index in range(first, end)
         ]
-        return rows + list(range(self.canvas.start + 1, self.canvas.stop - 1))
+        return rows + list(range(self.canvas.start + 1, self.canvas.stop - self.layout.num_behind))
 
 
 class Report(NamedTuple):
@@ -90,8 +94,9 @@ class CanvasRunner:
         parts: of the current step, in the order of the batch.
     """
 
-    def __init__(self, model: Denoises, device: torch.device) -> None:
+    def __init__(self, model: Denoises, device: torch.device, layout: Layout = MARKED) -> None:
         self._model = model
+        self.layout = layout
         self._device = device
         self._pictures: dict[str, Picture] = {}
         self.parts: list[Part] = []
@@ -101,9 +106,22 @@ class CanvasRunner:
         if PICTURE not in info.args or info.request_id in self._pictures:
             return
         plan = msgspec.convert(info.args[PICTURE], ImagePlan)
-        noise = start_noise(plan.num_latents, self._model.num_canvas_channels, plan.seed)
         times = timesteps(plan.num_steps, plan.shift)
-        self._pictures[info.request_id] = Picture(plan, noise.to(self._device), times)
+        self._pictures[info.request_id] = Picture(plan, self._noise(plan), times)
+
+    def _noise(self, plan: ImagePlan) -> Tensor:
+        """The latents before the first step, [N, channels]."""
+        num_channels = self._model.num_canvas_channels
+        if self.layout.noise_by_channel:
+            return start_noise(num_channels, plan.num_latents, plan.seed).T.to(self._device)
+        return start_noise(plan.num_latents, num_channels, plan.seed).to(self._device)
+
+    def note_tail(self, request_id: str, tail: Tail) -> None:
+        """Take the size that the end of a sequence has chosen for its picture."""
+        if tail.grid is not None:
+            picture = self._pictures[request_id]
+            picture.plan = msgspec.structs.replace(picture.plan, grid=tail.grid)
+            picture.latents = self._noise(picture.plan)
 
     def remove(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -137,13 +155,17 @@ class CanvasRunner:
             return positions, {}
         positions, rows = positions.clone(), []
         for part in self.parts:
-            positions[part.row : part.row + part.num_tokens] = part.positions().to(positions.device)
+            if self.layout.shares_position:
+                positions[part.row : part.row + part.num_tokens] = part.positions().to(positions.device)
             rows += part.latent_rows()
             if part.has_canvas and part.step is not None:
                 picture = self._pictures[part.step.request_id]
                 time = picture.times[part.step.step].to(self._device)
                 canvas = self._model.embed_canvas(picture.latents, picture.plan.grid, time)
                 inputs_embeds[part.canvas] = canvas.to(inputs_embeds)
+                if not self.layout.shares_position:  # the other tokens have theirs from the model (``SupportsMRoPE``)
+                    cells = grid_positions(part.step.num_context + 1, picture.plan.grid)
+                    positions[1:, part.canvas.start + 1 : part.canvas.stop] = cells.to(positions.device)
         return positions, {"latent_rows": torch.tensor(rows, device=self._device)} if rows else {}
 
     def advance(self, hidden_states: Tensor) -> dict[str, Report]:
@@ -163,7 +185,9 @@ class CanvasRunner:
             picture = self._pictures.get(request_id)
             if picture is None:  # it was aborted while the step was scheduled
                 continue
-            picture.velocities[branch] = self._model.velocities(hidden_states[part.canvas][1:-1])
+            latents = hidden_states[part.canvas][1 : 1 + picture.plan.num_latents]
+            time = picture.times[step].to(self._device)
+            picture.velocities[branch] = self._model.velocities(latents, picture.plan.grid, time)
             if picture.velocities.keys() < set(together_with):
                 continue
             velocity = self._guided(picture, together_with)
@@ -198,10 +222,12 @@ def parts_of(
     starts: Sequence[int],
     spans: Mapping[str, Sequence[Span]],
     steps: Mapping[str, CanvasStep],
+    layout: Layout = MARKED,
 ) -> list[Part]:
     """The parts of a step, in the order of its batch."""
     parts, row = [], 0
     for request_id, start in zip(request_ids, starts, strict=True):
-        parts.append(Part(request_id, row, start, num_tokens[request_id], spans[request_id], steps.get(request_id)))
+        step = steps.get(request_id)
+        parts.append(Part(request_id, row, start, num_tokens[request_id], spans[request_id], step, layout))
         row += num_tokens[request_id]
     return parts

@@ -21,9 +21,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.prefaces import Prefaces
 from vllm_omni.messages.canvas_step import DENOISES, OWN, PICTURE, CanvasStep
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.unified.flow import timesteps
+from vllm_omni.unified.layout import MARKED, Layout
 from vllm_omni.unified.plan import ImagePlan
 from vllm_omni.unified.spans import Ranges, spans_of_media, whole_spans
 
@@ -87,6 +89,7 @@ class Canvases:
         add: the scheduler's ``add_request``, for branches.
         finish: likewise ``finish_requests``.
         has_spans: whether the tokens of an image of a prompt see each other (``unified/spans.py``).
+        layout: of the model's images.
         max_model_len: the engine's; a text ends where a longer one would leave no room for its picture.
     """
 
@@ -97,8 +100,11 @@ class Canvases:
         *,
         has_spans: bool,
         max_model_len: int,
+        layout: Layout = MARKED,
     ) -> None:
         self._has_spans = has_spans
+        self._layout = layout
+        self.prefaces = Prefaces(self._start, max_model_len)
         self._max_model_len = max_model_len
         self._add = add
         self._finish = finish
@@ -108,14 +114,16 @@ class Canvases:
         self._unserved: set[str] = set()  # branches whose canvas found no room in the last iteration
 
     def __bool__(self) -> bool:
-        return bool(self._pictures)
+        return bool(self._pictures or self.prefaces)
 
     # -- start and end of a request -----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Note the picture that a request asks for, and add the requests of its branches."""
         plan = plan_of(request)
-        if plan is not None and plan.end_of_text is None:
+        if plan is not None and plan.preface is not None:
+            self.prefaces.add(request, plan)
+        elif plan is not None and plan.end_of_text is None:
             self._start(request, plan)
         elif plan is not None:
             self._writing[request.request_id] = plan
@@ -142,7 +150,9 @@ class Canvases:
         self._pictures[request.request_id] = picture
         self._places[request.request_id] = picture, OWN
         for name in sorted(picture.later() - {OWN}):
-            branch = branch_of(request, name, plan.ranges(name), plan.added(name))
+            branch = branch_of(
+                request, name, plan.ranges(name), plan.added(name), plan.ids_without_text(request.all_token_ids)
+            )
             picture.branches[name] = branch
             self._places[branch.request_id] = picture, name
             self._add(branch)
@@ -153,6 +163,7 @@ class Canvases:
         Args:
             alive: the requests that have not.
         """
+        self.prefaces.end(alive)
         for request_id in [one for one in self._writing if one not in alive]:
             del self._writing[request_id]
         for request_id in [one for one in self._pictures if one not in alive]:
@@ -199,7 +210,7 @@ class Canvases:
             if end > request.num_tokens and end < self._num_context(picture, name) + picture.plan.num_canvas_tokens:
                 num_new_tokens = max(self._num_context(picture, name) - num_computed_tokens, 0)
         if self._has_spans and request.mm_features:
-            return whole_spans(num_computed_tokens, num_new_tokens, spans_of_media(request.mm_features))
+            return whole_spans(num_computed_tokens, num_new_tokens, spans_of_media(request.mm_features, self._layout))
         return num_new_tokens
 
     def is_held(self, request: Request) -> bool:
@@ -266,10 +277,12 @@ class Canvases:
         return picture.branches[name].num_tokens
 
 
-def branch_of(request: Request, name: str, ranges: Ranges, added: Sequence[int] = ()) -> Request:
-    """A request with parts of another's prompt, and tokens behind them."""
+def branch_of(
+    request: Request, name: str, ranges: Ranges, added: Sequence[int] = (), whole: list[int] | None = None
+) -> Request:
+    """A request with parts of another's prompt, and tokens behind them; or with other tokens in the places of all."""
     assert request.prompt_token_ids is not None, "a picture's context has ids"
-    ids = [token for start, end in ranges for token in request.prompt_token_ids[start:end]]
+    ids = whole or [token for start, end in ranges for token in request.prompt_token_ids[start:end]]
     features, offset = [], 0
     for start, end in ranges:
         for feature in request.mm_features:

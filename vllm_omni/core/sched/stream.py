@@ -33,6 +33,7 @@ from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, Str
 from vllm_omni.messages.timeline import TIMELINES
 from vllm_omni.relay import StreamReader
 from vllm_omni.relay.hub import RelayHub, process_hub
+from vllm_omni.unified.layout import layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,7 @@ class StreamScheduler(Scheduler):
             super().finish_requests,
             has_spans=denoises(self.vllm_config.model_config.hf_config),
             max_model_len=self.max_model_len,
+            layout=layout_of(self.vllm_config.model_config.hf_config),
         )
         self.token_pictures = TokenPictures(super().add_request, super().finish_requests)
         self.timelines = RequestTimelines(lambda: self.clock(), is_on=bool(additional_config.get(TIMELINES)))
@@ -343,6 +345,7 @@ class StreamScheduler(Scheduler):
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        new_token_ids, stopped = self.canvases.prefaces.note_tokens(request, new_token_ids, has_stopped=stopped)
         if stopped and self.canvases.start_behind_text(request):
             return [*new_token_ids[:-1], request.output_token_ids[-1]], False
         return [] if self.token_pictures.is_partner(request) else new_token_ids, stopped
@@ -354,15 +357,15 @@ class StreamScheduler(Scheduler):
         return self.canvases.limit(request, num_computed_tokens, num_new_tokens)
 
     def _with_canvases(self, output: SchedulerOutput) -> SchedulerOutput:
-        steps = self.canvases.take(output)
+        steps, tails = self.canvases.take(output), self.canvases.prefaces.take(output.num_scheduled_tokens)
         if not output.total_num_scheduled_tokens and self.waiting and (idle := self.canvases.idle()):
             # Branches that have been computed hold pages or slots for which those that they wait for are waiting.
             self.running.remove(idle[0])
             self._preempt_request(idle[0], time.monotonic())
         if isinstance(output, StreamSchedulerOutput):
-            output.canvases = steps
+            output.canvases, output.tails = steps, tails
             return output
-        return StreamSchedulerOutput(**vars(output), canvases=steps) if steps else output
+        return StreamSchedulerOutput(**vars(output), canvases=steps, tails=tails) if steps or tails else output
 
     def _with_token_pictures(self, output: SchedulerOutput) -> SchedulerOutput:
         step = self.token_pictures.take(output)

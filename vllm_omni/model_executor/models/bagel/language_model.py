@@ -115,7 +115,7 @@ class BagelLanguageModel(nn.Module, SupportsMultiModal):
         check_all_loaded(self, loaded)
         vae = load_vae(self._vae_file, self._settings)
         del vae.decoder  # another stage has it
-        self.vae = vae.to(self.lm_head.weight.device)
+        self.vae = vae.to(self.latents.vae2llm.weight.device)
         return loaded | {name for name, _ in self.named_parameters() if name.startswith("vae.")}
 
     # -- vLLM's model interface ---------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class BagelLanguageModel(nn.Module, SupportsMultiModal):
 
     def _embed_latents(self, pixels: Tensor) -> Tensor:
         """The mean of an image's latents as embeddings, [N, hidden_size], at the end of the flow."""
-        given = pixels[None].to(self.lm_head.weight.device, torch.float32)
+        given = pixels[None].to(self.latents.vae2llm.weight.device, torch.float32)
         mean = self.vae.encode(given).latent_dist.mean[0]
         latent = self._settings["scale_factor"] * (mean - self._settings["shift_factor"])
         grid = latent.shape[1] // 2, latent.shape[2] // 2
@@ -170,5 +170,5 @@ class BagelLanguageModel(nn.Module, SupportsMultiModal):
         start, end = self.model.embed_input_ids(self._marks.to(latents.device)).unsqueeze(1)
         return torch.cat([start, self.latents.embed(latents, grid, time), end])
 
-    def velocities(self, hidden_states: Tensor) -> Tensor:
+    def velocities(self, hidden_states: Tensor, grid: tuple[int, int], time: Tensor) -> Tensor:
         return self.latents.velocities(hidden_states)
