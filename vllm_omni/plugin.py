@@ -15,6 +15,12 @@ ARCHITECTURES = {
     "JanusImageDecoder": "vllm_omni.model_executor.models.janus.image_decoder:JanusImageDecoder",
     "JanusLanguageModel": "vllm_omni.model_executor.models.janus.language_model:JanusLanguageModel",
     "GlmImageLanguageModel": "vllm_omni.model_executor.models.glm_image.language_model:GlmImageLanguageModel",
+    "HunyuanImage3ImageDecoder": (
+        "vllm_omni.model_executor.models.hunyuan_image_3.image_decoder:HunyuanImage3ImageDecoder"
+    ),
+    "HunyuanImage3LanguageModel": (
+        "vllm_omni.model_executor.models.hunyuan_image_3.language_model:HunyuanImage3LanguageModel"
+    ),
     "MiMoAudioDecoder": "vllm_omni.model_executor.models.mimo_audio.decoder:MiMoAudioDecoder",
     "MiMoAudioLanguageModel": "vllm_omni.model_executor.models.mimo_audio.language_model:MiMoAudioLanguageModel",
     "Qwen2_5OmniThinker": "vllm_omni.model_executor.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
@@ -42,6 +48,7 @@ def register() -> None:
 
     from vllm_omni.config import DIFFUSERS
     from vllm_omni.model_executor.models.diffusers.hf_config import DiffusersConfigParser
+    from vllm_omni.model_executor.models.hunyuan_image_3.config import HunyuanConfig, HunyuanImage3Config
     from vllm_omni.model_executor.models.qwen3_tts.hf_config import MODEL_TYPE, Qwen3TTSConfig
 
     known = ModelRegistry.get_supported_archs()
@@ -51,6 +58,8 @@ def register() -> None:
 
     register_config_parser(DIFFUSERS)(DiffusersConfigParser)
     AutoConfig.register(MODEL_TYPE, Qwen3TTSConfig, exist_ok=True)
+    for config in (HunyuanImage3Config, HunyuanConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
 
     # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")

@@ -52,6 +52,16 @@ DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
             "language_model.enable_prefix_caching=false",
         ],
     ),
+    # A latency target that leaves no tokens beside a text.
+    "hasty": (
+        "base",
+        [
+            "language_model.max_num_batched_tokens=64",
+            "language_model.epd.tpot_ms=0.5",
+            "language_model.epd.patience=3",
+            "language_model.epd.min_prefill_tokens=4",
+        ],
+    ),
     "one": ("base", ["language_model.max_num_seqs=1", "language_model.max_num_batched_tokens=64"]),
 }
 
@@ -225,7 +235,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "one"))]
+    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "hasty", "one"))]
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     variant, overrides = DEPLOYMENTS[request.param]

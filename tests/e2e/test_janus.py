@@ -142,6 +142,7 @@ class Served(NamedTuple):
             assert list(output.outputs[0].token_ids) == expected, case.text
             return
         assert output.multimodal_output["picture_tokens"] == expected, case.text
+        assert output.outputs[0].finish_reason == "stop" and not output.outputs[0].text
         (image,) = output.multimodal_output["images"]
         difference = (image.int() - self.reference.image(expected).int()).abs().max()
         assert difference <= 1, f"{case.text}: {difference}"
@@ -230,7 +231,9 @@ async def test_an_abort_of_a_third_leaves_nothing_and_the_others_end(served: Ser
         ({"extra_args": {"image": {"num_inference_steps": 20}}}, "num_inference_steps = 20 has no effect"),
         ({"extra_args": {"image": {"negative_prompt": "cat"}}}, "negative_prompt = 'cat' has no effect"),
         ({"n": 2}, "n = 2: the answer is a picture"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs = 1: the answer is a picture"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: the answer is a picture"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs: the answer is a picture"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids: the answer is a picture"),
     ],
 )
 async def test_a_picture_that_cannot_be_written_is_rejected(served: Served, params: dict[str, Any], said: str) -> None:

@@ -173,6 +173,20 @@ def test_a_negative_text_stands_behind_what_the_branch_without_text_reads() -> N
     assert (plan.ranges(WITHOUT_IMAGES), plan.added(WITHOUT_IMAGES)) == (((15, 20),), ())
 
 
+def test_steps_are_reported_for_their_progress_and_for_their_previews() -> None:
+    for progress, every, reported, previews in [
+        (False, 0, [], []),
+        (True, 0, [1, 2, 3, 4, 5], []),
+        (False, 2, [2, 4], [2, 4]),
+        (True, 3, [1, 2, 3, 4, 5], [3]),
+        (False, 9, [], []),
+    ]:
+        plan = make_plan(num_steps=6, progress=progress, preview_every=every)
+        with case(progress, every):
+            assert [step for step in range(1, 6) if plan.is_reported(step)] == reported
+            assert [step for step in range(1, 6) if plan.has_preview(step)] == previews
+
+
 # -- room -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,11 @@ PIPELINE_GROUP = "vllm_omni.pipelines"  # see added_pipelines
 DIFFUSERS = "diffusers"  # the model type, and vLLM's config format, of every directory in diffusers' layout
 LANGUAGE = "language"  # the model type of every checkpoint that has no pipeline here and that vLLM knows
 MODEL_INDEX = "model_index.json"
-# Architecture -> the model type of its checkpoints, which name another model's: the layers they share.
-OF_ARCHITECTURE = dict.fromkeys(("MiMoAudioModel", "MiMoV2ASRForCausalLM"), "mimo_audio")
+# Architecture -> the model type of its checkpoints, which name another one: that of layers they share, or of a size.
+OF_ARCHITECTURE = {
+    **dict.fromkeys(("MiMoAudioModel", "MiMoV2ASRForCausalLM"), "mimo_audio"),
+    "HunyuanImage3ForCausalMM": "hunyuan_image_3",
+}
 # Class in ``model_index.json`` -> the model type of its checkpoints, where they are more than one stage.
 OF_PIPELINE = {"GlmImagePipeline": "glm_image"}
 # Model type -> that of its checkpoints whose ``enable_audio_output`` is false: they have no talker.

@@ -30,6 +30,7 @@ PIPELINES = {
     "diffusers": "vllm_omni.model_executor.models.diffusers.pipeline:DiffusersPipeline",
     "janus": "vllm_omni.model_executor.models.janus.pipeline:JanusPipeline",
     "glm_image": "vllm_omni.model_executor.models.glm_image.pipeline:GlmImagePipeline",
+    "hunyuan_image_3": "vllm_omni.model_executor.models.hunyuan_image_3.pipeline:HunyuanImage3Pipeline",
     "language": "vllm_omni.model_executor.models.language.pipeline:LanguagePipeline",
     "mimo_audio": "vllm_omni.model_executor.models.mimo_audio.pipeline:MiMoAudioPipeline",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.pipeline:Qwen2_5OmniPipeline",

@@ -180,13 +180,8 @@ class Canvases:
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
-    def prepare(self, running: list[Request]) -> list[Request]:
-        """Let each branch whose context is computed, and which the current step needs, be scheduled with its canvas.
-
-        Returns:
-            the running requests in the order in which they are scheduled: a canvas that found no room in the last
-            iteration comes first, as it needs its tokens of one iteration together.
-        """
+    def prepare(self) -> None:
+        """Let each branch whose context is computed, and which the current step needs, be scheduled with its canvas."""
         for picture in self._pictures.values():
             later = picture.later()
             self._drop(picture, [one for one in picture.branches if one not in later])
@@ -196,10 +191,30 @@ class Canvases:
                     num_context = self._num_context(picture, name)
                     request.num_computed_tokens = min(request.num_computed_tokens, num_context)
                     request.spec_token_ids = [0] * (num_context + picture.plan.num_canvas_tokens - request.num_tokens)
-        # Upstream replaces its list when several requests are finished at once, so this one may still have them.
-        running = [request for request in running if not request.is_finished()]
-        first = [request for request in running if request.request_id in self._unserved]
-        return first + [request for request in running if request.request_id not in self._unserved]
+
+    def in_order(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests in the order in which they are scheduled: a canvas that found no room in the last iteration comes
+        first, as it needs its tokens of one iteration together.
+        """
+        first = [request for request in requests if request.request_id in self._unserved]
+        return first + [request for request in requests if request.request_id not in self._unserved]
+
+    def owns(self, request: Request) -> bool:
+        """Whether the request is a picture, or a branch of one, and generates no text now."""
+        return request.request_id in self._places
+
+    def num_together(self, request: Request) -> int:
+        """How many of the request's next tokens only one iteration can compute: a canvas, or an image of the prompt; 1:
+        any number.
+        """
+        num_computed = request.num_computed_tokens
+        if num_canvas := len(request.spec_token_ids):
+            return request.num_tokens + num_canvas - num_computed
+        if self._has_spans and request.mm_features:
+            for span in spans_of_media(request.mm_features):
+                if span.start <= num_computed < span.end:
+                    return span.end - num_computed
+        return 1
 
     def limit(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """How many of the next tokens a step may compute: no part of an image of the prompt, or of a canvas."""

@@ -1,12 +1,14 @@
 """``EPDScheduler``: encode, prefill and decode are batched by stage, within budgets that keep tokens coming.
 
-From: HydraInfer, section 4.2, Algorithm 1, with four corrections:
+From: HydraInfer, section 4.2, Algorithm 1, with five corrections:
 
 * Lines 16 to 19 admit new text only while a prefill already runs, so that an engine without one never starts. Here new
   text is admitted whenever tokens of the budget are left.
 * Its loops over the waiting queue do not end on one that runs empty. Here they do.
 * While new prefills keep coming, its encodes never run. Here an encode is deferred for at most ``patience`` steps in a
   row, and with SLOs only for first tokens that it would make late.
+* A canvas, and an image whose tokens see each other, has its tokens of one iteration together, however few the budget
+  allows: beside decodes, ``patience`` iterations in a row may leave it out.
 * ``n_e < tau_e`` is tested before a request's images are added, so that all but one of them may exceed it. Here an
   image that does not fit waits, unless it is the only one of its batch.
 
@@ -28,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig, encodes_in_thread
 from vllm_omni.core.sched import unqueued
+from vllm_omni.core.sched.canvases import plan_of
 from vllm_omni.core.sched.image_cache import ImageCache
 from vllm_omni.core.sched.profile import Profile, make_profile
 from vllm_omni.core.sched.stream import StreamScheduler
@@ -79,6 +82,7 @@ class EPDScheduler(StreamScheduler):
         self.budgets: Budgets | None = None
         self.deadlines = Deadlines(self.epd.patience, self._seconds_to_token)
         self.iterations = Iterations()
+        self._num_deferred = 0  # iterations in a row without what has its tokens together
         self.profile: Profile | None = None
         self._encodes_in_thread = encodes_in_thread(self.vllm_config)
         self.pacing = EncodePacing(self.epd, self.deadlines, is_threaded=self._encodes_in_thread)
@@ -160,7 +164,8 @@ class EPDScheduler(StreamScheduler):
         if is_new and not self._is_for_queue(request):
             return
         super().add_request(request)
-        if self.budgets is not None and request.request_id not in self.deadlines:
+        # A picture has no first token to wait for.
+        if self.budgets is not None and request.request_id not in self.deadlines and plan_of(request) is None:
             params = request.sampling_params
             self.deadlines.add_request(request, params.extra_args if params is not None else None, self.epd.slo)
 
@@ -213,7 +218,8 @@ class EPDScheduler(StreamScheduler):
         of_decodes = load_of_decodes(decodes)
         limit_s = self.deadlines.limit_s(self.budgets, decodes, of_decodes, prefills, self.waiting, now)
         upstream_budget = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = min(upstream_budget, self._token_budget(of_decodes, prefills, limit_s))
+        budget = self._with_room(self._token_budget(of_decodes, prefills, limit_s), of_decodes.num_decodes, prefills)
+        self.max_num_scheduled_tokens = min(upstream_budget, budget)
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -226,15 +232,34 @@ class EPDScheduler(StreamScheduler):
 
     def _put_in_order(self, now: float) -> tuple[list[Request], list[Request]]:
         """Put decodes first, and other requests in the order of their deadlines; returns (decodes, prefills)."""
-        decodes = [request for request in self.running if not request.is_prefill_chunk]
-        prefills = [request for request in self.running if request.is_prefill_chunk]
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            is_decode = not request.is_prefill_chunk and not self.canvases.owns(request)
+            (decodes if is_decode else prefills).append(request)
         if len(self.deadlines):
             prefills = self.deadlines.in_order(prefills, now)
             # Under the priority policy, the operator's order stands.
             if self.policy is SchedulingPolicy.FCFS and len(self.waiting) > 1:
                 self.waiting = FCFSRequestQueue(self.deadlines.in_order(self.waiting, now))
+        prefills = self.canvases.in_order(prefills)
         self.running = decodes + prefills
         return decodes, prefills
+
+    def _order_of_canvases(self) -> list[Request]:
+        return super()._order_of_canvases() if self.budgets is None else self.running
+
+    def _with_room(self, budget: int, num_decodes: int, prefills: list[Request]) -> int:
+        """The budget of tokens, raised where what has its tokens together would wait for too long.
+
+        What an iteration then computes is more than the latency targets allow; ``EPDConfig.patience`` says how often.
+        """
+        next_ones = prefills or [one for one in self.waiting if not self.canvases.is_held(one)][:1]
+        self.canvases.prepare()
+        needed = num_decodes + max(map(self.canvases.num_together, next_ones), default=0)
+        is_deferred = budget < needed and num_decodes > 0 and self._num_deferred < self.epd.patience
+        self._num_deferred = self._num_deferred + 1 if is_deferred else 0
+        return budget if is_deferred else max(budget, needed)
 
     def _token_budget(self, load: LanguageLoad, prefills: list[Request], limit_s: float | None) -> int:
         assert self.budgets is not None

@@ -286,7 +286,8 @@ class StreamScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started_at = self.clock()
         if self.canvases:
-            self.running = self.canvases.prepare(self.running)
+            self.canvases.prepare()
+            self.running = self._order_of_canvases()
         output = self._schedule_open(throttle_prefills) if self.gates else super().schedule(throttle_prefills)
         if self.canvases:
             output = self._with_canvases(output)
@@ -348,13 +349,16 @@ class StreamScheduler(Scheduler):
         new_token_ids, stopped = self.canvases.prefaces.note_tokens(request, new_token_ids, has_stopped=stopped)
         if stopped and self.canvases.start_behind_text(request):
             return [*new_token_ids[:-1], request.output_token_ids[-1]], False
-        return [] if self.token_pictures.is_partner(request) else new_token_ids, stopped
+        return self.token_pictures.reported(request, new_token_ids), stopped
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         # Upstream's last word on how many tokens of a request a step has, for running and for waiting requests.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         num_new_tokens = self.token_pictures.limit(request, num_computed_tokens, num_new_tokens)
         return self.canvases.limit(request, num_computed_tokens, num_new_tokens)
+
+    def _order_of_canvases(self) -> list[Request]:
+        return self.canvases.in_order(self.running)
 
     def _with_canvases(self, output: SchedulerOutput) -> SchedulerOutput:
         steps, tails = self.canvases.take(output), self.canvases.prefaces.take(output.num_scheduled_tokens)

@@ -92,9 +92,17 @@ class TokenPictures:
                 del self._partners[request_id], self._partners[partner.request_id]
                 self._finish([partner.request_id], RequestStatus.FINISHED_ABORTED)
 
-    def is_partner(self, request: Request) -> bool:
-        """Whether a request is a partner, whose tokens are those of another."""
-        return request.request_id in self._partners and request.request_id not in self._pictures
+    def reported(self, request: Request, new_token_ids: list[int]) -> list[int]:
+        """The new tokens of a request that are reported: none of a partner.
+
+        A picture that has ended with its last token is not reported as one that was cut off.
+        """
+        if request.request_id in self._pictures:
+            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+                request.status = RequestStatus.FINISHED_STOPPED
+        elif request.request_id in self._partners:
+            return []
+        return new_token_ids
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class Backbone(nn.Module):
         )
         self.ln_f = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         half = config.head_dim // 2
-        self._rates = 1.0 / config.rope_theta ** (torch.arange(half, dtype=torch.float32, device="cpu") / half)
+        self._rates = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(half, dtype=torch.float32, device="cpu") / half)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.wte(input_ids)
@@ -219,7 +219,7 @@ def split_weights(config: PreTrainedConfig, weights: Iterable[tuple[str, Tensor]
         if ".qkv_proj." in name:
             rows = tensor.unflatten(0, (config.num_key_value_heads, group + 2, config.head_dim))
             for letter, part in (("q", rows[:, :group]), ("k", rows[:, group]), ("v", rows[:, group + 1])):
-                yield name.replace("qkv_proj", f"{letter}_proj"), part.flatten(0, -tensor.dim())
+                yield name.replace("qkv_proj", f"qkv_proj.{letter}"), part.flatten(0, -tensor.dim())
         elif ".gate_and_up_proj." in name:
             up, gate = tensor.chunk(2)
             yield name.replace("gate_and_up_proj", "gate_proj"), gate

@@ -18,6 +18,9 @@ TIMESTEP, MASK = "<timestep>", "<cfg>"
 THINK, RECAPTION, RECAPTION_END = "<think>", "<recaption>", "</recaption>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
 
+DEFAULT_THETA = 10000.0  # of the rope
+AXES = [0, 1, 1]  # for vLLM, whose M-RoPE has three axes: the model reads two, and shares of frequencies are its own
+
 PIXELS_PER_TOKEN = 16  # in each direction
 NUM_STEPS_BETWEEN = 16  # sizes between a square and the longest picture
 
@@ -27,10 +30,15 @@ class HunyuanImage3Config(PreTrainedConfig):
 
     model_type = MODEL_TYPE
 
-    def __init__(self, rope_scaling: Any = None, rope_theta: float = 10000.0, **kwargs: Any) -> None:
-        """``rope_scaling`` says that positions have two axes, which the published code has for all checkpoints."""
-        super().__init__(**kwargs)
-        self.rope_theta = rope_theta
+    rope_parameters: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        # The file's ``rope_scaling`` has a type that only the published code knows (``AXES``).
+        given = {**config_dict}
+        given.pop("rope_scaling", None)
+        rope = {"rope_type": "default", "rope_theta": float(given.pop("rope_theta", DEFAULT_THETA))}
+        return super().from_dict({**given, "rope_parameters": rope}, **kwargs)
 
 
 class HunyuanConfig(HunyuanImage3Config):

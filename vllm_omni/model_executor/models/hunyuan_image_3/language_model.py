@@ -24,7 +24,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm_omni.messages.canvas_step import DENOISES
 from vllm_omni.model_executor.models.hunyuan_image_3.autoencoder import Encoder
 from vllm_omni.model_executor.models.hunyuan_image_3.backbone import Backbone, split_weights
-from vllm_omni.model_executor.models.hunyuan_image_3.config import IMAGE, Sizes, TokenIds
+from vllm_omni.model_executor.models.hunyuan_image_3.config import AXES, IMAGE, Sizes, TokenIds
 from vllm_omni.model_executor.models.hunyuan_image_3.latents import LatentEmbedder, tokens_of
 from vllm_omni.model_executor.models.hunyuan_image_3.processing import (
     PIXELS,
@@ -48,10 +48,7 @@ def language_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if hasattr(config, "image_base_size"):  # vLLM also passes a dummy, to ask whether the model type changes
         config.architectures = [ARCHITECTURE]
         config.head_dim = config.attention_head_dim
-        third = config.head_dim // 6
-        sections = [config.head_dim // 2 - 2 * third, third, third]  # read as "positions have axes", and by nothing else
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta, "mrope_section": sections}
-        config.rope_parameters = rope
+        config.rope_parameters = {**config.rope_parameters, "mrope_section": AXES}
         # Images see each other by the runner's own metadata (``worker/canvases.py``), which all backends can.
         config.is_mm_prefix_lm = False
         setattr(config, DENOISES, True)
@@ -72,9 +69,9 @@ class HunyuanImage3LanguageModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
-            ".q_proj": (".qkv_proj", "q"),
-            ".k_proj": (".qkv_proj", "k"),
-            ".v_proj": (".qkv_proj", "v"),
+            ".qkv_proj.q": (".qkv_proj", "q"),
+            ".qkv_proj.k": (".qkv_proj", "k"),
+            ".qkv_proj.v": (".qkv_proj", "v"),
             ".shared_mlp.gate_proj": (".shared_mlp.gate_up_proj", 0),
             ".shared_mlp.up_proj": (".shared_mlp.gate_up_proj", 1),
         },

@@ -96,7 +96,7 @@ class JanusPipeline(Pipeline):
         if "picture_tokens" not in wanted:
             return {}
         ids: list[int] = request.prompt["prompt_token_ids"]
-        if ids[-1] != self.image_start:
+        if ids[-1:] != [self.image_start]:
             said = f"its prompt must end with {IMAGE_START}; for a text, give modalities ['text']"
             raise InvalidRequest(f"the answer is a picture: {said}")
         if request.prompt.get("mm_placeholders"):
@@ -157,10 +157,8 @@ def _check(params: SamplingParams) -> None:
     """Raises:
     InvalidRequest: a parameter of texts has no meaning for the tokens of a picture.
     """
-    for name, value in (
-        ("n", params.n if params.n > 1 else None),
-        ("prompt_logprobs", params.prompt_logprobs),
-        ("structured_outputs", params.structured_outputs),
-    ):
-        if value is not None:
-            raise InvalidRequest(f"{name} = {value!r}: the answer is a picture: leave it out", param=name)
+    if params.n > 1:
+        raise InvalidRequest(f"n = {params.n}: the answer is a picture; give num_outputs_per_prompt", param="n")
+    for name in ("prompt_logprobs", "structured_outputs", "allowed_token_ids"):
+        if getattr(params, name) is not None:
+            raise InvalidRequest(f"{name}: the answer is a picture, which it has no meaning for", param=name)
