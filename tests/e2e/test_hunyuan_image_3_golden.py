@@ -95,5 +95,4 @@ async def test_the_latents_are_those_of_the_original(omni: AsyncOmni, name: str)
     output = await ask(omni, name, "latents")
     (made,), (expected,) = output.multimodal_output["latents"], golden(name)["denoise.latents"][-1]
     difference = (made - expected).abs().max() / expected.abs().max()
-    print("DIFF", name, float(difference))
     assert difference <= RELATIVE, f"{name}: {difference:.1e}"

@@ -55,7 +55,13 @@ def chat_template(named_tokens: Mapping[str, str]) -> str:
 
 
 def make_tokenizer(
-    alphabet: Sequence[str], special_tokens: Sequence[str], named_tokens: Mapping[str, str], num_extra_tokens: int = 0
+    alphabet: Sequence[str],
+    special_tokens: Sequence[str],
+    named_tokens: Mapping[str, str],
+    num_extra_tokens: int = 0,
+    *,
+    eos_token: str = "<|im_end|>",
+    pad_token: str = "<|endoftext|>",
 ) -> PreTrainedTokenizerFast:
     """One token per byte, then unused ones, then the special tokens; without merges.
 
@@ -71,8 +77,8 @@ def make_tokenizer(
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token=eos_token,
+        pad_token=pad_token,
         extra_special_tokens=dict(named_tokens),
         model_max_length=32768,
     )
