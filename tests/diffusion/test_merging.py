@@ -93,6 +93,13 @@ def test_a_list_of_one_is_repeated_for_all_rows_and_must_be_equal_in_a_group():
     assert merge(same, RULE)[0]["shapes"] == [(1, 4, 4)] * 3
 
 
+def test_an_argument_that_is_unused_for_some_values_excludes_calls_with_others():
+    rule = MergeRule(rows=("x", "text"), unused_if={"cache": lambda cache: cache == {}})
+    assert key(make_call(cache={}), rule) == key(make_call(cache={}), rule)
+    with pytest.raises(Unmergeable, match="cache is in use"):
+        key(make_call(cache={"keys": 1}), rule)
+
+
 def test_shared_tensors_must_be_equal():
     ids = torch.arange(4)
     assert key(make_call(ids=ids)) == key(make_call(ids=ids.clone())) != key(make_call(ids=ids + 1))

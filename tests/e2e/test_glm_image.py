@@ -152,6 +152,15 @@ async def test_an_abort_leaves_nothing_and_the_others_end(served: Served) -> Non
     await until_idle(served)
 
 
+async def test_requests_share_calls_of_the_transformer(served: Served) -> None:
+    (case,) = (case for case in CASES if case.name == "tall")
+    engine = served.omni.orchestrator.front("diffusion")
+    (before,) = await engine.llm.collective_rpc("diffusion_statistics")
+    await asyncio.gather(*(ask(served, case, seed=seed, num_inference_steps=30) for seed in (1, 2)))
+    (after,) = await engine.llm.collective_rpc("diffusion_statistics")
+    assert after["widths"].get(2, 0) > before["widths"].get(2, 0)
+
+
 async def test_the_seed_of_a_request_is_that_of_its_codes(served: Served) -> None:
     (case,) = (case for case in CASES if case.name == "tall")
     first, second, other = [

@@ -1,8 +1,8 @@
 """HunyuanImage-3 served through the graph, against outputs of the original code
 (``tests/reference/test_hunyuan_image_3.py``).
 
-Pictures are equal to the last bit but for bytes that rounding sets one off, and latents to 1e-5 of their maximum; all ids
-of texts are equal. Given images have the recorded latents, which have noise: the server reads the mean of their
+Pictures are equal to the last bit but for bytes that rounding sets one off, and latents to 1e-5 of their maximum; all
+ids of texts are equal. Given images have the recorded latents, which have noise: the server reads the mean of their
 distribution.
 """
 
@@ -29,7 +29,12 @@ pytestmark = [*MARKS, pytest.mark.skipif(not FLOWS, reason=f"no outputs of the o
 @pytest.fixture(scope="module")
 def omni() -> Iterator[AsyncOmni]:
     with engine_threads():
-        settings = ["dtype=float32", "max_model_len=512", "max_num_batched_tokens=256", "kv_cache_memory_bytes=16777216"]
+        settings = [
+            "dtype=float32",
+            "max_model_len=512",
+            "max_num_batched_tokens=256",
+            f"kv_cache_memory_bytes={16 << 20}",
+        ]
         omni = AsyncOmni(GOLDEN / "checkpoint", stage_overrides=[f"language_model.{one}" for one in settings])
         yield omni
         omni.shutdown()

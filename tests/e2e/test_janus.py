@@ -40,6 +40,16 @@ DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
             "language_model.enable_prefix_caching=false",
         ],
     ),
+    # A latency target that leaves few tokens beside a text.
+    "hasty": (
+        "base",
+        [
+            "language_model.max_num_batched_tokens=64",
+            "language_model.epd.tpot_ms=0.5",
+            "language_model.epd.patience=3",
+            "language_model.epd.min_prefill_tokens=4",
+        ],
+    ),
     "two": ("base", ["language_model.max_num_seqs=2", "language_model.max_num_batched_tokens=24"]),
 }
 
@@ -149,7 +159,8 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "two"))]
+    scope="module",
+    params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "hasty", "two"))],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     variant, overrides = DEPLOYMENTS[request.param]

@@ -194,7 +194,8 @@ class Reference:
             noise: the draw of the auto-encoder's posterior, [z, rows, columns]; None: its mean.
         """
         ratio = self.ratio_of(image.height, image.width)
-        image = fitted(image.convert("RGB"), self.size_of(ratio))
+        height, width = (side * PIXELS_PER_TOKEN for side in self.grid_of(ratio))
+        image = fitted(image.convert("RGB"), (height, width))
         mean, std = self.encode_pixels(pixels_of(image))
         latents = (mean if noise is None else mean + std * noise) * self.config["vae"]["scaling_factor"]
         names = ("patch_size", "max_num_patches", "image_mean", "image_std", "resample")

@@ -1,7 +1,7 @@
 """Pictures in a runner's steps: which rows they have, and how their latents advance.
 
-The model adds and multiplies: a canvas is embedded as its latents beside the time, a context multiplies every row by a
-number of its own, and a velocity is the sum of latents and time.
+The model adds: a canvas is embedded as its latents beside the time, a context adds a number of its own to every row,
+and a velocity is the sum of latents and time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ NUM_CHANNELS = 2
 NUM_CONTEXT = 5
 START, END = -1.0, -2.0
 ALL = (OWN, WITHOUT_TEXT, WITHOUT_IMAGES)
-CONTEXTS = {OWN: 1.0, WITHOUT_TEXT: 0.5, WITHOUT_IMAGES: -0.25}
+CONTEXTS = {OWN: 0.0, WITHOUT_TEXT: 0.5, WITHOUT_IMAGES: -0.25}
 CPU = torch.device("cpu")
 
 
@@ -94,7 +94,7 @@ def reports_of(runner: CanvasRunner, *steps: CanvasStep, contexts: Mapping[str, 
     runner.fill(hidden, torch.arange(len(hidden)))
     for part in runner.parts:
         assert part.step is not None
-        hidden[part.canvas] *= contexts[part.step.branch]
+        hidden[part.canvas] += contexts[part.step.branch]
     return runner.advance(hidden)
 
 
@@ -107,7 +107,7 @@ def latents_of(plan: ImagePlan, branches: Iterable[Sequence[str]], contexts: Map
     latents = start_noise(plan.num_latents, NUM_CHANNELS, plan.seed)
     times = timesteps(plan.num_steps, plan.shift)
     for names, (now, after) in zip(branches, pairwise(times), strict=True):
-        of = {name: contexts[name] * (latents + now) for name in names}
+        of = {name: latents + now + 2 * contexts[name] for name in names}
         velocity = of[OWN]
         if WITHOUT_TEXT in of:
             without_images = of.get(WITHOUT_IMAGES, of[OWN]) if plan.guidance.image_scale > 1 else None

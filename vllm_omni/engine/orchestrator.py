@@ -341,6 +341,7 @@ class Orchestrator:
         plan = self.plan_of(graph)
         outputs = self.outputs_of(modalities, graph)
         slos = self._slos_of(params)
+        self._check_limits(params)
         self.check_health(self.stages_of(outputs.values(), graph))
         context = RequestContext(
             request_id,
@@ -440,6 +441,16 @@ class Orchestrator:
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)
         return call
+
+    def _check_limits(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> None:
+        """Check the parameters of diffusion stages, before other stages compute what they read.
+
+        Raises:
+            InvalidRequest: one exceeds the deployment's limits.
+        """
+        for name, of_stage in params.items():
+            if isinstance(of_stage, DiffusionParams):
+                of_stage.validate(self.config.stage(name).diffusion_config.limits)
 
     def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
         """The request's latency targets, by stage that has any.

@@ -162,7 +162,7 @@ def make_language_model(shape: GlmImageShape) -> GlmImageForConditionalGeneratio
             "num_hidden_layers": shape.num_layers,
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": 32768,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,

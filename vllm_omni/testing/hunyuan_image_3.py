@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_omni.model_executor.models.hunyuan_image_3.autoencoder import AutoEncoder
 from vllm_omni.model_executor.models.hunyuan_image_3.latents import LatentEmbedder
@@ -31,7 +31,6 @@ MARKS = (
 )  # fmt: skip
 ENDS = ("<|endoftext|>", "</recaption>")
 HEAD_SCALE = 3.0  # margins between the best ids that rounding does not cross
-END_SCALE = 1.4  # of the logits that end a text
 ROUTER_SCALE = 2.0  # margins between the best experts, likewise
 
 
@@ -56,6 +55,7 @@ class HunyuanImage3Shape:
     vit_places: int = 16
     latent_channels: int = 16
     vae_channels: tuple[int, ...] = (32, 32, 32, 32, 32)
+    end_scale: float = 1.4  # of the logits that end a text
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ VARIANTS = {
     "deep": HunyuanImage3Shape(
         hidden_size=96, num_layers=3, num_heads=3, num_kv_heads=3, num_experts=6, top_k=3, expert_size=96,
         num_shared_experts=2, num_extra_tokens=7, image_base_size=80, inner_size=64, vit_size=48, vit_layers=1,
-        vit_places=9, latent_channels=32, vae_channels=(32, 64, 64, 64, 64),
+        vit_places=9, latent_channels=32, vae_channels=(32, 64, 64, 64, 64), end_scale=1.7,
     ),
     "wide": HunyuanImage3Shape(
         hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64, num_experts=8, expert_size=512,
@@ -97,7 +97,7 @@ def build(path: Path, *, seed: int = 0, variant: str = "base", shape: HunyuanIma
     tensors = {name: _noise(name, one, generator) for name, one in _shapes(shape, config)}
     head = tensors["lm_head.weight"].mul_(HEAD_SCALE)
     for token in MARKS:
-        head[shape.token_id(token)] *= END_SCALE if token in ENDS else 0.0
+        head[shape.token_id(token)] *= shape.end_scale if token in ENDS else 0.0
     head[shape.token_id(f"<img_size_{shape.image_base_size}>")] = 0.0
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -203,7 +203,7 @@ def _shapes(shape: HunyuanImage3Shape, config: dict[str, Any]) -> Iterator[tuple
         for name, inner in {**experts, "shared_mlp": shape.expert_size * shape.num_shared_experts}.items():
             yield f"{layer}.mlp.{name}.gate_and_up_proj.weight", (2 * inner, size)
             yield f"{layer}.mlp.{name}.down_proj.weight", (size, inner)
-    parts = [
+    parts: list[tuple[str, nn.Module]] = [
         ("", LatentEmbedder(shape.latent_channels, shape.inner_size, size)),
         ("", ImageViews(config["vit"], size)),
         ("vae.", AutoEncoder(config["vae"])),

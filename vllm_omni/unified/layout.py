@@ -20,8 +20,8 @@ class Layout(NamedTuple):
     """A canvas is latents behind one token, and in front of ``num_behind``.
 
     Attributes:
-        shares_position: whether all tokens of an image have one rope position; else positions have two axes, and latents
-            stand on a grid (``spans.grid_positions``).
+        shares_position: whether all tokens of an image have one rope position; else positions have two axes, and
+            latents stand on a grid (``spans.grid_positions``).
         is_led_causally: whether the token in front of latents sees only those before it; else it is one of the image.
         noise_by_channel: whether the noise of a picture is drawn channel by channel, rather than token by token.
     """

@@ -4,7 +4,7 @@
 
 l are the logits with the whole prompt, l_0 those with the unconditional one.
 
-From: Janus-Pro (arXiv:2501.17811) and Janus (arXiv:2410.13848), section 3.3.
+From: Janus (arXiv:2410.13848) and Janus-Pro (arXiv:2501.17811).
 """
 
 from __future__ import annotations

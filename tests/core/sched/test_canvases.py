@@ -123,7 +123,8 @@ class World:
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def schedule(self, budget: int = 1000) -> SchedulerOutput:
-        self.running = self.canvases.prepare(self.running)
+        self.canvases.prepare()
+        self.running = self.canvases.in_order(self.running)
         output = SchedulerOutput.make_empty()
         left = budget
         for request in self.running:
@@ -183,6 +184,13 @@ def test_a_request_without_a_picture_is_left_alone() -> None:
     assert world.step() == {} and world.num_scheduled == {"a": NUM_PROMPT}
     assert not world.canvases.is_held(world.requests["a"])
     assert world.canvases.idle() == []
+
+
+def test_a_picture_and_its_branches_write_no_text() -> None:
+    texts = [make_request("c"), make_request("d", make_plan(end_of_text=END_OF_TEXT))]
+    world = World(make_request("a", make_plan()), *texts)
+    owned = {name for name, request in world.requests.items() if world.canvases.owns(request)}
+    assert owned == {"a", "a#text", "a#image"}
 
 
 def test_a_plan_is_read_from_the_arguments_of_the_stage() -> None:
@@ -289,6 +297,13 @@ def test_a_text_behind_a_canvas_that_found_no_room_is_computed_beside_it() -> No
     world.requests["c"].append_output_token_ids(5)
     world.step(budget=CANVAS)
     assert world.num_scheduled == {"a": CANVAS}
+
+
+def test_other_requests_keep_their_order() -> None:
+    world = running_world(make_request("a", make_plan()), make_request("b", PLAIN), make_request("c"))
+    assert world.canvas_steps(budget=CANVAS) == [("a#own", 0)]
+    order = [one.request_id for one in world.canvases.in_order([world.requests[one] for one in "cba"])]
+    assert order == ["b", "c", "a"]
 
 
 def test_a_preempted_branch_continues_with_its_step() -> None:
@@ -427,6 +442,30 @@ def test_images_of_a_branch_are_not_cut_either() -> None:
     world = World(make_request("a", make_plan(), images=[make_image("one", 0, 3)]), has_spans=True)
     branch = world.branch(WITHOUT_TEXT)
     assert [world.canvases.limit(branch, 0, number) for number in range(6)] == [0, 0, 0, 0, 0, 5]
+
+
+def test_a_canvas_is_computed_together() -> None:
+    world = World(make_request("a", make_plan(without_text=())), make_request("c"))
+    requests = [world.requests[one] for one in ("a", "a#image", "a#text", "c")]
+    world.canvases.prepare()
+    assert [world.canvases.num_together(one) for one in requests] == [1, 1, 1, 1]
+    world.step()
+    world.canvases.prepare()
+    assert [world.canvases.num_together(one) for one in requests] == [CANVAS, CANVAS, CANVAS, 1]
+
+
+def test_an_image_of_a_prompt_is_computed_together() -> None:
+    images = [make_image("one", 2, 2, 3), make_image("two", 12, 1)]
+    request = make_request("a", num_prompt=20, images=images)
+    for has_spans, expected in (
+        (True, [1, 1, 4, 3, 2, 1, 5, 4, 3, 2, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1]),
+        (False, [1] * 20),
+    ):
+        world = World(request, has_spans=has_spans)
+        made = []
+        for request.num_computed_tokens in range(20):
+            made.append(world.canvases.num_together(request))
+        assert made == expected
 
 
 # -- order of admission -----------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class Canvases:
         if num_canvas := len(request.spec_token_ids):
             return request.num_tokens + num_canvas - num_computed
         if self._has_spans and request.mm_features:
-            for span in spans_of_media(request.mm_features):
+            for span in spans_of_media(request.mm_features, self._layout):
                 if span.start <= num_computed < span.end:
                     return span.end - num_computed
         return 1

@@ -5,9 +5,10 @@ logits are those of both: what reaches its last token without the other gets non
 request whose partner does not run is held before its last token, so that a step is rarely lost.
 
 Two requests were chosen over two sequences of one, so that paged attention, prefix caching and preemption are vLLM's.
-The cost is that one may be preempted and the other hold its pages until it is back.
+The cost is that one may be preempted and the other hold its pages until it is back; where such requests hold what all
+others wait for, the scheduler preempts them (``held``).
 
-From: Janus (arXiv:2410.13848), section 3.3 (classifier-free guidance).
+From: Janus (arXiv:2410.13848): classifier-free guidance.
 """
 
 from __future__ import annotations

@@ -10,7 +10,16 @@ from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.testing import diffusion as diffusers_tiny
 
 LLAVA = "llava-1.5"  # a language model that reads images
-MODEL_TYPES = ("bagel", "hunyuan_image_3", "janus", "mimo_audio", "qwen2_5_omni", "qwen3_omni", "qwen3_tts")
+MODEL_TYPES = (
+    "bagel",
+    "glm_image",
+    "hunyuan_image_3",
+    "janus",
+    "mimo_audio",
+    "qwen2_5_omni",
+    "qwen3_omni",
+    "qwen3_tts",
+)
 """Modules of ``vllm_omni.testing``."""
 
 

@@ -64,6 +64,7 @@ class GlmImagePipeline(Pipeline):
                     "tokenizer": processor,  # where vLLM's processor finds that of images
                     "skip_tokenizer_init": True,
                     "enable_prompt_embeds": False,
+                    "enable_prefix_caching": False,  # what is published is computed
                     "speculative_config": None,
                     "async_scheduling": False,
                 },

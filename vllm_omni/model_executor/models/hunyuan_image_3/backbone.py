@@ -188,8 +188,8 @@ class Backbone(nn.Module):
             for index in range(config.num_hidden_layers)
         )
         self.ln_f = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        half = config.head_dim // 2
-        self._rates = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(half, dtype=torch.float32, device="cpu") / half)
+        half, theta = config.head_dim // 2, config.rope_parameters["rope_theta"]
+        self._rates = 1.0 / theta ** (torch.arange(half, dtype=torch.float32, device="cpu") / half)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.wte(input_ids)

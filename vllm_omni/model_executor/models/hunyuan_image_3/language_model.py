@@ -102,9 +102,7 @@ class HunyuanImage3LanguageModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         self.config = config
         with self._mark_language_model(vllm_config):
             self.model = Backbone(vllm_config=vllm_config, config=config, prefix=maybe_prefix(prefix, "model"))
-            self.lm_head = ParallelLMHead(
-                config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
-            )
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)
         num_channels = config.vae["latent_channels"]
         self.latents = LatentEmbedder(num_channels, config.patch_embed_hidden_dim, config.hidden_size)

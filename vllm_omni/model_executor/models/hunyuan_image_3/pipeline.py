@@ -15,7 +15,7 @@ from vllm.transformers_utils.config import try_get_generation_config
 
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
-from vllm_omni.messages.canvas_step import PICTURE
+from vllm_omni.messages.canvas_step import PICTURE, STEP
 from vllm_omni.messages.payload import encode
 from vllm_omni.model_executor.models.hunyuan_image_3 import image_decoder, language_model
 from vllm_omni.model_executor.models.hunyuan_image_3.config import PIXELS_PER_TOKEN, Sizes, TokenIds
@@ -39,6 +39,8 @@ NOT_READ = (
     "negative_prompt", "image_guidance_scale", "guidance_interval", "guidance_renorm", "guidance_renorm_min",
 )  # fmt: skip
 """Fields of ``ImageParams`` that other models have."""
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 DEFAULTS = {"num_inference_steps": "diff_infer_steps", "guidance_scale": "diff_guidance_scale", "shift": "flow_shift"}
 """Fields of it -> names in the checkpoint's ``generation_config.json``."""
@@ -108,12 +110,12 @@ class HunyuanImage3Pipeline(Pipeline):
         """The prompt, tokenized section by section, with what stands in front of a picture that follows it."""
         read = self._without_cuts(prompt) if _has_ids(prompt) else self._tokenized(prompt)
         ids: list[int] = read["prompt_token_ids"]
-        stops = self._stops(ids)
-        if "image" in context.modalities and not self._writes(ids):
-            start = [self.ids.answer] * self.roles.asks(ids) + self._picture_start(self._params(context))
-            read = {**read, "prompt_token_ids": [*ids, *start]}
-            stops = ()
-        return {"prompt": StageRequest(read, sampling_params={"stop_token_ids": [self.ids.image_end, *stops]})}
+        if "image" not in context.modalities or self._writes(ids):
+            stops = [self.ids.image_end, *self._stops(ids)]
+            return {"prompt": StageRequest(read, sampling_params={"stop_token_ids": stops})}
+        start = [self.ids.answer] * self.roles.asks(ids) + self._picture_start(self._params(context))
+        read = {**read, "prompt_token_ids": [*ids, *start]}
+        return {"prompt": StageRequest(read, sampling_params=GREEDY)}  # it may choose the size
 
     def _encode(self, section: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(section, add_special_tokens=False)
@@ -265,13 +267,11 @@ class HunyuanImage3Pipeline(Pipeline):
     async def latents_to_decoder(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:
         """Let the decoder have a picture when it is complete, and previews and progress before."""
         output_type = params_of(call.context.params["language_model"].extra_args).output_type
-        seq = 0
         async for chunk in chunks:
             output: StageOutput | None = chunk.payload
             for payload in output.payloads if output is not None else ():
                 args = {"payloads": [encode(payload)], "output_type": output_type}
-                yield Chunk(StageRequest(tokens_input([0]), args), seq=seq, last=True)
-                seq += 1
+                yield Chunk(StageRequest(tokens_input([0]), args), last=STEP not in payload.values)
 
 
 def _has_ids(prompt: Any) -> bool:

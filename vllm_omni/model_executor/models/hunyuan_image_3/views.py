@@ -53,5 +53,3 @@ class ImageViews(nn.Module):
         is_patch = torch.arange(len(patches), device=weight.device) < int(grid.prod())
         seen = self.vision_model(patches[None].to(weight), is_patch[None].int(), grid[None].cpu()).last_hidden_state[0]
         return self.vision_aligner(seen)
-
-

@@ -3,7 +3,7 @@
 A picture's tokens have embeddings and a head of their own. Their ids stand behind those of texts, so that a sequence
 says by itself what each of its tokens is, also where its prefix is cached.
 
-From: Janus-Pro (arXiv:2501.17811); Janus (arXiv:2410.13848), section 3.1.
+From: Janus (arXiv:2410.13848) and Janus-Pro (arXiv:2501.17811); names as in transformers' ``models/janus``.
 """
 
 from __future__ import annotations
