@@ -341,6 +341,10 @@ async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served) ->
         params = {"language_model": {"extra_args": {"image": given}}}
         with rejected(InvalidRequest, said, given):
             await collect(served.omni.generate("<|im_start|>a boat<|im_end|>", params, modalities=["image"]))
+    for name, value in {"logprobs": 1, "prompt_logprobs": 1, "n": 2}.items():
+        with rejected(InvalidRequest, f"{name}.*: the answer is a picture", name):
+            params = {"language_model": {name: value, "temperature": 1.0}}
+            await collect(served.omni.generate("<|im_start|>a boat<|im_end|>", params, modalities=["image"]))
     await until_idle(served)
 
 

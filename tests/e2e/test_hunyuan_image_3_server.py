@@ -38,9 +38,9 @@ def chat(server: Server, content: Any, **body: Any) -> Any:
 
 
 def test_a_picture_is_the_same_by_every_route(server: Server) -> None:
-    (made,) = server.client.images.generate(
-        model="tiny", prompt="a small red boat", size=f"{SIZE[0]}x{SIZE[1]}", extra_body=STEPS
-    ).data
+    client: Any = server.client  # it knows no steps and seeds
+    size = f"{SIZE[0]}x{SIZE[1]}"
+    (made,) = client.images.generate(model="tiny", prompt="a small red boat", size=size, extra_body=STEPS).data
     assert opened(made.b64_json).size == SIZE
     (image,) = chat(server, "a small red boat", modalities=["image"], image=IMAGE).images
     assert opened(image["image_url"]["url"]).tobytes() == opened(made.b64_json).tobytes()
@@ -62,7 +62,8 @@ def test_an_image_of_a_chat_is_read_and_edited(server: Server) -> None:
     (picture,) = chat(server, "a boat", modalities=["image"], image=IMAGE).images
     parts = [{"type": "image_url", "image_url": picture["image_url"]}, {"type": "text", "text": "paint it"}]
     (edited,) = chat(server, parts, modalities=["image"], image=IMAGE).images
-    by_route = server.client.images.edit(
+    client: Any = server.client
+    by_route = client.images.edit(
         model="tiny",
         prompt="paint it",
         image=("a.png", base64.b64decode(picture["image_url"]["url"].partition(",")[2])),

@@ -61,9 +61,14 @@ async def orchestrator() -> Orchestrator:
     graph = Graph("g")
     graph.output(text=graph.role(Writer, "writer").write(prompt=graph.placeholder("prompt")).text)
     made = object.__new__(Orchestrator)
+
+    async def request_inputs(prompt: Any, context: RequestContext) -> Mapping[str, Any]:
+        return made.pipeline.inputs(prompt, context.options)
+
     made.pipeline = SimpleNamespace(  # type: ignore[assignment]
         graph=graph,
         inputs=lambda prompt, options: {"prompt": StageRequest(prompt)},
+        request_inputs=request_inputs,
         stages=[StageSpec("writer", "", "text")],
         modalities={"text": "text"},
         extra_outputs={},

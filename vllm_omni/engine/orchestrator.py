@@ -36,6 +36,7 @@ from vllm_omni.engine.payload_edges import PayloadEdges
 from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.relay_options import make_relay_options
 from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
+from vllm_omni.engine.request_params import check_params
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.engine.running import STOPPING, RunningRequests
@@ -60,7 +61,6 @@ from vllm_omni.flow.graph.plan import Route
 from vllm_omni.flow.run.scope import index_plans
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, encode
-from vllm_omni.messages.slo import Slo, slo_of
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, find_pipeline_cls
 from vllm_omni.names import suggest
 from vllm_omni.relay.hub import RelayHub, RelayOptions
@@ -340,8 +340,7 @@ class Orchestrator:
         self.requests.check()
         plan = self.plan_of(graph)
         outputs = self.outputs_of(modalities, graph)
-        slos = self._slos_of(params)
-        self._check_limits(params)
+        slos = check_params(params, self.config, self.engines.values())
         self.check_health(self.stages_of(outputs.values(), graph))
         context = RequestContext(
             request_id,
@@ -441,29 +440,6 @@ class Orchestrator:
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)
         return call
-
-    def _check_limits(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> None:
-        """Check the parameters of diffusion stages, before other stages compute what they read.
-
-        Raises:
-            InvalidRequest: one exceeds the deployment's limits.
-        """
-        for name, of_stage in params.items():
-            if isinstance(of_stage, DiffusionParams):
-                of_stage.validate(self.config.stage(name).diffusion_config.limits)
-
-    def _slos_of(self, params: Mapping[str, SamplingParams | DiffusionParams]) -> dict[str, Slo]:
-        """The request's latency targets, by stage that has any.
-
-        Raises:
-            InvalidRequest: those of the request are malformed.
-        """
-        slos = {}
-        for engine in self.engines.values():
-            of_stage = params.get(engine.config.name)
-            if isinstance(of_stage, SamplingParams) and (slo := slo_of(of_stage.extra_args, engine.default_slo)):
-                slos[engine.config.name] = slo
-        return slos
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until every stage has dropped it; an unknown id is ignored."""

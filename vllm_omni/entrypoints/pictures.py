@@ -52,7 +52,7 @@ def one_each(params: SamplingParams, modalities: Collection[str]) -> list[Sampli
         raise InvalidRequest(f"{said}; give 1, or modalities ['image']", param="num_outputs_per_prompt")
     each = []
     for index in range(given.num_outputs_per_prompt):
-        fields = msgspec.structs.asdict(given) | {"num_outputs_per_prompt": 1}
+        fields = {**((params.extra_args or {}).get(IMAGE) or {}), "num_outputs_per_prompt": 1}
         if given.seed is not None:
             fields["seed"] = given.seed + index
         args = {**(params.extra_args or {}), IMAGE: fields}

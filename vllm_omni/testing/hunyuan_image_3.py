@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
+from torch import Tensor
 
-from vllm_omni.model_executor.models.hunyuan_image_3.autoencoder import AutoEncoder
-from vllm_omni.model_executor.models.hunyuan_image_3.latents import LatentEmbedder
-from vllm_omni.model_executor.models.hunyuan_image_3.views import ImageViews
 from vllm_omni.testing.byte_tokenizer import NUM_BYTES, make_tokenizer
 from vllm_omni.testing.variants import find_variant
 
@@ -30,7 +27,10 @@ MARKS = (
     "<joint_img_sep>", "<think>", "</think>", "<recaption>", "</recaption>", "<answer>", "</answer>",
 )  # fmt: skip
 ENDS = ("<|endoftext|>", "</recaption>")
+PATCH_SIZE = 16  # pixels of a patch of a view
+WAVE_SIZE = 256  # of a time's embedding
 HEAD_SCALE = 3.0  # margins between the best ids that rounding does not cross
+RATIO_SCALE = 1.2  # of the logits of sizes
 ROUTER_SCALE = 2.0  # margins between the best experts, likewise
 
 
@@ -94,11 +94,12 @@ def build(path: Path, *, seed: int = 0, variant: str = "base", shape: HunyuanIma
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     config = make_config(shape)
-    tensors = {name: _noise(name, one, generator) for name, one in _shapes(shape, config)}
+    tensors = {name: _noise(name, one, generator) for name, one in _shapes(shape)}
     head = tensors["lm_head.weight"].mul_(HEAD_SCALE)
     for token in MARKS:
         head[shape.token_id(token)] *= shape.end_scale if token in ENDS else 0.0
     head[shape.token_id(f"<img_size_{shape.image_base_size}>")] = 0.0
+    head[shape.token_id("<img_ratio_0>") :] *= RATIO_SCALE
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     generation = {
@@ -155,7 +156,7 @@ def make_config(shape: HunyuanImage3Shape) -> dict[str, Any]:
             "num_hidden_layers": shape.vit_layers,
             "num_attention_heads": 2,
             "num_channels": 3,
-            "patch_size": 16,
+            "patch_size": PATCH_SIZE,
             "num_patches": shape.vit_places,
             "hidden_act": "gelu_pytorch_tanh",
             "layer_norm_eps": 1e-6,
@@ -165,7 +166,7 @@ def make_config(shape: HunyuanImage3Shape) -> dict[str, Any]:
         "vit_processor": {
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
-            "patch_size": 16,
+            "patch_size": PATCH_SIZE,
             "max_num_patches": shape.vit_places,
             "resample": 2,
         },
@@ -185,7 +186,10 @@ def make_config(shape: HunyuanImage3Shape) -> dict[str, Any]:
     }
 
 
-def _shapes(shape: HunyuanImage3Shape, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _shapes(shape: HunyuanImage3Shape) -> Shapes:
     size, head = shape.hidden_size, shape.head_dim
     yield "model.wte.weight", (shape.vocab_size, size)
     yield "lm_head.weight", (shape.vocab_size, size)
@@ -203,14 +207,89 @@ def _shapes(shape: HunyuanImage3Shape, config: dict[str, Any]) -> Iterator[tuple
         for name, inner in {**experts, "shared_mlp": shape.expert_size * shape.num_shared_experts}.items():
             yield f"{layer}.mlp.{name}.gate_and_up_proj.weight", (2 * inner, size)
             yield f"{layer}.mlp.{name}.down_proj.weight", (size, inner)
-    parts: list[tuple[str, nn.Module]] = [
-        ("", LatentEmbedder(shape.latent_channels, shape.inner_size, size)),
-        ("", ImageViews(config["vit"], size)),
-        ("vae.", AutoEncoder(config["vae"])),
-    ]
-    for prefix, part in parts:  # modules of their own, with the checkpoint's names
-        for name, tensor in part.state_dict().items():
-            yield f"{prefix}{name}", tuple(tensor.shape)
+    yield from _latent_shapes(shape)
+    yield from _vit_shapes(shape)
+    yield from _vae_shapes(shape)
+
+
+def _latent_shapes(shape: HunyuanImage3Shape) -> Shapes:
+    size, inner, num_channels = shape.hidden_size, shape.inner_size, shape.latent_channels
+    yield from _biased("patch_embed.model.0", (inner, num_channels, 3, 3))
+    yield from _timed_shapes("patch_embed.model.1", inner, size, size)
+    yield from _timed_shapes("final_layer.model.0", size, inner, size)
+    yield from _biased("final_layer.model.1.0", (inner,))
+    yield from _biased("final_layer.model.1.2", (num_channels, inner, 3, 3))
+    for name in ("time_embed", "timestep_emb", "time_embed_2"):
+        yield from _biased(f"{name}.mlp.0", (size, WAVE_SIZE))
+        yield from _biased(f"{name}.mlp.2", (size, size))
+
+
+def _timed_shapes(prefix: str, before: int, size: int, time_size: int) -> Shapes:
+    yield from _biased(f"{prefix}.in_layers.0", (before,))
+    yield from _biased(f"{prefix}.in_layers.2", (size, before, 3, 3))
+    yield from _biased(f"{prefix}.emb_layers.1", (2 * size, time_size))
+    yield from _biased(f"{prefix}.out_layers.0", (size,))
+    yield from _biased(f"{prefix}.out_layers.3", (size, size, 3, 3))
+    yield from _biased(f"{prefix}.skip_connection", (size, before, 1, 1))
+
+
+def _vit_shapes(shape: HunyuanImage3Shape) -> Shapes:
+    size = shape.vit_size
+    yield from _biased("vision_model.embeddings.patch_embedding", (size, 3 * PATCH_SIZE**2))
+    yield "vision_model.embeddings.position_embedding.weight", (shape.vit_places, size)
+    for index in range(shape.vit_layers):
+        layer = f"vision_model.encoder.layers.{index}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _biased(f"{layer}.self_attn.{name}", (size, size))
+        yield from _biased(f"{layer}.mlp.fc1", (2 * size, size))
+        yield from _biased(f"{layer}.mlp.fc2", (size, 2 * size))
+        for name in ("layer_norm1", "layer_norm2"):
+            yield from _biased(f"{layer}.{name}", (size,))
+    yield from _biased("vision_model.post_layernorm", (size,))
+    yield from _biased("vision_aligner.layers.0", (shape.hidden_size, size))
+    yield from _biased("vision_aligner.layers.2", (shape.hidden_size, shape.hidden_size))
+
+
+def _vae_shapes(shape: HunyuanImage3Shape) -> Shapes:
+    sizes, num_moves = shape.vae_channels, 4  # the last level neither halves nor doubles
+    yield from _biased("vae.encoder.conv_in", (sizes[0], 3, 3, 3, 3))
+    for index, size in enumerate(sizes):
+        level = f"vae.encoder.down.{index}"
+        yield from _block_shapes(f"{level}.block.0", size)
+        if index < num_moves:
+            parts = 4 if index < num_moves // 2 else 8  # of a pixel, or of a pixel of two frames
+            yield from _biased(f"{level}.downsample.conv", (sizes[index + 1] // parts, size, 3, 3, 3))
+    yield from _middle_shapes("vae.encoder", sizes[-1], sizes[-1], 2 * shape.latent_channels)
+    yield from _biased("vae.decoder.conv_in", (sizes[-1], shape.latent_channels, 3, 3, 3))
+    for index, size in enumerate(reversed(sizes)):
+        level = f"vae.decoder.up.{index}"
+        for block in range(2):
+            yield from _block_shapes(f"{level}.block.{block}", size)
+        if index < num_moves:
+            parts = 8 if index < num_moves // 2 else 4
+            yield from _biased(f"{level}.upsample.conv", (sizes[-index - 2] * parts, size, 3, 3, 3))
+    yield from _middle_shapes("vae.decoder", sizes[-1], sizes[0], 3)
+
+
+def _middle_shapes(prefix: str, size: int, last_size: int, num_outputs: int) -> Shapes:
+    for name in ("block_1", "block_2"):
+        yield from _block_shapes(f"{prefix}.mid.{name}", size)
+    yield from _biased(f"{prefix}.mid.attn_1.norm", (size,))
+    for name in ("q", "k", "v", "proj_out"):
+        yield from _biased(f"{prefix}.mid.attn_1.{name}", (size, size, 1, 1, 1))
+    yield from _biased(f"{prefix}.norm_out", (last_size,))
+    yield from _biased(f"{prefix}.conv_out", (num_outputs, last_size, 3, 3, 3))
+
+
+def _block_shapes(prefix: str, size: int) -> Shapes:
+    for name in ("1", "2"):
+        yield from _biased(f"{prefix}.norm{name}", (size,))
+        yield from _biased(f"{prefix}.conv{name}", (size, size, 3, 3, 3))
+
+
+def _biased(name: str, shape: tuple[int, ...]) -> Shapes:
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", shape[:1]
 
 
 def _noise(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

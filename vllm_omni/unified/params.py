@@ -103,3 +103,19 @@ def image_fields(diffusion: Mapping[str, Any]) -> dict[str, Any]:
             said = "the model's own language model denoises the picture: leave it out"
             raise InvalidRequest(f"{name} = {value!r} has no effect: {said}", param=name)
     return {**given, **own}
+
+
+def check_sampling(params: Any, *more: str) -> None:
+    """Check the ``SamplingParams`` of a request for a picture.
+
+    Args:
+        more: further parameters that the family cannot honour.
+
+    Raises:
+        InvalidRequest: a parameter of texts has no meaning for a picture.
+    """
+    if params.n > 1:
+        raise InvalidRequest(f"n = {params.n}: the answer is a picture; give num_outputs_per_prompt", param="n")
+    for name in ("prompt_logprobs", "structured_outputs", "allowed_token_ids", *more):
+        if getattr(params, name) is not None:
+            raise InvalidRequest(f"{name}: the answer is a picture, which it has no meaning for", param=name)

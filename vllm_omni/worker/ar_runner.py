@@ -23,13 +23,13 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.messages.canvas_step import GRID, LATENTS, NUM_STEPS, STEP, Tail
+from vllm_omni.messages.canvas_step import Tail
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
-from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, readers_of
+from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
 from vllm_omni.messages.token_step import TokenStep
-from vllm_omni.model_executor.frame_publisher import FRAME, FramePublisher
+from vllm_omni.model_executor.frame_publisher import FramePublisher
 from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.model_executor.stage_model import (
     ConsumesPayload,
@@ -48,6 +48,7 @@ from vllm_omni.unified.spans import spans_of_media
 from vllm_omni.worker.attention_pieces import build_by_pieces
 from vllm_omni.worker.canvases import CanvasRunner, parts_of
 from vllm_omni.worker.encoders import Slice, SlicedEncoder, ThreadedEncoder
+from vllm_omni.worker.step_payloads import publish_frames, publish_pictures
 from vllm_omni.worker.token_pictures import PictureTokens
 
 logger = logging.getLogger(__name__)
@@ -316,9 +317,9 @@ class ARModelRunner(GPUModelRunner):
         finally:
             self.input_batch.generators.update(held)
         if self.canvases is not None and state is not None:
-            payloads |= self._advance_canvases(self.canvases, output, state.hidden_states)
+            payloads |= publish_pictures(self.canvases, output, state.hidden_states, self.hub, self.request_infos)
         if self.frame_predictor is not None and state is not None:
-            payloads |= self._predict_frames(output, state.sample_hidden_states)
+            payloads |= publish_frames(self.frame_predictor, output, state.sample_hidden_states, self.request_infos)
         if payloads:
             assert isinstance(output, ModelRunnerOutput), "stages that publish rows run without async scheduling"
             output.pooler_output = [payloads.get(request_id) for request_id in output.req_ids]
@@ -330,56 +331,6 @@ class ARModelRunner(GPUModelRunner):
         if self.picture_tokens is not None:
             self.picture_tokens.copy_to_partners(output.sampled_token_ids)
         return output
-
-    def _advance_canvases(
-        self, canvases: CanvasRunner, output: Any, hidden_states: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The ends of denoise steps: request id -> packed payload, with the latents of a complete picture."""
-        assert isinstance(output, ModelRunnerOutput)
-        payloads = {}
-        for request_id, report in canvases.advance(hidden_states).items():
-            if request_id not in output.req_id_to_index:  # another branch of it has ended the step
-                output.req_id_to_index[request_id] = len(output.req_ids)
-                output.req_ids.append(request_id)
-                output.sampled_token_ids.append([])
-            if report.is_last:
-                output.sampled_token_ids[output.req_id_to_index[request_id]] = [self.get_model().end_of_picture]
-            if get_tensor_model_parallel_rank() == 0:
-                plan = canvases.plan_of(request_id)
-                tree: dict[str, Any] = {} if report.is_last else {STEP: report.num_done, NUM_STEPS: plan.num_steps}
-                if report.latents is not None:
-                    tree |= {LATENTS: report.latents, GRID: list(plan.grid)}
-                payloads[request_id] = pack(
-                    self.hub.publish(request_id, tree, **readers_of(self.request_infos[request_id].args))
-                )
-        return payloads
-
-    def _predict_frames(self, output: Any, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The frames that this step's tokens begin: request id -> packed payload with the codes of all groups."""
-        assert isinstance(output, ModelRunnerOutput) and self.frame_predictor is not None
-        rows, infos, tokens = [], [], []
-        for row, (request_id, sampled) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
-            info = self.request_infos.get(request_id)
-            if sampled and info is not None and not info.error:
-                rows.append(row)
-                infos.append(info)
-                tokens.append(sampled[0])
-        if not rows:
-            return {}
-        frames = self.frame_predictor.predict_frames(infos, hidden_states[rows], tokens)
-        if get_tensor_model_parallel_rank() != 0:  # every rank needs the frames, and one publishes them
-            return {}
-        return {
-            info.request_id: pack(self._published_frame(info, frame))
-            for info, frame in zip(infos, frames, strict=True)
-            if frame is not None
-        }
-
-    @staticmethod
-    def _published_frame(info: RequestInfo, frame: list[int]) -> Payload:
-        if isinstance(info.publisher, FramePublisher):
-            return info.publisher.publish(frame)
-        return Payload(values={FRAME: frame})
 
     def _hold_generators(self) -> dict[int, torch.Generator]:
         """Keep the generators of rows whose token is discarded, as their prompt is not complete, out of the step.

@@ -212,6 +212,11 @@ class CanvasRunner:
             without_images = picture.velocities.get(WITHOUT_IMAGES, velocity)
         return combine(velocity, picture.velocities[WITHOUT_TEXT], without_images, guidance)
 
+    @property
+    def end_of_picture(self) -> int:
+        """The token that ends a request with its picture."""
+        return self._model.end_of_picture
+
     def plan_of(self, request_id: str) -> ImagePlan:
         return self._pictures[request_id].plan
 

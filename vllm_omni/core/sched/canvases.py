@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.prefaces import Prefaces
+from vllm_omni.core.sched.prefaces import Prefaces, replace_last
 from vllm_omni.messages.canvas_step import DENOISES, OWN, PICTURE, CanvasStep
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.unified.flow import timesteps
@@ -139,7 +139,7 @@ class Canvases:
         plan = self._writing.pop(request.request_id, None)
         if plan is None or plan.end_of_text is None:
             return False
-        request._output_token_ids[-1] = request._all_token_ids[-1] = plan.end_of_text
+        replace_last(request, (plan.end_of_text,))
         request.status, request.stop_reason = RequestStatus.RUNNING, None
         self._start(request, plan)
         return True

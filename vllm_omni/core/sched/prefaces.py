@@ -77,13 +77,8 @@ class Prefaces:
         return answer, False
 
     def _replace_last(self, request: Request, ids: tuple[int, ...], grid: tuple[int, int] | None = None) -> None:
-        """Put tokens in the place of the last one, which is not computed yet."""
         self._tails[request.request_id] = Tail(request.num_tokens - 1, ids, grid)
-        request._output_token_ids[-1:] = ids
-        request._all_token_ids[-1:] = ids
-        # Upstream has hashed a page that the last token completes.
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        replace_last(request, ids)
 
     def _end_of(self, request: Request, plan: ImagePlan) -> None:
         del self._plans[request.request_id]
@@ -102,6 +97,17 @@ class Prefaces:
             self._choosing.discard(request_id)
         for request_id in [one for one in self._tails if one not in alive]:
             del self._tails[request_id]
+
+
+def replace_last(request: Request, ids: tuple[int, ...]) -> None:
+    """Put tokens in the place of a sequence's last one, which is not computed yet."""
+    if request._all_token_ids[-1:] == list(ids):
+        return
+    request._output_token_ids[-1:] = ids
+    request._all_token_ids[-1:] = ids
+    # Upstream has hashed the page that the last token completes, with the token that it was.
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def _resume(request: Request) -> None:

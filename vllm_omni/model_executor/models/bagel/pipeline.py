@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.bagel.processing import IS_DRAWN, PLACEHOLD
 from vllm_omni.model_executor.models.bagel.prompt import CHAT_TEMPLATE
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
-from vllm_omni.unified.params import ImageParams, params_of
+from vllm_omni.unified.params import ImageParams, check_sampling, params_of
 from vllm_omni.unified.plan import ImagePlan
 from vllm_omni.unified.spans import Span, ranges_without, spans_of_placeholder, tokens_of_a_step
 
@@ -110,6 +110,7 @@ class BagelPipeline(Pipeline):
                 raise InvalidRequest(f"an image of the prompt is too large: {said} (max_num_batched_tokens)")
         if "latents" not in wanted:
             return {}
+        check_sampling(context.params["language_model"], "logprobs")
         ids: list[int] = request.prompt["prompt_token_ids"]
         thinks = ids[-1] == self.text_start
         num_tokens = len(ids) - thinks  # without the marker with which the model's own text starts

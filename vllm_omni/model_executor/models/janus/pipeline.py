@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.janus.graph import build_graph
 from vllm_omni.model_executor.models.janus.prompt import CHAT_TEMPLATE, picture_prompt
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
-from vllm_omni.unified.params import IMAGE, ImageParams, params_of
+from vllm_omni.unified.params import IMAGE, ImageParams, check_sampling, params_of
 from vllm_omni.unified.tokens import TokenPlan
 
 DEFAULT_SCALE = 5.0  # of the published code
@@ -102,7 +102,7 @@ class JanusPipeline(Pipeline):
         if request.prompt.get("mm_placeholders"):
             raise InvalidRequest("the answer is a picture, which this model makes of a text alone: give no images")
         params: SamplingParams = context.params["language_model"]
-        _check(params)
+        check_sampling(params)
         given = params_of(params.extra_args)
         self._check(given)
         # The defaults are those of another model.
@@ -151,14 +151,3 @@ class JanusPipeline(Pipeline):
     def codes_of(self, output: StageOutput) -> list[int]:
         """Codes of the decoder's codebook among the tokens of an output."""
         return [token - self.first_id for token in output.outputs[0].token_ids if token >= self.first_id]
-
-
-def _check(params: SamplingParams) -> None:
-    """Raises:
-    InvalidRequest: a parameter of texts has no meaning for the tokens of a picture.
-    """
-    if params.n > 1:
-        raise InvalidRequest(f"n = {params.n}: the answer is a picture; give num_outputs_per_prompt", param="n")
-    for name in ("prompt_logprobs", "structured_outputs", "allowed_token_ids"):
-        if getattr(params, name) is not None:
-            raise InvalidRequest(f"{name}: the answer is a picture, which it has no meaning for", param=name)
