@@ -207,6 +207,13 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+async def test_codes_that_are_cut_off_fail_the_request_alone(served: Served) -> None:
+    params = {"diffusion": {"height": 64, "width": 64}, "language_model": {"stop_token_ids": list(range(96))}}
+    with pytest.raises(InvalidRequest, match="has read and written 0 codes instead of 260"):
+        await collect(served.omni.generate("a", params))
+    served.check(CASES[0], await ask(served, CASES[0]))
+
+
 async def test_a_request_that_cannot_be_answered_is_rejected(served: Served) -> None:
     for prompt, params, said in REJECTED:
         given = {"prompt": "a", **prompt}

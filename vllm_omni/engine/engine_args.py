@@ -48,12 +48,20 @@ def create_vllm_config(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     try:
         args["disable_log_stats"] = not log_stats
-        return AsyncEngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        made = AsyncEngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
     except ValidationError as exc:
         said = "; ".join(error["msg"].removeprefix("Value error, ") for error in exc.errors(include_url=False))
         raise ConfigError(f"stage {name!r}: {said}") from exc
     except (ValueError, TypeError, NotImplementedError, VLLMClientError) as exc:
         raise ConfigError(f"stage {name!r}: {exc}") from exc
+    _leave_out_wrong_kernels(made)
+    return made
+
+
+def _leave_out_wrong_kernels(config: VllmConfig) -> None:
+    """vLLM 0.32's rotary kernel for the CPU gives wrong values for the slices that latent attention (MLA) gives it."""
+    if current_platform.is_cpu() and config.model_config.use_mla:
+        config.compilation_config.custom_ops.append("-rotary_embedding")
 
 
 def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from vllm_omni.model_executor.generation_model import GenerationConfig
-from vllm_omni.model_executor.models.glm_image.sizes import CODE_SIDE, picture_size
+from vllm_omni.model_executor.models.glm_image.sizes import picture_size
 
 TOKENS = "tokens"
 """Argument of the pipeline: the ids of the language model's prompt and of what it has written, [n, 1] int64. Codes of
@@ -58,28 +60,26 @@ class GlmImageDecoder(GlmImagePipeline):
         Raises:
             ValueError: the language model has written another number of codes.
         """
-        rows, columns = height // CODE_SIDE, width // CODE_SIDE
-        grids = torch.empty(0, 3, dtype=torch.int64)
-        if image is not None:
-            grids = self.processor.image_processor(image[0], return_tensors="pt")["image_grid_thw"]
-        read, written = self._codes(int(grids.prod(-1).sum()), rows * columns)
-        prior = self._upsample_token_ids(written.to(device), rows, columns)
+        rows, columns, *preview = self.processor._get_target_shape(height, width)
         if image is None:
-            return prior, None, None
+            _, _, written = self._codes(0, math.prod(preview), rows * columns)
+            return self._upsample_token_ids(written.to(device), rows, columns), None, None
+        grids = self.processor.image_processor(image[0], return_tensors="pt")["image_grid_thw"]
+        read, _, written = self._codes(int(grids.prod(-1).sum()), 0, rows * columns)
         of_images = [
             self._upsample_token_ids(codes, *grid[1:].tolist())[0]
             for grid, codes in zip(grids, read.to(device).split(grids.prod(-1).tolist()), strict=True)
         ]
+        prior = self._upsample_token_ids(written.to(device), rows, columns)
         return prior, [torch.cat(of_images)], [grids * torch.tensor([1, 2, 2])]
 
-    def _codes(self, num_read: int, num_written: int) -> tuple[Tensor, Tensor]:
-        """The codes of the images in the prompt, and those of the picture."""
+    def _codes(self, *counts: int) -> Sequence[Tensor]:
+        """The codes of the images in the prompt, of the preview, and of the picture."""
         if self._tokens is None:
-            return torch.zeros(num_read, dtype=torch.int64), torch.zeros(num_written, dtype=torch.int64)
+            return [torch.zeros(count, dtype=torch.int64) for count in counts]
         tokens = self._tokens.flatten()
         num_codes: int = self.transformer.config.prior_vq_quantizer_codebook_size
         codes = tokens[tokens < num_codes]  # texts and markers have higher ids
-        num_previewed = len(codes) - num_read - num_written
-        if num_previewed < 0:
-            raise ValueError(f"the language model has written {len(codes) - num_read} codes of {num_written}")
-        return codes[:num_read], codes[len(codes) - num_written :]
+        if len(codes) != sum(counts):
+            raise ValueError(f"the language model has read and written {len(codes)} codes instead of {sum(counts)}")
+        return codes.split(list(counts))

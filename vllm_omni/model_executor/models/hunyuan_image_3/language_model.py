@@ -33,6 +33,7 @@ from vllm_omni.model_executor.models.hunyuan_image_3.processing import (
     HunyuanImage3DummyInputs,
     HunyuanImage3ProcessingInfo,
     HunyuanImage3Processor,
+    view_grid,
 )
 from vllm_omni.model_executor.models.hunyuan_image_3.views import ImageViews
 from vllm_omni.model_executor.stage_model import check_all_loaded
@@ -150,10 +151,10 @@ class HunyuanImage3LanguageModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         positions = torch.arange(len(input_tokens)).repeat(3, 1)
         for feature in mm_features:
             (time, last), (view, _) = feature.mm_position.extract_embeds_range()  # inclusive
-            assert feature.data is not None, "the front end sends images with their grids"
-            shape = input_tokens[time - 1] - self._ids.first_ratio
-            positions[1:, time + 1 : last + 1] = grid_positions(time + 1, self._sizes.grids[shape])
-            rows, columns = feature.data[VIEW_GRID].data.tolist()
+            # Of the ids alone: an engine that pulls the pages of a prompt does not get its images.
+            grid = self._sizes.grids[input_tokens[time - 1] - self._ids.first_ratio]
+            rows, columns = view_grid(grid, self.config.vit_processor)
+            positions[1:, time + 1 : last + 1] = grid_positions(time + 1, grid)
             positions[1:, view : view + rows * columns] = grid_positions(view, (rows, columns))
         return positions, 0
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import BatchFeature, Siglip2ImageProcessor
+from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
 from vllm.config.multimodal import MultiModalDummyOptions
 from vllm.inputs import MultiModalDataDict
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
@@ -32,6 +33,18 @@ from vllm_omni.model_executor.models.hunyuan_image_3.config import IMAGE, PIXELS
 VIEW, VIEW_GRID, PIXELS = "view", "view_grid", "pixels"
 VIEW_SETTINGS = ("patch_size", "max_num_patches", "image_mean", "image_std", "resample")
 """Of the configuration's section ``vit_processor``."""
+
+
+def view_grid(grid: tuple[int, int], settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of what the vision transformer sees of an image, from those of its latents.
+
+    Args:
+        settings: the configuration's section ``vit_processor``.
+    """
+    height, width = (side * PIXELS_PER_TOKEN for side in grid)
+    size = settings["patch_size"]
+    tall, wide = get_image_size_for_max_num_patches(height, width, size, settings["max_num_patches"])
+    return tall // size, wide // size
 
 
 class HunyuanImage3ProcessingInfo(BaseProcessingInfo):
