@@ -2,11 +2,11 @@
 
     python -m benchmarks.unified [--runs 5] [--images 1 8] [--chats 4] [--steps 8] [--short]
 
-``one``: BAGEL as it is deployed, whose language model writes texts and denoises pictures, with two threads. ``two``: a
-deployment for texts and one for pictures, each with a copy of the weights, half of the KV cache and one thread, as
-where a language model and a diffusion transformer are stages of their own. ``plain``: ``tests/reference/bagel.py``,
-one picture after the other in this process, which is equal to the original code; with the number of threads that is
-fastest, found at the start. Runs alternate; the latents of the first picture are compared.
+Baseline: ``two``, a deployment for texts and one for pictures, each with a copy of the weights, half of the KV cache
+and one thread, as where a language model and a diffusion transformer are stages of their own; and ``plain``, which is
+``tests/reference/bagel.py``, one picture after the other in this process, equal to the original code, with the number
+of threads that is fastest, found at the start. ``one`` is BAGEL as it is deployed: one language model, two threads.
+Runs alternate; the latents of the first picture are compared.
 
 Model: ``vllm_omni.testing.bagel``, variant "wide": 50 million random parameters of the language model, float32.
 Workload: pictures of 128 by 128 pixels (66 tokens of a canvas) with guidance by the text in each step; texts of 48

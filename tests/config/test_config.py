@@ -310,9 +310,7 @@ def test_misspelt_environment_variable_is_rejected_at_load(model, monkeypatch):
 
 def test_unsupported_model_type_says_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        ConfigError, match=r"model_type = 'llama' is not supported: valid: bagel, diffusers, "
-    ):
+    with pytest.raises(ConfigError, match=r"model_type = 'llama' is not supported: valid: bagel, diffusers, "):
         load_config(tmp_path)
 
 
@@ -334,9 +332,7 @@ def test_directory_without_config_json(tmp_path):
 def test_missing_checkpoint(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ["/no/such/directory", "nowhere", "./a", "no-such-org/no-such-model"]:
-        with rejected(
-            ConfigError, r"no such directory, .*supported model types: bagel, diffusers, ", name
-        ):
+        with rejected(ConfigError, r"no such directory, .*supported model types: bagel, diffusers, ", name):
             load_config(name)
 
 

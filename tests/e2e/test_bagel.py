@@ -235,7 +235,8 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "hasty", "one"))]
+    scope="module",
+    params=["base", *(pytest.param(name, marks=pytest.mark.long) for name in ("narrow", "hasty", "one"))],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     variant, overrides = DEPLOYMENTS[request.param]

@@ -74,7 +74,9 @@ def make_serving(cls: type[DiffusionServing]) -> DiffusionServing:
         raise InvalidRequest("height = 0", param="height")  # as parameters are rejected, before there is a generator
 
     serving = cls.__new__(cls)
-    serving._omni = SimpleNamespace(check_admission=lambda: None, generate=generate, graph_of=lambda name: name)  # type: ignore[assignment]
+    serving._omni = SimpleNamespace(  # type: ignore[assignment]
+        check_admission=lambda: None, generate=generate, graph_of=lambda name: name, draws=False
+    )
     serving._models, serving._image_metrics, serving.modality = Models(), None, "image"  # type: ignore[assignment]
     serving._omni.orchestrator = SimpleNamespace()  # type: ignore[assignment]
     return serving

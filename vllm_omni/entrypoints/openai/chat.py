@@ -70,7 +70,7 @@ class OmniServingChat(OpenAIServingChat):
     engine_client: AsyncOmni | EngineWithArguments  # with those of the request, in the copy that serves it
     omni: AsyncOmni
     audio_metrics: AudioMetrics | None
-    trusts_media_kwargs: bool  # of clients
+    trusts_media_kwargs = False  # of clients
     kinds: Mapping[str, str]  # of the modalities of the request, in the copy that serves it
     timer: MediaTimer  # likewise
     deadline = Deadline(None)  # likewise

@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.hunyuan_image_3.prompt import (
 from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
 from vllm_omni.unified.layout import GRID
-from vllm_omni.unified.params import IMAGE, ImageParams, params_of
+from vllm_omni.unified.params import IMAGE, ImageParams, check_sampling, params_of
 from vllm_omni.unified.plan import Guidance, ImagePlan
 from vllm_omni.unified.preface import Preface
 from vllm_omni.unified.spans import spans_of_placeholder, tokens_of_a_step
@@ -213,6 +213,7 @@ class HunyuanImage3Pipeline(Pipeline):
                 raise InvalidRequest(f"an image of the prompt is too large: {said} (max_num_batched_tokens)")
         if "latents" not in wanted:
             return {}
+        check_sampling(context.params["language_model"], "logprobs")
         given, ids = self._params(context), list(request.prompt["prompt_token_ids"])
         shape, preface = self._shape(given), self._preface(ids, given)
         grids = self.sizes.grids
