@@ -210,9 +210,7 @@ async def measure(one: Deployment, two: Deployment, reference: Reference, option
     median = statistics.median
     return {
         "images_per_s": {f"{name} {count}": round(median(one), 3) for (name, count), one in rates.items()},
-        "gap_p99_ms": {
-            f"{name} {'busy' if busy else 'lone'}": round(median(of), 1) for (name, busy), of in gaps.items()
-        },
+        "gap_p99_ms": {f"{name} {state}": round(median(each), 1) for (name, state), each in gaps.items()},
         **await count_shared(one, options),
     }
 
