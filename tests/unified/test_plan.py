@@ -87,10 +87,10 @@ def test_a_wrong_value_of_a_plan_is_rejected_with_the_valid_ones() -> None:
         ({"num_steps": 0}, "num_inference_steps", f"num_inference_steps = 0: must be from 1 to {MAX_STEPS}"),
         ({"num_steps": -4}, "num_inference_steps", f"num_inference_steps = -4: must be from 1 to {MAX_STEPS}"),
         ({"num_steps": MAX_STEPS + 1}, "num_inference_steps", f"must be from 1 to {MAX_STEPS}"),
-        ({"shift": 0.0}, "shift", "shift = 0.0: must be a number above 0"),
-        ({"shift": -1.0}, "shift", "shift = -1.0: must be a number above 0"),
-        ({"shift": math.inf}, "shift", "shift = inf: must be a number above 0"),
-        ({"shift": math.nan}, "shift", "shift = nan: must be a number above 0"),
+        ({"shift": 0.0}, "shift", "shift = 0.0: must be a number from 0.01 to 100.0"),
+        ({"shift": -1.0}, "shift", "shift = -1.0: must be a number from 0.01 to 100.0"),
+        ({"shift": math.inf}, "shift", "shift = inf: must be a number from 0.01 to 100.0"),
+        ({"shift": math.nan}, "shift", "shift = nan: must be a number from 0.01 to 100.0"),
         ({"seed": 2**64}, "seed", r"seed = 18446744073709551616: must be from -2\*\*63 to 2\*\*64 - 1"),
         ({"seed": -(2**63) - 1}, "seed", r"seed = -9223372036854775809: must be from -2\*\*63 to 2\*\*64 - 1"),
     ]
@@ -101,7 +101,7 @@ def test_a_wrong_value_of_a_plan_is_rejected_with_the_valid_ones() -> None:
 
 
 def test_a_plan_at_its_limits_is_valid() -> None:
-    make_plan(grid=(1, 1), num_steps=1, shift=1e-6, seed=-(2**63))
+    make_plan(grid=(1, 1), num_steps=1, shift=0.01, seed=-(2**63))
     make_plan(num_steps=MAX_STEPS, seed=2**64 - 1)
 
 

@@ -20,6 +20,7 @@ WITHOUT_TEXT, WITHOUT_IMAGES = "text", "image"
 
 
 MAX_STEPS = 1000
+MIN_SHIFT, MAX_SHIFT = 0.01, 100.0  # beyond them, times are not distinct in float32
 
 
 class Guidance(msgspec.Struct, frozen=True):
@@ -96,8 +97,8 @@ class ImagePlan(msgspec.Struct, frozen=True):
             _reject("size", list(self.grid), "at least one token in each direction")
         if not 1 <= self.num_steps <= MAX_STEPS:
             _reject("num_inference_steps", self.num_steps, f"from 1 to {MAX_STEPS}")
-        if not (math.isfinite(self.shift) and self.shift > 0):
-            _reject("shift", self.shift, "a number above 0")
+        if not MIN_SHIFT <= self.shift <= MAX_SHIFT:
+            _reject("shift", self.shift, f"a number from {MIN_SHIFT} to {MAX_SHIFT}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             _reject("seed", self.seed, "from -2**63 to 2**64 - 1")
 
