@@ -16,8 +16,8 @@ class ImageDecoder(Role):
     decode = interface(inputs_or=[["latents"]], outputs={"image": Field("image", streamed=True)})
 
 
-def build_graph(latents_to_decoder: TransferFunction) -> Graph:
-    graph = Graph("bagel")
+def build_graph(latents_to_decoder: TransferFunction, name: str = "bagel") -> Graph:
+    graph = Graph(name)
     prompt = graph.placeholder("prompt")
     language_model, decoder = graph.role(LanguageModel, "language_model"), graph.role(ImageDecoder, "image_decoder")
     reply = language_model.generate(prompt=prompt)

@@ -1,29 +1,13 @@
-"""The graph of HunyuanImage-3: language model -> image decoder; without torch and vLLM."""
+"""The graph of HunyuanImage-3, which is BAGEL's; without torch and vLLM."""
 
 from __future__ import annotations
 
-from vllm_omni.flow import Field, Graph, Role, TransferFunction, interface, printable_transfer
-
-
-class LanguageModel(Role):
-    generate = interface(
-        inputs_or=[["prompt"]],
-        outputs={"text": Field("text", streamed=True), "latents": Field("latents", streamed=True)},
-    )
-
-
-class ImageDecoder(Role):
-    decode = interface(inputs_or=[["latents"]], outputs={"image": Field("image", streamed=True)})
+from vllm_omni.flow import Graph, TransferFunction, printable_transfer
+from vllm_omni.model_executor.models.bagel import graph
 
 
 def build_graph(latents_to_decoder: TransferFunction) -> Graph:
-    graph = Graph("hunyuan_image_3")
-    prompt = graph.placeholder("prompt")
-    language_model, decoder = graph.role(LanguageModel, "language_model"), graph.role(ImageDecoder, "image_decoder")
-    reply = language_model.generate(prompt=prompt)
-    picture = decoder.decode(latents=reply.latents.via(latents_to_decoder))
-    graph.output(text=reply.text, image=picture.image)
-    return graph
+    return graph.build_graph(latents_to_decoder, "hunyuan_image_3")
 
 
 def graph_of(model: str) -> Graph:
