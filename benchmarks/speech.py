@@ -10,8 +10,9 @@ vLLM and ``CodecStreams``, in this process, too. Runs alternate; frames and samp
 Model: ``vllm_omni.testing.qwen3_tts``, variant "wide": 37 million random parameters, float32, greedy. Workload: a text
 of a few words, ``--frames`` frames of 16 codes (80 ms of sound each). Regime: at 1 a step is bound by reading weights,
 the predictor's once for each of its 15 passes; at 16 by arithmetic. ``floor`` of the predictor is the time of its
-linear layers alone, as products of their shapes by torch, or by oneDNN with packed weights where that is faster; that
-of the decoder is the time of its convolutions and linear layers, repeated on the same inputs.
+linear layers alone, as products of their shapes by torch, with weights by rows or columns, or by oneDNN with packed
+weights, whichever is fastest; that of the decoder is the time of its convolutions and linear layers, repeated on the
+same inputs.
 
 * frames/s: of talker and predictor, prompt included, no sound.
 * first audio: from the request to the samples of the first frame, in a job that decodes each frame as it comes.
@@ -196,7 +197,9 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
 
 @torch.inference_mode()
 def predictor_floor_ms(section: dict[str, Any], talker_size: int, batch: int, repeats: int) -> float:
-    """The linear layers of a frame's passes, those of one input as one product; the faster of torch and oneDNN."""
+    """The linear layers of a frame's passes, those of one input as one product: the fastest of torch, by rows or
+    columns, and oneDNN.
+    """
     config = PredictorConfig.of(section)
     size, dim, num_residual = config.hidden_size, config.head_dim, config.num_code_groups - 1
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -213,6 +216,10 @@ def predictor_floor_ms(section: dict[str, Any], talker_size: int, batch: int, re
 
     def plain(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return torch.randn(shape[1], shape[0]), torch.randn(batch, shape[0])
+
+    def by_column(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        weight, x = plain(shape)
+        return weight.t().contiguous().t(), x
 
     def packed(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         weight, x = plain(shape)
@@ -234,7 +241,10 @@ def predictor_floor_ms(section: dict[str, Any], talker_size: int, batch: int, re
 
         return run
 
-    runs = run_of(plain, lambda weight, x: functional.linear(x, weight)), run_of(packed, multiply)
+    def linear(weight: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(x, weight)
+
+    runs = run_of(plain, linear), run_of(by_column, linear), run_of(packed, multiply)
     return min(median_ms(run, repeats) for run in runs)
 
 

@@ -1,11 +1,16 @@
 """Pictures and texts by one engine, beside two engines with a copy of the weights each, and beside the plain model.
 
-    python -m benchmarks.unified [--runs 5] [--images 1 8] [--chats 4] [--steps 8] [--short]
+    python -m benchmarks.unified [--runs 5] [--images 1 8] [--chats 4] [--steps 8] [--tpot-ms 40] [--short]
 
 Baseline: ``two``, a deployment for texts and one for pictures, each with a copy of the weights, half of the KV cache
 and one thread, as where a language model and a diffusion transformer are stages of their own; and ``plain``, which is
 ``tests/reference/bagel.py``, one picture after the other in this process, equal to the original code, with the number
-of threads that is fastest, found at the start. ``one`` is BAGEL as it is deployed: one language model, two threads.
+of threads that is fastest, found at the start.
+
+* ``one``: BAGEL as it is deployed: one language model, two threads.
+* ``target``: likewise, with a latency target of texts (``tpot_ms``).
+* ``apart``: one deployment with ``unified: false``: two language models, one thread each; contexts are handed over.
+
 Runs alternate; the latents of the first picture are compared.
 
 Model: ``vllm_omni.testing.bagel``, variant "wide": 50 million random parameters of the language model, float32.
@@ -100,26 +105,27 @@ class Deployment:
         await self.draw(options, count)
         return count / (time.perf_counter() - started_at)
 
-    async def gap_ms(self, options: Options, num_images: int) -> float:
-        """99th percentile of the gaps of all texts, while pictures are made."""
+    async def beside(self, options: Options, num_images: int) -> tuple[float, float]:
+        """Texts while pictures are made: the 99th percentile of the gaps of all texts, ms; and pictures per second."""
+        started_at = time.perf_counter()
         drawing = asyncio.ensure_future(self.draw(options, num_images))
         texts = await asyncio.gather(*(self.write(index) for index in range(options.chats)))
         gaps = [after - now for times in texts for now, after in pairwise(times)]
         await drawing
-        return float(np.percentile(gaps, 99)) * 1e3
+        return float(np.percentile(gaps, 99)) * 1e3, num_images / (time.perf_counter() - started_at)
 
 
-def start(model: Path, num_threads: int, kv_bytes: int) -> AsyncOmni:
+def start(model: Path, num_threads: int, kv_bytes: int, **more: Any) -> AsyncOmni:
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     settings = {"dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 1024, "block_size": 32}
-    settings |= {"kv_cache_memory_bytes": kv_bytes}
+    settings |= {"kv_cache_memory_bytes": kv_bytes, **more}
     overrides = [f"language_model.{name}={value}" for name, value in settings.items()]
     return AsyncOmni(model, stage_overrides=overrides, log_stats=True)
 
 
 def language_models() -> set[int]:
     """The processes of this program's language models."""
-    files = Path(tempfile.gettempdir()).glob("vllm-omni-*/language_model.*.process")
+    files = Path(tempfile.gettempdir()).glob("vllm-omni-*/language_model*.process")
     running = {int(file.name.split(".")[-2]) for file in files}
     return running & {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -192,41 +198,52 @@ async def count_shared(one: Deployment, options: Options) -> dict[str, Any]:
     return {"contexts": num_tokens, "shared": hits() - before}
 
 
-async def measure(one: Deployment, two: Deployment, reference: Reference, options: Options) -> dict[str, Any]:
-    await check(one, reference, options)
+async def measure(deployments: Sequence[Deployment], reference: Reference, options: Options) -> dict[str, Any]:
+    for deployment in deployments:
+        await check(deployment, reference, options)
     set_num_threads(max((1, 2), key=lambda number: plain_rate_with(number, reference, options)))
-    rates: dict[tuple[str, int], list[float]] = {}
+    rates: dict[tuple[str, int | str], list[float]] = {}
     gaps: dict[tuple[str, str], list[float]] = {}
-    for deployment in (one, two):  # of each shape once, before anything is timed
-        await deployment.gap_ms(options, max(options.images))
+    for deployment in deployments:  # of each shape once, before anything is timed
+        await deployment.beside(options, max(options.images))
     for run in range(options.runs):
-        for deployment in (one, two) if run % 2 else (two, one):
+        for deployment in deployments if run % 2 else reversed(deployments):
             for count in options.images:
                 rates.setdefault((deployment.name, count), []).append(await deployment.images_per_s(options, count))
             for state, drawn in (("lone", 0), ("busy", max(options.images))):
-                gaps.setdefault((deployment.name, state), []).append(await deployment.gap_ms(options, drawn))
+                gap, rate = await deployment.beside(options, drawn)
+                gaps.setdefault((deployment.name, state), []).append(gap)
+                if drawn:
+                    rates.setdefault((deployment.name, state), []).append(rate)
         for count in options.images:
             rates.setdefault(("plain", count), []).append(plain_images_per_s(reference, options, count))
     median = statistics.median
     return {
         "images_per_s": {f"{name} {count}": round(median(one), 3) for (name, count), one in rates.items()},
         "gap_p99_ms": {f"{name} {state}": round(median(each), 1) for (name, state), each in gaps.items()},
-        **await count_shared(one, options),
+        **await count_shared(deployments[0], options),
     }
+
+
+def print_row(said: str, values: list[float]) -> None:
+    one, target, apart, two, *plain = values
+    ratios = (f"{value / two:.2f}" for value in (one, target, apart))
+    cells = [*map(str, (one, target, apart, two)), *(map(str, plain) if plain else [""]), *ratios]
+    print(f"| {said} | {' | '.join(cells)} |")
 
 
 def print_table(result: dict[str, Any], options: Options) -> None:
     rates, gaps, memory = result["images_per_s"], result["gap_p99_ms"], result["memory_mb"]
-    print("\n| | one engine | two engines | plain | one / two | one / plain |\n|---|---|---|---|---|---|")
+    names = ("one", "target", "apart", "two", "plain")
+    print(f"\n| | {' | '.join(names)} | one / two | target / two | apart / two |\n|{'---|' * 9}")
     for count in options.images:
-        one, two, plain = (rates[f"{name} {count}"] for name in ("one", "two", "plain"))
-        print(f"| images/s, {count} at once | {one} | {two} | {plain} | {one / two:.2f} | {one / plain:.2f} |")
+        print_row(f"images/s, {count} at once", [rates[f"{name} {count}"] for name in names])
     for state in ("lone", "busy"):
-        one, two = (gaps[f"{name} {state}"] for name in ("one", "two"))
         said = "alone" if state == "lone" else f"beside {max(options.images)} pictures"
-        print(f"| gap p99 of {options.chats} texts {said}, ms | {one} | {two} | | {one / two:.2f} | |")
-    one, two = memory["one"], memory["two"]
-    print(f"| memory of language models, MB | {one:.0f} | {two:.0f} | | {one / two:.2f} | |")
+        print_row(f"gap p99 of {options.chats} texts {said}, ms", [gaps[f"{name} {state}"] for name in names[:-1]])
+        if state == "busy":
+            print_row("images/s beside them", [rates[f"{name} busy"] for name in names[:-1]])
+    print_row("memory of language models, MB", [round(memory[name]) for name in names[:-1]])
     print(f"\nEdits: {result['shared']:.0f} tokens shared; the contexts have {result['contexts']}.")
 
 
@@ -236,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1, 8], help="at once")
     parser.add_argument("--chats", type=int, default=4, help="texts at once")
     parser.add_argument("--steps", type=int, default=8, help="denoise steps of a picture")
+    parser.add_argument("--tpot-ms", type=float, default=40.0, help="latency target of texts, of ``target``")
     parser.add_argument("--short", action="store_true", help="one short run, to see that it works")
     options = parser.parse_args(arguments)
     if options.short:
@@ -243,14 +261,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = build(Path(directory), variant="base" if options.short else "wide")
         made: list[AsyncOmni] = []
+        processes: dict[str, set[int]] = {}  # of a deployment's language models
+        deployments: list[Deployment] = []
+
+        def deploy(name: str, number: int, num_threads: int, kv_bytes: int, **more: Any) -> None:
+            before = language_models()
+            one = [start(model, num_threads, kv_bytes, **more) for _ in range(number)]
+            made.extend(one)
+            deployments.append(Deployment(name, one[0], one[-1]))
+            processes[name] = language_models() - before
+
         try:
-            made.append(start(model, 2, KV_BYTES))
-            one = Deployment("one", made[0], made[0])
-            of_one = language_models()
-            made += [start(model, 1, KV_BYTES // 2), start(model, 1, KV_BYTES // 2)]
-            two = Deployment("two", *made[1:])
-            result = asyncio.run(measure(one, two, Reference(model), options))
-            result["memory_mb"] = {"one": unique_mb(of_one), "two": unique_mb(language_models() - of_one)}
+            deploy("one", 1, 2, KV_BYTES)
+            deploy("target", 1, 2, KV_BYTES, **{"epd.tpot_ms": options.tpot_ms})
+            deploy("apart", 1, 1, KV_BYTES // 2, unified=False)
+            deploy("two", 2, 1, KV_BYTES // 2)
+            result = asyncio.run(measure(deployments, Reference(model), options))
+            result["memory_mb"] = {name: unique_mb(ids) for name, ids in processes.items()}
         finally:
             for omni in made:
                 omni.shutdown()

@@ -1,16 +1,21 @@
 """Settings and fixtures for all tests: a small machine's engine settings, tiny checkpoints, the order of a run."""
 
+import ctypes
+import gc
 import logging
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.unraisableexception import collect_unraisable
 
 from tests import machine, shared_memory
 from tests.engine_groups import place_of
@@ -103,8 +108,59 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
     finally:
         engines = item.config.stash.get(_ENGINES, None)
-        if engines and (nextitem is None or place_of(nextitem.nodeid)[2] != place_of(item.nodeid)[2]):
-            engines.stop()
+        if nextitem is None or place_of(nextitem.nodeid)[2] != place_of(item.nodeid)[2]:
+            if engines:
+                engines.stop()
+            give_back_memory()
+            collect_unraisable(item.config)  # what that found is this group's, not the next one's
+
+
+END_AT = "TESTS_END_AT"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave tests out that would start after ``TESTS_END_AT``, a Unix time that ``.ci/run`` sets.
+
+    A run that is killed from outside tells nothing of the tests that it has run; one that ends names what it left out.
+    """
+    if time.time() > float(os.environ.get(END_AT, "inf")):
+        pytest.skip(f"the time of this run is over ({END_AT})")
+
+
+_A_REASON = re.compile(r"E   |[\s|+-]*[\w.]*(Error|Warning|Exception|Group)\b")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Reasons())
+
+
+class _Reasons:
+    """Writes why tests failed below all else: of a long log, often only the end is kept."""
+
+    def __init__(self) -> None:
+        self.failed: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report)
+
+    def pytest_unconfigure(self) -> None:
+        failed: dict[tuple[str, ...], list[str]] = {}  # reasons -> tests: a server that did not start fails many
+        for report in self.failed:
+            lines = report.longreprtext.splitlines()
+            reasons = dict.fromkeys(line[:200] for line in lines if _A_REASON.match(line))
+            failed.setdefault((*reasons,), []).append(f"{report.nodeid} ({report.when})")
+        for reasons, names in list(failed.items())[:10]:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            print(f"\n{names[0]}{others}:", *reasons[:4], *reasons[4:][-12:], sep="\n")
+
+
+def give_back_memory() -> None:
+    """Return the memory of a group's models to the system: a worker would keep gigabytes beside its engines."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,6 +172,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if left := shared_memory.remove_orphans(_STARTED_AT):
         print(f"\nremoved from /dev/shm, left there by tests: {', '.join(left)}", file=sys.stderr)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def results_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Not in the user's own directory. Created by pytest for its owner alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_OMNI_FILES_DIR", str(tmp_path_factory.mktemp("results")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

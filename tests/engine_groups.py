@@ -34,9 +34,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "epd transports": ("tests/e2e/test_epd_transports.py", "tests/e2e/test_epd_ranks.py"),
     "pages": ("tests/e2e/test_kv_tensor_parallel.py", "tests/e2e/test_nixl_connector.py"),
     "replicas": ("tests/e2e/test_replicas.py", "tests/e2e/graphs/test_replicas.py"),
+    "scaling": ("tests/e2e/test_scaling.py",),
     "replica engines": ("tests/e2e/test_replica_engines.py", "tests/e2e/graphs/test_policies.py"),
+    "hosts": (
+        "tests/hosts/test_stages.py",
+        "tests/hosts/test_replicas.py",
+        "tests/hosts/test_chaos.py",
+        "tests/hosts/test_front_end.py",
+        "tests/hosts/test_ray.py",
+    ),
+    "shared weights": ("tests/e2e/test_shared_weights.py",),
     "served graphs": ("tests/e2e/test_served_graphs.py", "tests/e2e/test_given_pipeline.py"),
     "readers": ("tests/e2e/graphs/test_readers.py",),
+    "videos": ("tests/e2e/test_video_jobs.py",),
+    "page": ("tests/e2e/test_page.py",),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
     "omni": (
         "tests/entrypoints/test_omni_llm.py",
@@ -46,6 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "qwen3-omni": ("tests/e2e/test_qwen3_omni_parity.py",),
     "server": (
         "tests/entrypoints/openai/test_server.py",
+        "tests/entrypoints/openai/test_oversized_media.py",
         "tests/entrypoints/openai/test_speech.py",
         "tests/entrypoints/openai/test_documented_requests.py",
         "tests/entrypoints/openai/test_stage_death.py",  # last: it stops the server

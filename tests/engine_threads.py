@@ -211,6 +211,7 @@ def engine_threads() -> Iterator[None]:
         patch.setattr(supervisor, "MAX_DELAY_S", 0.02)
         patch.setattr(supervisor, "POLL_S", 0.02)
         patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "1000000")
+        patch.setenv("VLLM_OMNI_FORK_SERVER", "0")  # it would choose the context
         try:
             yield
         finally:

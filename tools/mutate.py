@@ -37,6 +37,7 @@ ROOMS = {
     "relay": (["relay", "messages/payload.py"], ["tests/relay", "tests/contract"]),
     "sched": (["core/sched", "epd"], ["tests/core", "tests/epd"]),
     "kv": (["kv"], ["tests/kv"]),
+    "deploy": (["deploy"], ["tests/deploy"]),
 }
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -7,6 +7,7 @@ misspelt variable would otherwise be ignored.
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,13 +30,26 @@ if TYPE_CHECKING:
     VLLM_OMNI_RUNTIME_DIR: Path
     VLLM_OMNI_RELAY_BYTES: int
     VLLM_OMNI_RELAY_HOST: str
+    VLLM_OMNI_JOIN_TIMEOUT_S: float
+    VLLM_OMNI_ORPHAN_S: float
     VLLM_OMNI_MAX_MEDIA_BYTES: int
     VLLM_OMNI_MAX_WAITING_MEDIA: int
+    VLLM_OMNI_MEDIA_CACHE_BYTES: int
     VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S: float
+    VLLM_OMNI_MAX_VIDEO_SECONDS: float
+    VLLM_OMNI_MAX_VIDEO_FRAMES: int
+    VLLM_OMNI_MAX_VIDEO_PIXELS: int
+    VLLM_OMNI_MAX_BODY_BYTES: int
+    VLLM_OMNI_MAX_FETCHED_BYTES: int
+    VLLM_OMNI_MAX_RECEIVED_BYTES: int
     VLLM_OMNI_VOICES_DIR: Path
     VLLM_OMNI_MAX_VOICES: int
     VLLM_OMNI_MAX_VOICE_BYTES: int
     VLLM_OMNI_MAX_VOICE_SECONDS: float
+    VLLM_OMNI_FILES_DIR: Path
+    VLLM_OMNI_MAX_FILE_BYTES: int
+    VLLM_OMNI_FILE_TTL_S: float
+    VLLM_OMNI_MAX_VIDEO_JOBS: int
     VLLM_OMNI_MAX_STREAMED_CHARACTERS: int
     VLLM_OMNI_SPEECH_STREAM_IDLE_S: float
 
@@ -136,8 +150,8 @@ VARIABLES: Mapping[str, Variable] = {
     ),
     "VLLM_OMNI_FORK_SERVER": Variable(
         _flag,
-        lambda: False,
-        "1: on a CPU, stages are forked from a process that has imported vLLM, instead of importing it themselves",
+        lambda: sys.platform == "linux",
+        "on a CPU, stages are forked from a process that has imported vLLM; 0: each imports it itself",
     ),
     "VLLM_OMNI_RUNTIME_DIR": Variable(
         _existing_directory,
@@ -152,7 +166,18 @@ VARIABLES: Mapping[str, Variable] = {
     "VLLM_OMNI_RELAY_HOST": Variable(
         _address,
         lambda: "127.0.0.1",
-        "where the transports tcp, nixl and mooncake listen: an address of this host that the other hosts reach",
+        "where the transports tcp, nixl, mooncake and a shared KV pool listen: an address that the other hosts reach; "
+        "where hosts join, the address of --listen, or the one from which this host reaches it",
+    ),
+    "VLLM_OMNI_JOIN_TIMEOUT_S": Variable(
+        _positive_seconds,
+        lambda: 600.0,
+        "how long a host waits for a front end that it joins and that is not up, seconds",
+    ),
+    "VLLM_OMNI_ORPHAN_S": Variable(
+        _positive_seconds,
+        lambda: 30.0,
+        "how long a host tries to reach a front end that it has lost, seconds; then it ends its engines and itself",
     ),
     "VLLM_OMNI_MAX_MEDIA_BYTES": Variable(
         _positive_count,
@@ -165,10 +190,49 @@ VARIABLES: Mapping[str, Variable] = {
         lambda: 1024,
         "prompts with media that may be fetched, wait or be read at a time; more are rejected (HTTP 503)",
     ),
+    "VLLM_OMNI_MEDIA_CACHE_BYTES": Variable(
+        _count,
+        lambda: 0,
+        "memory for decoded images, sounds and videos of prompts, beyond those: a file that is sent again, of the same "
+        "bytes, is not decoded again; 0: none is kept",
+    ),
     "VLLM_OMNI_MEDIA_FETCH_TIMEOUT_S": Variable(
         _positive_seconds,
         lambda: 30.0,
         "deadline to fetch one image, sound or video of a prompt, repetitions included",
+    ),
+    "VLLM_OMNI_MAX_VIDEO_SECONDS": Variable(
+        _positive_seconds,
+        lambda: 3600.0,
+        "length of one video of a prompt, at most",
+    ),
+    "VLLM_OMNI_MAX_VIDEO_FRAMES": Variable(
+        _positive_count,
+        lambda: 216_000,
+        "frames that one video of a prompt has, at most; a model reads some of them, and the others are decoded to "
+        "reach those; by default an hour at 60 a second",
+    ),
+    "VLLM_OMNI_MAX_VIDEO_PIXELS": Variable(
+        _positive_count,
+        lambda: 250_000_000_000,
+        "pixels of all of these frames, at most, which is the time of a thread that decodes them; by default somewhat "
+        "more than an hour of 1920x1080 at 30 a second",
+    ),
+    "VLLM_OMNI_MAX_BODY_BYTES": Variable(
+        _positive_count,
+        lambda: 128 << 20,
+        "bytes of the body of one request, at most (HTTP 413)",
+    ),
+    "VLLM_OMNI_MAX_FETCHED_BYTES": Variable(
+        _positive_count,
+        lambda: 512 << 20,
+        "bytes of all files that one prompt names by http or https, at most",
+    ),
+    "VLLM_OMNI_MAX_RECEIVED_BYTES": Variable(
+        _positive_count,
+        lambda: usable_memory() // 8,
+        "bytes of all bodies and files that are held as they were received; requests beyond are rejected (HTTP 429); "
+        "by default an eighth of the machine's or container's memory",
     ),
     "VLLM_OMNI_VOICES_DIR": Variable(
         _path,
@@ -190,6 +254,27 @@ VARIABLES: Mapping[str, Variable] = {
         lambda: 60.0,
         "length of one recording of a voice, uploaded or in a request, at most; each second takes 12.5 positions of a "
         "prompt",
+    ),
+    "VLLM_OMNI_FILES_DIR": Variable(
+        _path,
+        lambda: Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "vllm_omni" / "files",
+        "where videos that are made as jobs, and results by URL, are kept: a directory that is created, and that no "
+        "other user can read; servers that share it share them",
+    ),
+    "VLLM_OMNI_MAX_FILE_BYTES": Variable(
+        _positive_count,
+        lambda: 10 << 30,
+        "bytes of all of these files, at most",
+    ),
+    "VLLM_OMNI_FILE_TTL_S": Variable(
+        _positive_seconds,
+        lambda: 86400.0,
+        "how long each of them is kept after it is complete, seconds",
+    ),
+    "VLLM_OMNI_MAX_VIDEO_JOBS": Variable(
+        _positive_count,
+        lambda: 64,
+        "videos that one server makes as jobs and that are not complete, at most; more are rejected (HTTP 429)",
     ),
     "VLLM_OMNI_MAX_STREAMED_CHARACTERS": Variable(
         _positive_count,

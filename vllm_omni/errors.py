@@ -26,6 +26,10 @@ class InvalidRequest(OmniError, ValueError):
         self.param = param
 
 
+class RequestTooLarge(InvalidRequest):
+    """The body of a request has more bytes than are read. HTTP 413."""
+
+
 class UnknownModel(InvalidRequest):
     """A request names a model that is not served. HTTP 404."""
 
@@ -34,8 +38,32 @@ class UnknownVoice(InvalidRequest):
     """A request names an uploaded voice that is not there. HTTP 404."""
 
 
+class UnknownRequest(InvalidRequest):
+    """The trace of a request is asked for that is not kept. HTTP 404."""
+
+
 class VoiceExists(InvalidRequest):
     """A voice cannot be uploaded under the name of another one. HTTP 409."""
+
+
+class UnknownFile(InvalidRequest):
+    """A request names a video or a file that is not there. HTTP 404."""
+
+
+class NotReady(InvalidRequest):
+    """A request asks for the files of a video that is not complete. HTTP 409."""
+
+
+class FileExpired(InvalidRequest):
+    """A request names a file by an address that has expired. HTTP 410."""
+
+
+class WrongSignature(InvalidRequest):
+    """The address of a file has no signature, or a wrong one. HTTP 403."""
+
+
+class JobGone(OmniError):
+    """A job was deleted while it ran."""
 
 
 class GraphError(OmniError, ValueError):
@@ -120,7 +148,15 @@ class StageUnavailable(StageFailed, Unavailable):
 
 
 class Overloaded(Unavailable):
-    """Too many requests wait: this one was not started."""
+    """Too many requests or jobs wait: this one was not started. HTTP 429, with the seconds after which to try again."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StorageFull(Unavailable):
+    """A result cannot be stored: the quota is used up, or the disk is full."""
 
 
 class ShuttingDown(Unavailable):

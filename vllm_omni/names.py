@@ -1,6 +1,7 @@
-"""Suggestions for error messages about unknown names."""
+"""Suggestions for error messages about unknown names, and URLs without their passwords."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 _MAX_LISTED = 16
@@ -24,3 +25,8 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     if len(names) <= _MAX_LISTED or near is None:
         parts.append("valid: " + ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else ""))
     return " ".join(parts)
+
+
+def hide_password(text: str) -> str:
+    """A text in which URLs name no user and no password."""
+    return re.sub(r"([?&]password=)[^&'\"\s]*", r"\1...", re.sub(r"(\w://)\S*@", r"\1", text))

@@ -38,7 +38,7 @@ ARCHITECTURES = {
 
 @functools.cache
 def register() -> None:
-    """Register our architectures and our configuration format, and log through vLLM's logger. Idempotent.
+    """Register our architectures, configuration format and loader, and log through vLLM's logger. Idempotent.
 
     In a process of a stage, also end the process with its parent.
     """
@@ -64,6 +64,14 @@ def register() -> None:
     # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")
 
-    from vllm_omni.process.tether import enter_stage_process
+    from vllm_omni.process.shared_weights import LOAD_FORMAT, SHARED_WEIGHTS
+    from vllm_omni.process.tether import enter_stage_process, stage_sections
+
+    if stage_sections().get(SHARED_WEIGHTS):  # importing vLLM's loaders takes two seconds, which not all processes need
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from vllm_omni.model_executor.shared_loader import SharedWeightsLoader
+
+        register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
 
     enter_stage_process()

@@ -6,6 +6,9 @@ Function, and what it replaces  Why                                           Up
 ``torch_kernels_for_encoders``  An encoder that runs in a thread must not     a hook of the loader before it packs
  base_loader's function that    share scratch memory with the language model  weights for CPU kernels
  packs weights, during a load
+``unpacked_cpu_weights``        Weights that several engines map must not     an option that keeps linear weights
+ the function that packs        be copied, packed, into each of them          as they are loaded
+ linear weights, during a load
 ``replace_media_connector``     Media wait, as files, until they fit into a   a class per server (VLLM_MEDIA_CONNECTOR
  the registry's connector       budget of memory; a fetch has one deadline    names one for the process)
 ``wrap_renderer``               Prompts with media are counted and hold a     a limit in the renderer
@@ -14,10 +17,16 @@ Function, and what it replaces  Why                                           Up
  a renderer's method            without a traceback in the log                that have one
 ``limit_media_threads``         More threads than cores, decoding media,      a pool given to ``MediaConnector``; the
  the size of vLLM's media pool  delay the event loop                          environment variable is read at import
+``check_before_decoding``       A file to transcribe is checked as those of   a media connector in the handlers of
+ a method of vLLM's handlers    chats are, before FFmpeg opens it             transcriptions
+ of transcriptions
 ``replace_sender_cache``        Media count as sent when they have been       a cache that is notified of what has
  a renderer's media cache       sent, not when they have been processed       been sent
 ``keep_media_in_front_end``     Instances share a front end: it cannot        a cache type for the front end alone
  a renderer's media cache       assume that an engine has an image
+``name_media_by_content``       Names from a counter would be another         a setting that names media by content
+ a renderer's method            image's in another engine, or after a         alone
+                                restart, and so would those of users
 ``filter_logs``                 A stage's lines are named after it, and       filters in ``LoggingConfig``
  vLLM's default configuration   lines that concern us are left out
  of logging
@@ -26,9 +35,14 @@ Function, and what it replaces  Why                                           Up
  that sets processes' titles
 ``extend_request_state``        A request's outputs carry payloads            a class attribute of ``OutputProcessor``
  the class of a RequestState                                                  that names the class of its states
+``hash_blocks_by``              Blocks of a prompt of rows are named by the   a hook for further keys of a block's
+ the function of a request      rows that another stage has computed          hash, in the scheduler
+ that hashes its blocks
 ``uncompiled_logprob_ranks``    The first request with log probabilities      a warm-up of the sampler with them
  one function of the sampler    would be compiled for, with g++, while all
                                 others wait
+``replace_zero_experts``        LongCat-Flash runs on a CPU, where vLLM has    a router for the CPU with experts
+ two functions of a router      no kernels for experts that compute nothing   that compute nothing
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
  that make groups               that has no other rank
@@ -49,11 +63,15 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from vllm_omni.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig
     from vllm.multimodal.cache import LruKeyReplicatedSenderCache
     from vllm.renderers.base import BaseRenderer
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.request import Request
 
 S = TypeVar("S", bound="LruKeyReplicatedSenderCache")
 T = TypeVar("T")
@@ -86,6 +104,34 @@ def torch_kernels_for_encoders() -> Iterator[None]:
         base_loader.process_weights_after_loading = upstream
 
 
+@contextmanager
+def unpacked_cpu_weights() -> Iterator[None]:
+    """Let models that load inside the block compute linear layers from their weights as they are, with torch's kernels.
+
+    Raises:
+        ConfigError: inside the block, where a layer that is not linear has its weights packed.
+    """
+    from torch.nn import functional
+    from vllm.model_executor.layers import utils
+
+    upstream = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = functional.linear
+            return
+        before = layer.weight.data_ptr()
+        upstream(layer, remove_weight)
+        if layer.weight.data_ptr() != before:
+            raise ConfigError(f"{type(layer).__name__}: its weights are packed for this CPU, and cannot be shared")
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = upstream
+
+
 def wrap_renderer(renderer: BaseRenderer, wrap: Callable[[Any, Any], tuple[Any, Any]]) -> None:
     """Replace a renderer's two asynchronous methods by what ``wrap`` makes of them.
 
@@ -114,6 +160,24 @@ def replace_media_connector(connector: type) -> None:
     MEDIA_CONNECTOR_REGISTRY.register("http")(connector)
 
 
+def check_before_decoding(handler: Any, check: Callable[[bytes], object]) -> None:
+    """Have vLLM's handler of transcriptions or translations check a file in its threads, where it then decodes it.
+
+    Args:
+        check: raises for a file that is not to be decoded.
+    """
+    from vllm.utils.async_utils import make_async_with_semaphore
+
+    decode = handler._decode_and_chunk_speech
+
+    def check_and_decode(data: bytes) -> Any:
+        check(data)
+        return decode(data)
+
+    executor = handler._preprocess_executor
+    handler._decode_and_chunk_speech_async = make_async_with_semaphore(check_and_decode, executor=executor)
+
+
 def limit_media_threads() -> None:
     """Let vLLM decode media in at most one thread per core, unless VLLM_MEDIA_LOADING_THREAD_COUNT is set."""
     from vllm.multimodal.media.connector import global_thread_pool
@@ -131,6 +195,29 @@ def replace_sender_cache(renderer: BaseRenderer, cache_type: type[S]) -> S | Non
     cache = cache_type(renderer.model_config)
     renderer._mm_processor_cache = cache
     return cache
+
+
+def name_media_by_content(renderer: BaseRenderer, *, trusts_uuids: bool) -> None:
+    """Let a renderer name media by a hash of their content, also where upstream uses a counter: with its caches off.
+
+    Args:
+        trusts_uuids: names that requests bring (``multi_modal_uuids``) stand for the content; False: they are ignored.
+    """
+    upstream = renderer._validate_mm_uuids
+
+    def name(mm_data: Any, items: Any, uuids: Any, request_id: str) -> Any:
+        upstream(mm_data, items, uuids)
+        if trusts_uuids:
+            return uuids
+        for modality in mm_data:
+            if modality not in items or any(item is None for item in items[modality]):
+                raise ValueError(
+                    f"multi_modal_data[{modality!r}] has no data for a name in multi_modal_uuids: with "
+                    "kv_pool.media_bytes media are named by their content; send the data"
+                )
+        return {}
+
+    renderer._process_mm_uuids = name
 
 
 @contextmanager
@@ -159,6 +246,18 @@ def uncompiled_logprob_ranks() -> None:
 
     compiled = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(compiled, "__wrapped__", compiled)
+
+
+def replace_zero_experts(choose: Callable[..., Any], scale: Callable[..., Any]) -> None:
+    """Let the router of models with experts that compute nothing call these instead of functions with CUDA kernels.
+
+    Args:
+        choose: the experts of each token, and their weights.
+        scale: what the experts that compute nothing add.
+    """
+    from vllm.model_executor.layers.fused_moe.router import zero_expert_router as router
+
+    router.fused_topk_bias, router.zero_experts_compute_triton = choose, scale
 
 
 @contextmanager
@@ -220,6 +319,17 @@ def extend_request_state(state: object, cls: type[T]) -> T:
     state.__class__ = cls
     assert isinstance(state, cls)
     return state
+
+
+def hash_blocks_by(request: Request, hasher: Callable[[Request], list[BlockHash]]) -> None:
+    """Let a function compute the block hashes of a request that is not scheduled yet.
+
+    Args:
+        hasher: returns the hashes behind ``request.block_hashes``.
+    """
+    request._block_hasher = hasher
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def adopt(cls: type[T], upstream: object) -> T:

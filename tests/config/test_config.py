@@ -83,11 +83,13 @@ def test_overrides_may_be_stages_alone_by_id_or_name(model):
 
 def test_plain_argument_goes_to_the_stages_that_use_it(model):
     given = {"dtype": "float32", "seed": 3, "max_model_len": 512, "limit_mm_per_prompt": {"image": 2}}
+    given["kernel_config"] = {"enable_jit_warmup": False}
     omni = load_config(model, **given)
     assert {key: [s.name for s in omni.stages if key in s.engine_args] for key in given} == {
         "dtype": ["thinker", "talker", "token2wav"],
         "seed": ["thinker", "talker"],
         "max_model_len": ["thinker", "talker"],
+        "kernel_config": ["thinker", "talker"],
         "limit_mm_per_prompt": ["thinker"],
     }
 
@@ -279,7 +281,10 @@ def test_mistake_in_a_stage_flag(model):
         ("thinker.sede=3", r"--stage thinker.sede: unknown key 'sede' of stage 'thinker': did you mean 'seed'\?"),
         ("thinker.seed=x", r"--stage thinker.seed = 'x': must be a whole number"),
         ("thinker.seed=[", r"not valid YAML"),
-        ("thinker.seed.x=1", r"only engine_args, default_sampling_params, diffusion, epd have keys below them"),
+        (
+            "thinker.seed.x=1",
+            r"only engine_args, default_sampling_params, diffusion, epd, kv_pool have keys below them",
+        ),
         ("thinker.name=x", r"unknown key 'name'"),
     ]:
         with rejected(ConfigError, message, text):
@@ -546,3 +551,30 @@ def test_default_parameters_of_a_diffusion_stage_are_those_of_diffusion(pipeline
 
 def test_the_batch_of_a_model_without_tokens_is_its_first_stages(pipeline):
     assert load_config(pipeline, max_num_seqs=3).stage(0).engine_args["max_num_seqs"] == 3
+
+
+# --- rows beside the KV cache
+
+CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+
+
+def test_rows_are_kept_unless_the_deployment_says_otherwise(model):
+    assert load_config(model).stage("thinker").row_cache is None
+    assert load_config(model, stage_overrides=["thinker.row_cache=false"]).stage("thinker").row_cache is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["token2wav.row_cache=true"], "row_cache: only a stage with engine_type 'ar'"),
+        (["thinker.row_cache=2"], "row_cache = 2: must be true or false"),
+        (["thinker.row_cache=true", "thinker.enable_prefix_caching=false"], "leave enable_prefix_caching on"),
+        (
+            ["thinker.row_cache=true", f"thinker.kv_transfer_config={CONNECTOR}"],
+            "pages that this kv_transfer_config loads have no rows",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_kept_are_rejected(model, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(model, stage_overrides=overrides)

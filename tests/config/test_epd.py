@@ -44,6 +44,7 @@ def test_a_mix_is_read(model: Path) -> None:
         ("EP:1,D:3", {"EP": 1, "D": 3}),
         ("ED:1,P:1", {"ED": 1, "P": 1}),
         ("E:1,P:1,D:1", {"E": 1, "P": 1, "D": 1}),
+        ("EPD:1,g:2", {"EPD": 1, "G": 2}),
     ]:
         deployment = load_config(model, epd=text).stages[0].deployment
         assert deployment.instances == mix
@@ -57,6 +58,7 @@ def test_caches_travel_where_tasks_are_on_different_instances(model: Path) -> No
         ("ED:1,P:1", True, True),
         ("EPD:2", False, False),
         ("PD:1,EPD:1", False, False),
+        ("EPD:1,G:1", False, True),
     ]:
         deployment = load_config(model, epd=text).stages[0].deployment
         assert (deployment.separates_encode, deployment.separates_decode) == (encode, decode), text
@@ -67,7 +69,9 @@ def test_errors_for_a_wrong_mix_say_what_is_valid(model: Path) -> None:
         ("E:1", r"epd = 'E:1': no instance prefills: give E:1,P:1, or EP:1"),
         ("E:1,P:2", r"no instance decodes: give E:1,P:2,D:1, or E:1,PD:2"),
         ("E:1,D:1", r"no instance prefills: give E:1,D:1,P:1, or E:1,PD:1"),
-        ("X:1,PD:1", r"no kind 'X' \(E encodes, P prefills, D decodes\): valid: E, P, D"),
+        ("X:1,PD:1", r"no kind 'X' \(E encodes, P prefills, D decodes, G generates pictures\): valid: E, P, D"),
+        ("EPD:1,PG:1", r"no kind 'PG' .*did you mean 'P'\?"),
+        ("P:1,G:1", r"no instance decodes: give P:1,G:1,D:1, or PD:1,G:1"),
         ("PDD", r"no kind 'PDD' .*did you mean 'PD'\?"),
         ("E:0,PD:1", r"E = 0: must be a number of instances, from 1 to 64"),
         ("E:one,PD:1", r"'E:one': must be KIND:NUMBER, as in E:1,PD:1"),
@@ -108,6 +112,25 @@ def test_only_the_first_stage_has_instances(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stage 'talker': epd: only the first stage"):
         load_config(tmp_path, stage_overrides=["talker.epd.instances=PD:2"])
     assert load_config(tmp_path, epd="E,PD").stage("thinker").deployment.instances == {"E": 1, "PD": 1}
+
+
+def test_a_stage_that_is_not_unified_has_an_engine_for_pictures(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bagel"}))
+    for given, instances in [
+        ("unified=false", {"EPD": 1, "G": 1}),
+        ("unified=true", {}),
+        ("epd.instances=E:1,PD:1,G:2", {"E": 1, "PD": 1, "G": 2}),
+    ]:
+        deployment = load_config(tmp_path, stage_overrides=[f"language_model.{given}"]).stages[0].deployment
+        assert (deployment.instances, deployment.separates_pictures) == (instances, "G" in instances), given
+    for override, epd, message in [
+        ("language_model.unified=true", "EPD:1,G:1", "unified = true: cannot be combined with instances of kind G"),
+        ("language_model.unified=false", "EPD:2", "unified = false: an instance must generate pictures: add G:1"),
+        ("language_model.unified=fasle", None, "unified = 'fasle': must be true or false"),
+        ("image_decoder.unified=false", None, "'image_decoder': unified: only the first stage"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_config(tmp_path, stage_overrides=[override], epd=epd)
 
 
 def test_advice_on_a_mix_that_does_not_suit_the_model() -> None:

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from vllm_omni.config.weights import StoredTensor, read_tensors
+from vllm_omni.config.weights import StoredTensor, check_files, read_tensors
 from vllm_omni.errors import ConfigError
 
 TENSORS = {
@@ -59,6 +59,26 @@ def test_a_file_that_is_no_safetensors_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match=r"weights cannot be read: model\.safetensors is not in the format"):
         read_tensors(str(tmp_path))
+
+
+def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    whole = file.read_bytes()
+    check_files(str(tmp_path))
+    for content, said in {
+        whole[:-1]: rf"model.safetensors has {len(whole) - 1} bytes, and by its header {len(whole)}",
+        whole + b"x": rf"model.safetensors has {len(whole) + 1} bytes, and by its header {len(whole)}",
+        whole[:20]: "model.safetensors ends in its header",
+        b"": "model.safetensors is not in the format safetensors",
+    }.items():
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"its weights are not whole: {said}"):
+            check_files(str(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is missing, which the index names"):
+        check_files(str(tmp_path))
 
 
 def test_of_a_repository_only_the_headers_are_fetched(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

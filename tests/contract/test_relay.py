@@ -178,6 +178,17 @@ async def test_aborting_a_request_leaves_no_lease(pair: Pair) -> None:
     assert pair.producer.statistics().num_leases == 0
 
 
+async def test_aborting_all_requests_leaves_no_lease(pair: Pair) -> None:
+    for number in range(3):
+        await pair.producer.put(str(number), torch.zeros(4))
+    buffer = pair.producer.empty("buffer", (4,), torch.float32)
+    pair.producer.abort(None)
+    assert pair.producer.statistics().num_leases == 0
+    with_room = await pair.producer.put("buffer", buffer)  # of another owner now, and copied
+    pair.producer.abort("buffer")
+    assert pair.producer.statistics().num_leases == 0 and with_room.shape == (4,)
+
+
 @only(*LEASING)
 async def test_aborting_a_request_leaves_the_others_alone(pair: Pair) -> None:
     ref = await pair.producer.put("other", torch.ones(4))

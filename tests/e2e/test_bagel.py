@@ -6,10 +6,11 @@ Tolerances, in float32: ids equal; latents 1e-5 of their maximum. The auto-encod
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,7 +18,7 @@ from PIL import Image
 from tests.cases import rejected
 from tests.e2e.engines import MARKS
 from tests.engine_threads import BATCHES, engine_threads, num_preemptions, thread_of
-from tests.reference.bagel import Context, Guidance, Reference, latent_of
+from tests.reference.bagel import Context, Guidance, Reference, grid_of, latent_of, tokens_of
 from tests.reference.media import make_image
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.stage import StageEngine
@@ -65,7 +66,7 @@ DEPLOYMENTS: dict[str, tuple[str, list[str]]] = {
     "one": ("base", ["language_model.max_num_seqs=1", "language_model.max_num_batched_tokens=64"]),
 }
 
-Part = str | Image.Image
+Part = str | list[int] | Image.Image
 
 # Of ImageParams, in the order of the reference's.
 GUIDANCE = ["guidance_scale", "image_guidance_scale", "guidance_interval", "guidance_renorm_min", "guidance_renorm"]
@@ -76,7 +77,7 @@ class Case:
     """A request: texts and images, and what is asked for."""
 
     name: str
-    parts: list[Part]
+    parts: Sequence[Part]
     picture: dict[str, Any] | None = None  # None: an answer in text
     thinks: bool = False
     guidance: Guidance = field(default_factory=lambda: Guidance(1.0, 1.0))
@@ -88,7 +89,7 @@ class Case:
             for part in self.parts
         )
         prompt: dict[str, Any] = {"prompt": text + "<|im_start|>" * (self.thinks or self.picture is None)}
-        if images := [part for part in self.parts if not isinstance(part, str)]:
+        if images := [part for part in self.parts if isinstance(part, Image.Image)]:
             prompt |= {"multi_modal_data": {"image": images}, "mm_processor_kwargs": self.media_kwargs}
         return prompt
 
@@ -168,7 +169,7 @@ class Expected(NamedTuple):
 def expected_of(reference: Reference, case: Case) -> Expected:
     gen = text = img = reference.new_context()
     for part in case.parts:
-        if isinstance(part, str):
+        if not isinstance(part, Image.Image):
             text, gen, img = gen, reference.read_text(gen, part), reference.read_text(img, part)
             continue
         image = reference.resize(part, "vae_transform")
@@ -193,7 +194,7 @@ def latents_of(reference: Reference, case: Case, branches: tuple[Context, Contex
     if "width" in given:
         rows, columns = given["height"] // 16, given["width"] // 16
     else:
-        images = [part for part in case.parts if not isinstance(part, str)]
+        images = [part for part in case.parts if isinstance(part, Image.Image)]
         width, height = reference.resize(images[-1], "vae_transform").size
         rows, columns = height // 16, width // 16
     noise = torch.randn(rows * columns, 64, generator=torch.Generator().manual_seed(given["seed"]))
@@ -212,6 +213,7 @@ class Served(NamedTuple):
     name: str
     omni: AsyncOmni
     expected: dict[str, Expected]
+    reference: Reference
 
     @property
     def engine(self) -> StageEngine:
@@ -248,7 +250,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         engine = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
         given = [f"language_model.{name}={value}" for name, value in engine.items()]
         omni = AsyncOmni(path, stage_overrides=[*given, *overrides])
-        yield Served(request.param, omni, expected)
+        yield Served(request.param, omni, expected, reference)
         omni.shutdown()
 
 
@@ -347,6 +349,40 @@ async def test_a_picture_that_cannot_be_generated_is_rejected(served: Served) ->
             params = {"language_model": {name: value, "temperature": 1.0}}
             await collect(served.omni.generate("<|im_start|>a boat<|im_end|>", params, modalities=["image"]))
     await until_idle(served)
+
+
+async def test_each_placeholder_of_a_prompt_needs_an_image(served: Served) -> None:
+    image = make_image(61, 50)
+    for text, said in [
+        ("<|vision_start|><|vision_end|>" * 2, "has 2 placeholders of images .*and 1 in multi_modal_data"),
+        ("", "cannot be read"),
+    ]:
+        prompt = {"prompt": f"{text}<|im_start|>a<|im_end|><|im_start|>", "multi_modal_data": {"image": [image]}}
+        with rejected(InvalidRequest, said, text):
+            await collect(served.omni.generate(prompt, modalities=["text"]))
+    await until_idle(served)
+
+
+async def test_texts_and_pictures_alternate_in_an_answer(served: Served) -> None:
+    (case,) = (case for case in CASES if case.name == "thought edit")
+    assert case.picture is not None
+    given = case.params["language_model"]
+    image = {**given["extra_args"]["image"], "output_type": "media", "num_outputs_per_prompt": 3}
+    params = {"language_model": {**given, "extra_args": {"image": image}}}
+    generated = served.omni.generate(case.prompt, params, modalities=["text", "image"])
+    output = await asyncio.wait_for(collect(generated), 120)
+    pictures, ids = output.images, list(output.outputs[0].token_ids)
+    assert len(pictures) == len(output.multimodal_output["text_offsets"]) == 3 and output.finished
+    parts = list(case.parts)
+    for index, picture in enumerate(pictures):
+        expected = expected_of(served.reference, replace(case, parts=parts, picture=case.picture | {"seed": 6 + index}))
+        assert ids[: len(expected.ids)] == expected.ids
+        assert expected.latents is not None
+        with torch.no_grad():
+            decoded = served.reference.decode_latents(tokens_of(expected.latents), *grid_of(expected.latents))
+        assert abs(np.asarray(picture).astype(int) - decoded).max() <= 1
+        ids = ids[len(expected.ids) + 1 :]  # the picture ends with a token
+        parts += [expected.ids[:-1], picture]
 
 
 async def test_progress_and_previews_come_while_a_picture_is_made(served: Served) -> None:

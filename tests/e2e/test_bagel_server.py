@@ -69,23 +69,50 @@ def test_a_stream_has_progress_and_partial_images(server: Server) -> None:
     assert names == ["progress", "partial_image", "progress", "completed"]
 
 
-def test_a_text_comes_before_its_picture_streamed_or_not(server: Server) -> None:
-    wanted = {"modalities": ["text", "image"], "image": IMAGE}
-    whole = chat(server, "think, then draw", **wanted)
-    text, deltas = "", []
+def stream(server: Server, content: str, **body: Any) -> list[tuple[str, str]]:
+    """The pieces of a streamed answer in order: texts, joined up to the next picture, and URLs of pictures."""
+    pieces: list[tuple[str, str]] = []
     for chunk in server.client.chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": "think, then draw"}],
+        messages=[{"role": "user", "content": content}],
         max_tokens=6,
         temperature=0.0,
         stream=True,
-        extra_body=wanted,
+        extra_body=body,
     ):
         for choice in chunk.choices:
-            text += choice.delta.content or ""
-            deltas += getattr(choice.delta, "images", None) or []
-    assert text == whole.content
-    assert [one["image_url"]["url"] for one in deltas] == [one["image_url"]["url"] for one in whole.images]
+            if text := choice.delta.content:
+                before = pieces.pop()[1] if pieces and pieces[-1][0] == "text" else ""
+                pieces.append(("text", before + text))
+            pieces += [("image", one["image_url"]["url"]) for one in getattr(choice.delta, "images", None) or []]
+    return pieces
+
+
+def pieces_of(message: Any) -> list[tuple[str, str]]:
+    """Those of a whole answer, by the offsets of its pictures."""
+    pieces, start = [], 0
+    for image in message.images:
+        end = image.get("text_offset", len(message.content))
+        pieces += [("text", message.content[start:end])] * (end > start) + [("image", image["image_url"]["url"])]
+        start = end
+    return pieces
+
+
+def test_a_text_comes_before_its_picture_streamed_or_not(server: Server) -> None:
+    wanted = {"modalities": ["text", "image"], "image": IMAGE}
+    whole = pieces_of(chat(server, "think, then draw", **wanted))
+    assert stream(server, "think, then draw", **wanted) == whole
+    assert [kind for kind, _ in whole] == ["text", "image"]
+
+
+def test_texts_and_pictures_alternate_streamed_or_not(server: Server) -> None:
+    wanted = {"modalities": ["text", "image"], "image": {**IMAGE, "num_outputs_per_prompt": 3}}
+    whole = pieces_of(chat(server, "think, then draw", **wanted))
+    assert stream(server, "think, then draw", **wanted) == whole
+    assert [kind for kind, _ in whole] == ["text", "image"] * 3
+    assert len(set(whole)) > 4, "a later picture has another seed, and a later text reads the pictures before it"
+    first = chat(server, "think, then draw", modalities=["text", "image"], image=IMAGE)
+    assert whole[:2] == pieces_of(first)
 
 
 def test_a_picture_goes_back_into_the_conversation(server: Server) -> None:
@@ -126,8 +153,12 @@ def test_a_picture_goes_back_into_the_conversation(server: Server) -> None:
         ),
         (
             "chat/completions",
-            {"messages": QUESTION, "modalities": ["text", "image"], "image": {"num_outputs_per_prompt": 2}},
-            "beside a text there is one picture",
+            {
+                "messages": QUESTION,
+                "modalities": ["text", "image"],
+                "image": {"num_outputs_per_prompt": 2, "output_type": "latents"},
+            },
+            "the text behind a picture reads it",
         ),
         ("chat/completions", {"messages": QUESTION, "mm_processor_kwargs": {"is_drawn": True}}, "disabled by default"),
     ],

@@ -247,6 +247,14 @@ async def test_progress_is_reported_where_it_is_requested(image_omni: AsyncOmni)
 
 
 @on_the_loop_of("image_omni")
+async def test_the_start_is_reported_where_it_is_requested(image_omni: AsyncOmni) -> None:
+    outputs = await outputs_of(image_omni, "a big dog", **SIZE, seed=2, num_inference_steps=60, notify_start=True)
+    assert [(one.multimodal_output["step"], one.finished) for one in outputs] == [(0, False), (60, True)]
+    with pytest.raises(InvalidRequest, match="must be a multiple of"):
+        await outputs_of(image_omni, "a dog", height=63, width=64, notify_start=True)
+
+
+@on_the_loop_of("image_omni")
 async def test_a_preview_comes_every_so_many_steps(image_omni: AsyncOmni) -> None:
     outputs = await outputs_of(image_omni, "a red cat", **SIZE, num_inference_steps=61, seed=1, preview_every=2)
     previews = {one.multimodal_output["step"]: one.multimodal_output["preview"] for one in outputs[:-1]}

@@ -65,7 +65,11 @@ def test_a_stream_has_progress_and_partial_images(server: Server) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "size": "64x64", "stream": True, "partial_images": 1, "progress": True}
     answer = server.post("/v1/images/generations", {**body, **STEPS})
     names = [line.removeprefix("event: image_generation.") for line in answer.text.splitlines() if "event:" in line]
-    assert names == ["progress", "partial_image", "progress", "progress", "completed"]
+    # What a client does not read in time is merged: the later progress and the later picture stand.
+    assert names[-1] == "completed"
+    assert set(names) == {"progress", "partial_image", "completed"}
+    assert names.count("partial_image") == names.count("completed") == 1
+    assert names.count("progress") <= STEPS["num_inference_steps"]
 
 
 @pytest.mark.parametrize(

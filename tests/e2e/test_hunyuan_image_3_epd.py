@@ -1,4 +1,4 @@
-"""HunyuanImage-3 on several engines: one encodes images, or reads contexts, for another that writes and denoises.
+"""HunyuanImage-3 on three engines: one encodes images, one reads contexts, and one writes and denoises.
 
 The cases and tolerances are those of ``test_hunyuan_image_3.py``.
 """
@@ -16,16 +16,15 @@ from vllm_omni.testing.hunyuan_image_3 import build
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
-@pytest.mark.parametrize("instances", ["E:1,PD:1", "EP:1,D:1"])
-async def test_pictures_and_texts_are_those_of_one_engine(instances: str, tmp_path: Path) -> None:
+async def test_pictures_and_texts_are_those_of_one_engine(tmp_path: Path) -> None:
     path = build(tmp_path)
     reference = Reference(path)
     with torch.no_grad():
         expected = {case.name: expected_of(reference, case) for case in CASES}
     settings = ["dtype=float32", "max_model_len=512", "max_num_batched_tokens=64", "kv_cache_memory_bytes=16777216"]
     overrides = [f"language_model.{one}" for one in settings]
-    omni = await asyncio.to_thread(AsyncOmni, path, stage_overrides=overrides, epd=instances)
-    served = Served(instances, omni, reference, expected)
+    omni = await asyncio.to_thread(AsyncOmni, path, stage_overrides=overrides, epd="E:1,P:1,D:1")
+    served = Served("split", omni, reference, expected)
     try:
         outputs = await asyncio.gather(*(ask(served, case) for case in CASES))
         statistics = omni.instance_statistics()["language_model"]
@@ -33,4 +32,4 @@ async def test_pictures_and_texts_are_those_of_one_engine(instances: str, tmp_pa
         await omni.aclose()
     for case, output in zip(CASES, outputs, strict=True):
         served.check(case, output)
-    assert not statistics.num_redone
+    assert statistics.num_migrations == len(CASES) and not statistics.num_redone

@@ -155,7 +155,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": 2**64}, "seed", "valid: "),
     ({"output_format": "jpg"}, "output_format", "did you mean 'jpeg'"),
     ({"output_compression": 101}, "output_compression", "less than or equal to 100"),
-    ({"response_format": "url"}, "response_format", "b64_json"),
+    ({"response_format": "file"}, "response_format", "b64_json"),
     ({"background": "transparent"}, "background", "opaque"),
     ({"partial_images": 2}, "partial_images", "only in a stream"),
     ({"negative_promt": "x"}, "negative_promt", "did you mean 'negative_prompt'"),
@@ -167,6 +167,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"extra_params": {"generator": 1}}, "extra_params", "seed"),
     ({"image": "x"}, "image", "/v1/images/edits"),
 ]
+
+
+def test_images_are_answered_by_url_as_openais_client_asks_for_them(server: Server) -> None:
+    size = {"size": "64x48", "extra_body": {"num_inference_steps": STEPS, "seed": 1}}
+    by_url = server.client.images.generate(model="tiny", prompt="a cat", response_format="url", **size)  # type: ignore[call-overload]
+    whole = server.client.images.generate(model="tiny", prompt="a cat", **size)  # type: ignore[call-overload]
+    assert by_url.data[0].b64_json is None and by_url.data[0].url.startswith(f"{server.url}/v1/files/")
+    assert httpx.get(by_url.data[0].url, timeout=60).content == base64.b64decode(whole.data[0].b64_json)
 
 
 def test_a_bad_field_is_rejected_by_name(server: Server) -> None:

@@ -224,7 +224,21 @@ def run(tiny_checkpoint: Path) -> Iterator[Callable[..., Program]]:
 Run = Callable[..., Program]
 
 
-@pytest.fixture(params=["spawned", "forked"])
+SPAWNED_TOO = (
+    "test_close_ends_everything_and_is_quiet",
+    "test_parent_killed_while_its_child_imports",
+    "test_ctrl_c_while_stages_load",
+)
+"""Tests that also run with spawned stages, as on a GPU; in the others, the way of the start makes no difference."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "how_stages_start" in metafunc.fixturenames:
+        modes = ["forked", "spawned"] if metafunc.function.__name__ in SPAWNED_TOO else ["forked"]
+        metafunc.parametrize("how_stages_start", modes, indirect=True)
+
+
+@pytest.fixture
 def how_stages_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", str(int(request.param == "forked")))
 

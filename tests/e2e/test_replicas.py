@@ -67,7 +67,8 @@ async def ask_all(omni: OmniLLM) -> list[OmniRequestOutput]:
 def assert_equal(one: OmniRequestOutput, other: OmniRequestOutput) -> None:
     assert one.outputs[0].token_ids == other.outputs[0].token_ids
     audio = one.multimodal_output["audio"]
-    assert len(audio) and torch.allclose(audio, other.multimodal_output["audio"], atol=1e-5)
+    assert len(audio)  # its samples depend on what else is in a batch, by the order of sums
+    torch.testing.assert_close(audio, other.multimodal_output["audio"], rtol=0, atol=1e-4 * float(audio.abs().max()))
 
 
 def num_tasks(omni: OmniLLM) -> dict[str, int]:
@@ -91,10 +92,10 @@ def by_one(omni: OmniLLM) -> list[OmniRequestOutput]:
 
     async def run() -> list[OmniRequestOutput]:
         for stage in STAGES:
-            assert await omni.engine.drain_engine(f"{stage}/1", 10) == 0
+            assert (await omni.engine.drain(f"{stage}/1", 10))[0].is_idle
         answers = await ask_all(omni)
         for stage in STAGES:
-            omni.engine.undrain_engine(f"{stage}/1")
+            omni.engine.undrain(f"{stage}/1")
         return answers
 
     answers = omni.run(run())
@@ -120,14 +121,14 @@ def test_a_session_stays_at_its_talker(omni: OmniLLM) -> None:
 
 def test_the_only_engine_of_a_stage_that_gets_requests_cannot_be_drained(omni: OmniLLM) -> None:
     async def run() -> None:
-        await omni.engine.drain_engine("talker/0", 1)
+        await omni.engine.drain("talker/0", 1)
         with pytest.raises(InvalidRequest, match="'talker/1' cannot be drained: no other engine of its stage"):
-            await omni.engine.drain_engine("talker/1", 1)
+            await omni.engine.drain("talker/1", 1)
         assert omni.engine.stage_report()["talker/0"].state is StageState.DRAINED
         await omni.engine.check_health()
-        omni.engine.undrain_engine("talker/0")
+        omni.engine.undrain("talker/0")
         with pytest.raises(InvalidRequest, match="no engine 'talker/2': did you mean 'talker/"):
-            await omni.engine.drain_engine("talker/2", 1)
+            await omni.engine.drain("talker/2", 1)
 
     omni.run(run())
 
@@ -139,10 +140,10 @@ def test_a_drained_replica_ends_its_requests(omni: OmniLLM, by_one: list[OmniReq
             running = asyncio.create_task(ask(omni, 0))
             await until(lambda: any(engine.num_requests for engine in engines.values()))
             (name,) = (name for name, engine in engines.items() if engine.num_requests)
-            assert await omni.engine.drain_engine(name, 0.1) == 1
+            assert (await omni.engine.drain(name, 0.1))[0].num_requests == 1
         answer = await running
-        assert await omni.engine.drain_engine(name, 10) == 0
-        omni.engine.undrain_engine(name)
+        assert (await omni.engine.drain(name, 10))[0].is_idle
+        omni.engine.undrain(name)
         return answer
 
     assert_equal(omni.run(run()), by_one[0])
@@ -254,7 +255,7 @@ def test_a_server_drains_a_replica_by_the_command_line_and_publishes_it(
             return capsys.readouterr().out.strip()
 
         server.client.api_key = "secret"
-        assert server.post("/drain", {"engine": "thinker/1"}).status_code == 401
+        assert server.post("/drain", {"name": "thinker/1"}).status_code == 401
         capsys.readouterr()
         assert run("drain", "thinker/1", "--api-key=secret", "--timeout=60") == "thinker/1: drained"
         up = dict.fromkeys(("thinker/0", "thinker/1", "talker", "token2wav"), "running")

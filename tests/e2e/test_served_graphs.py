@@ -2,13 +2,11 @@
 
 import http.client
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +16,7 @@ import pytest
 
 from tests.e2e.looping import FAILS, MAX_MODEL_LEN, NUM_ITERATIONS, REJECTS, TOO_LONG
 from tests.entrypoints.openai.test_server import png
-from tests.server import Server, serve, wait_for
+from tests.server import Server, install_pipeline, serve, wait_for
 from vllm_omni.testing import llava
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]  # units: tests/engine/test_{answer,node,orchestrator}.py
@@ -30,20 +28,14 @@ QUESTION: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "w3
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("looping")
-    installed = directory / "looping-1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: looping\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[vllm_omni.pipelines]\nlooping = tests.e2e.looping:LoopingPipeline\n")
-    (directory / "looping.yaml").write_text("model_type: looping\n")
-    flags = [f"--deploy-config={directory / 'looping.yaml'}", "--dtype=float32", "--enforce-eager"]
+    deployment, path = install_pipeline(directory, "looping", "tests.e2e.looping:LoopingPipeline")
+    flags = [deployment, "--dtype=float32", "--enforce-eager"]
     flags += [f"--max-model-len={MAX_MODEL_LEN}", "--shutdown-timeout=100"]
-    root = Path(__file__).resolve().parents[2]
-    paths = [str(directory), str(root), os.environ.get("PYTHONPATH", "")]
     with serve(
         llava.build(directory / "checkpoint"),
         directory / "log",
         *flags,
-        PYTHONPATH=os.pathsep.join(paths),
+        PYTHONPATH=path,
         VLLM_SERVER_DEV_MODE="1",  # has /pause
     ) as server:
         yield server

@@ -10,6 +10,7 @@ from transformers import Qwen2_5OmniConfig
 from tests.e2e.test_qwen2_5_omni_parity import HIDDEN_STATE_TOLERANCE, MAX_TOKENS, expected_rows, think
 from tests.reference.media import CASES
 from tests.reference.qwen2_5_omni import Reference
+from tests.shared_engines import BLOCK_SIZE
 from vllm_omni.config import load_config
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
@@ -27,6 +28,7 @@ def start_thinker(path: Path, run_directory: RunDirectory, hub: RelayHub) -> Sta
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
+        block_size=BLOCK_SIZE,
         skip_mm_profiling=True,
         stage_overrides=["thinker.tensor_parallel_size=2"],
     )
@@ -50,13 +52,16 @@ async def test_rank_zero_publishes_the_states_of_one_model(tmp_path: Path) -> No
     try:
         cases = [case for case in CASES if case.name in ("text", "images", "audio_short")]
         replies = await asyncio.gather(*(think(engine, hub, case) for case in cases))
+        num_cached = engine.llm.num_cached_rows
+        again = await asyncio.gather(*(think(engine, hub, case, request_id=f"again-{case.name}") for case in cases))
+        assert engine.llm.num_cached_rows > num_cached
     finally:
         await engine.aclose()
         await asyncio.to_thread(engine.shutdown)
         hub.close()
         run_directory.remove()
     reference = Reference(path)
-    for case, reply in zip(cases, replies, strict=True):
+    for case, reply in zip([*cases, *cases], [*replies, *again], strict=True):
         expected = reference.think(reference.process(case), MAX_TOKENS)
         assert reply.token_ids == expected.token_ids, case.name
         rows = expected_rows(reference, expected)

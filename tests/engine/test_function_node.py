@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.flow_metrics import FlowMetrics
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.graph_metrics import collect
+from vllm_omni.engine.latency_metrics import LatencyMetrics
+from vllm_omni.engine.media_budget import MediaBudget
+from vllm_omni.engine.queue_limits import QueueLimits
 from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.flow import (
@@ -110,8 +114,8 @@ async def test_its_runs_and_failures_are_counted_for_the_metrics() -> None:
     with pytest.raises(StageFailed):
         await run(bad)
     runtime = SimpleNamespace(statistics=lambda: FlowStatistics(0, 0, 0, 0))
-    nothing = SimpleNamespace(collect=lambda: ())
-    metrics = collect(runtime, [], [good, bad], nothing)  # type: ignore[arg-type]
+    sources = LatencyMetrics(), QueueLimits({}), FlowMetrics(), MediaBudget(1, 1)
+    metrics = collect(runtime, [], [good, bad], *sources)  # type: ignore[arg-type]
     counted = {metric.name: metric.samples for metric in metrics if "function" in metric.name}
     values = {name: {one.labels["stage"]: one.value for one in samples} for name, samples in counted.items()}
     assert values == {

@@ -18,10 +18,14 @@ import pytest
 from tests.engine.functions import CODEC, act
 from tests.process.programs import wait_for
 from vllm_omni.engine import function_process
+from vllm_omni.engine.flow_metrics import FlowMetrics
 from vllm_omni.engine.function_messages import WINDOW
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.graph_metrics import collect
+from vllm_omni.engine.latency_metrics import LatencyMetrics
+from vllm_omni.engine.media_budget import MediaBudget
+from vllm_omni.engine.queue_limits import QueueLimits
 from vllm_omni.engine.startup import start_engines
 from vllm_omni.errors import CallAborted, StageFailed, StageUnavailable
 from vllm_omni.flow import (
@@ -147,8 +151,8 @@ async def test_an_abort_cancels_it_and_its_clean_up_runs(node: FunctionNode, tmp
 
 async def test_each_process_is_among_the_metrics(node: FunctionNode) -> None:
     runtime = SimpleNamespace(statistics=lambda: FlowStatistics(0, 0, 0, 0))
-    nothing = SimpleNamespace(collect=lambda: ())
-    metrics = {one.name: one for one in collect(runtime, [], [node], nothing)}  # type: ignore[arg-type]
+    sources = LatencyMetrics(), QueueLimits({}), FlowMetrics(), MediaBudget(1, 1)
+    metrics = {one.name: one for one in collect(runtime, [], [node], *sources)}  # type: ignore[arg-type]
     up = {one.labels["stage"]: one.value for one in metrics["vllm_omni:stage_up"].samples}
     assert up == {"tool/0": 1, "tool/1": 1}
     assert metrics["vllm_omni:function_runs"].samples[0].value == node.num_runs

@@ -40,6 +40,11 @@ def test_each_instance_has_the_connectors_that_its_mix_needs(model: Path) -> Non
         ("ED:1,P:1", {"ED0": "ec_both kv_consumer", "P0": "ec_consumer kv_producer"}),
         ("EPD:2", {"EPD0": "", "EPD1": ""}),
         ("EP:1,D:1,PD:1", {"EP0": "kv_producer", "D0": "kv_consumer", "PD0": "kv_both"}),
+        ("EPD:1,G:1", {"EPD0": "kv_both", "G0": "kv_consumer"}),
+        (
+            "P:1,ED:1,G:1",
+            {"P0": "ec_consumer kv_producer", "ED0": "ec_both kv_consumer", "G0": "ec_consumer kv_consumer"},
+        ),
     ]:
         found = {}
         for one in make_instances(load_config(model, epd=mix).stages[0]):
@@ -65,3 +70,13 @@ def test_an_encoder_is_rejected_where_there_is_nothing_to_encode(tmp_path: Path)
     for mix, advice in [("E:1,PD:1", "give EPD:1"), ("E:2,P:1,D:1", "give P:1,D:1"), ("EP:1,D:1", "give P:1,D:1")]:
         with pytest.raises(ConfigError, match=f"'language': epd: this model reads text alone.*{advice}"):
             OmniLLM(model, epd=mix, skip_tokenizer_init=True)
+
+
+def test_a_model_of_texts_has_no_engine_for_pictures(tmp_path: Path) -> None:
+    model = llama.build(tmp_path / "model")
+    for key, given in {
+        "epd: G": {"epd": "EPD:1,G:1"},
+        "unified": {"stage_overrides": ["language.unified=true"]},
+    }.items():
+        with pytest.raises(ConfigError, match=f"'language': {key}: only a language model that generates pictures"):
+            OmniLLM(model, skip_tokenizer_init=True, **given)

@@ -14,13 +14,13 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance
 from vllm_omni.engine.instance_args import make_instances
-from vllm_omni.engine.instance_request import EC
 from vllm_omni.engine.instances import InstanceGroup
+from vllm_omni.engine.transfer_params import EC
 from vllm_omni.errors import RelayBroken, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, TensorRef, encode
 from vllm_omni.messages.report import NodeReport, Reporter
-from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.process.status import StageState, StageStatus
 
 IMAGES = {
@@ -44,14 +44,15 @@ class Engine:
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.name = instance, instance.name
-        self.spec = SimpleNamespace(publishing_fields=frozenset(), frame_fields=frozenset())
+        self.spec = StageSpec("s", "", "text")
         self.llm = SimpleNamespace(input_processor=SimpleNamespace(_get_mm_identifier=lambda name, adapter: name))
         self.status = StageStatus()
         self.before: Step | None = None
         self.after: Step | None = None
         self.prompts: list[list[int]] = []  # of its requests
         self.packed = {name: encode(payload) for name, payload in IMAGES.items()}
-        self.num_running = 0
+        self.num_running = self.num_requests = 0
+        self.has_died = False
 
     def current_status(self) -> StageStatus:
         return self.status
@@ -210,3 +211,14 @@ async def test_the_prompt_of_a_resumed_reply_is_prefilled_with_the_tokens_that_t
     await group.ask()
     assert group.engines["s/EP0"].prompts == [[1], [1, 5]]
     assert [engine.prompts for engine in decoding] == [[[1]], [[1, 5]]]
+
+
+async def test_a_drained_instance_keeps_no_images_for_later_requests(group: Group) -> None:
+    async def relay_statistics(timeout_s: float) -> list[Any]:
+        return [{"shm": {"num_leases": len(IMAGES) - len(group.ended)}}]
+
+    group.engines["s/E0"].relay_statistics = relay_statistics
+    await group.ask()
+    assert not group.ended  # they are kept
+    assert await group.vacate("s/E0")
+    assert group.ended == list(IMAGES.values())

@@ -55,6 +55,14 @@ def test_an_answer_has_its_latency_by_part_and_stage() -> None:
     assert found["latency_part_seconds_sum/decode_execution"] == pytest.approx(0.5)
 
 
+def test_a_stage_that_continues_a_prompt_meets_its_slo_from_where_that_was_read() -> None:
+    record = make_record()
+    record.stage_times["talker"].token_times = [(0, 1, 100.7)]
+    for continued, ttft_s in ((None, 0.1), ({"talker": "thinker"}, 0.7)):
+        latency = RequestLatency(record, "thinker", {"talker": Slo(ttft_ms=500)}, LatencyMetrics(), continued)
+        assert latency.end()[1]["talker"].ttft_s == pytest.approx(ttft_s)
+
+
 @pytest.mark.parametrize(
     ("change", "counted"),
     [
@@ -76,20 +84,22 @@ def test_requests_that_meet_their_slo_are_counted(change: dict[str, Any], counte
     assert {name for name in values(metrics) if name.startswith("slo_")} == {f"slo_{one}_total" for one in counted}
 
 
-def test_each_log_line_covers_the_requests_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_describes_the_requests_since_it_was_last_asked() -> None:
     latency, metrics = make_latency(make_record())
-    with caplog.at_level("INFO", "vllm_omni.engine.latency_metrics"):
-        metrics.log()
-        assert not caplog.messages
-        latency.end()
-        metrics.log()
-        (thinker, talker, slo) = caplog.messages
-        assert thinker.startswith("stage thinker: mean ms of 1 requests: encode queueing 0.0, ")
-        assert "prefill queueing 200.0" in thinker and "decode execution 500.0" in thinker
-        assert talker.startswith("stage talker: ")
-        assert slo == "stage thinker: 1 of 1 requests met their SLO (100.0%)"
-        metrics.log()
-        assert len(caplog.messages) == 3
+    assert metrics.take() == {}
+    latency.end()
+    described = metrics.take()
+    assert described["thinker"].startswith("Avg latency of 1 reqs: 1000.0 ms (prefill queueing 200.0, ")
+    assert "decode execution 500.0" in described["thinker"]
+    assert described["thinker"].endswith("), SLO met: 1 of 1 reqs")
+    assert described["talker"].startswith("Avg latency of 1 reqs: 2400.0 ms (") and "SLO" not in described["talker"]
+    assert metrics.take() == {}
+
+
+def test_the_log_counts_a_failed_request_without_a_latency() -> None:
+    latency, metrics = make_latency(RequestRecord())
+    latency.fail(StageFailed("thinker", "died"))
+    assert metrics.take() == {"thinker": "SLO met: 0 of 1 reqs"}
 
 
 def test_a_failed_request_misses_its_slo() -> None:

@@ -1,7 +1,9 @@
 """Names of the media in rendered prompts."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -11,7 +13,8 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from vllm_omni.engine.media_names import has_counted_media, name_media, without_media
+from vllm_omni.engine.media_names import of_tenant, without_media
+from vllm_omni.vllm_patches import name_media_by_content
 
 
 def make_prompt(*names: str, pixels: tuple[float, ...] = (0.0, 1.0)) -> dict[str, Any]:
@@ -30,26 +33,30 @@ def make_prompt(*names: str, pixels: tuple[float, ...] = (0.0, 1.0)) -> dict[str
     }
 
 
-def counted(number: int) -> str:
-    return f"renderer0-mm-{number}-image-0"
+def test_tenants_have_names_of_their_own() -> None:
+    names = {of_tenant("hash", salt) for salt in (None, "one", "two")}
+    assert len(names) == 3 and "hash" in names
+    assert of_tenant("hash", "") == "hash" and of_tenant("hash", "one") == of_tenant("hash", "one")
 
 
-def test_named_media_keep_their_names() -> None:
-    assert not has_counted_media(make_prompt("users", "hash"))
-    assert not has_counted_media({"type": "token", "prompt_token_ids": [1]})
-    named = name_media(make_prompt("users", counted(7)))
-    assert named["mm_hashes"]["image"][0] == "users"
+def renderer(*, trusts_uuids: bool) -> Any:
+    """What vLLM's renderer asks for the names of a prompt's media."""
+    made: Any = SimpleNamespace(_validate_mm_uuids=lambda *_: None)
+    name_media_by_content(made, trusts_uuids=trusts_uuids)
+    return made
 
 
-def test_counted_media_are_named_by_content() -> None:
-    one = name_media(make_prompt(counted(1), counted(2)))
-    again = name_media(make_prompt(counted(3), counted(4)))
-    other = name_media(make_prompt(counted(1), counted(2), pixels=(0.0, 2.0)))
-    assert has_counted_media(make_prompt(counted(1))) and not has_counted_media(one)
-    assert one["mm_hashes"] == again["mm_hashes"]
-    first, second = one["mm_hashes"]["image"]
-    assert other["mm_hashes"]["image"][0] == first
-    assert len({first, second, other["mm_hashes"]["image"][1]}) == 3
+def test_no_name_is_a_counter_and_names_of_users_count_where_they_are_trusted() -> None:
+    data, names = {"image": [1, 2]}, {"image": ["one", None]}
+    assert renderer(trusts_uuids=True)._process_mm_uuids(data, data, names, "renderer0-mm-1") == names
+    assert renderer(trusts_uuids=False)._process_mm_uuids(data, data, names, "renderer0-mm-1") == {}
+
+
+def test_a_name_without_data_is_rejected_where_names_are_not_trusted() -> None:
+    for data, items in [({"image": None}, {}), ({"image": [1, None]}, {"image": [1, None]})]:
+        assert renderer(trusts_uuids=True)._process_mm_uuids(data, items, {"image": ["one", "two"]}, "")
+        with pytest.raises(ValueError, match=r"'image'.* has no data .*send the data"):
+            renderer(trusts_uuids=False)._process_mm_uuids(data, items, {"image": ["one", "two"]}, "")
 
 
 def test_known_images_are_left_out_and_their_placeholders_stay() -> None:

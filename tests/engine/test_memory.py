@@ -18,12 +18,12 @@ from vllm.v1.executor.abstract import Executor
 from vllm_omni.config import MODEL_INDEX, load_config
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.diffusion.pipeline_copy import networks_of
-from vllm_omni.engine.memory import declared_memory, devices_of, memory_sections, plan_devices
+from vllm_omni.engine.memory import declared_memory, devices_of, memory_sections
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.rank_memory import cache_bounds, parameter_bytes
-from vllm_omni.process.memory import Device, StageMemory
+from vllm_omni.process.memory import StageMemory
 from vllm_omni.testing import llava
 from vllm_omni.worker.platforms import PLATFORMS, Platform
 
@@ -44,7 +44,9 @@ def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engines(model: Path, *stage_overrides: str, **flags: Any) -> dict[str, StageEngine]:
     flags = flags if (model / MODEL_INDEX).exists() else {**FLAGS, **flags}
     orchestrator = Orchestrator(load_config(model, stage_overrides=stage_overrides, **flags))
-    return {engine.name: engine for stage in orchestrator.config.stages for engine in orchestrator.make_node(stage)[0]}
+    return {
+        engine.name: engine for stage in orchestrator.config.stages for engine in orchestrator.maker.make_node(stage)[0]
+    }
 
 
 def declared(engine: StageEngine) -> StageMemory:
@@ -184,6 +186,17 @@ def test_stages_whose_caches_are_all_configured_do_not_wait_for_one_another(
     engines = make_engines(tiny_checkpoint)
     assert not memory_sections(engines.values())
     assert declared(engines["talker"]).cache == GIB
+    of_its_own = make_engines(tiny_checkpoint, sizes[1])["talker"]
+    assert declared(of_its_own).cache == 1048576, "a stage's own size wins over the environment's"
+
+
+def test_configured_caches_that_are_larger_than_the_host_are_rejected(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    engines = make_engines(tiny_checkpoint, f"thinker.kv_cache_memory_bytes={1 << 50}")
+    with pytest.raises(ConfigError, match=r"1048576.0 GiB of them for thinker, and this host has"):
+        memory_sections(engines.values())
 
 
 def test_on_a_gpu_they_do_as_vllm_would_measure_the_whole_device(
@@ -207,7 +220,7 @@ def test_an_executor_of_another_package_is_not_waited_for(tiny_checkpoint: Path)
     config = load_config(tiny_checkpoint, **FLAGS)
     stages = [*config.stages[:-1], dataclasses.replace(config.stages[-1], executor_class=OthersExecutor)]
     orchestrator = Orchestrator(dataclasses.replace(config, stages=tuple(stages)))
-    engines = [engine for stage in stages for engine in orchestrator.make_node(stage)[0]]
+    engines = [engine for stage in stages for engine in orchestrator.maker.make_node(stage)[0]]
     sections = memory_sections(engines)
     assert sections.keys() == {"thinker", "talker"}
     assert sections["talker"].ranks == {"cpu": ["thinker", "talker"]}
@@ -221,32 +234,15 @@ def test_workers_of_another_platform_divide_only_what_they_say(
     assert not memory_sections(engines.values())
 
 
-# -- a plan
-
-
-def test_a_plan_honours_what_the_configuration_sizes(tiny_checkpoint: Path) -> None:
-    engines = make_engines(
-        tiny_checkpoint, "thinker.gpu_memory_utilization=0.25", "talker.kv_cache_memory_bytes=8388608"
-    )
-    device = Device(name="cpu", total=1 << 30, free=1 << 30)
-    plan = plan_devices(engines.values(), {"cpu": device})["cpu"]
-    thinker = next(stage for stage in plan.stages if stage.stage == "thinker")
-    assert plan.caches == {"thinker": (1 << 28) - thinker.weights - thinker.activations, "talker": 8388608}
+# -- what a checkpoint has
 
 
 def test_a_checkpoint_without_safetensors_cannot_be_planned(tiny_checkpoint: Path, tmp_path: Path) -> None:
     for file in tiny_checkpoint.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    device = Device(name="cpu", total=GIB, free=GIB)
     with pytest.raises(ConfigError, match=r"stage 'thinker': .* has no safetensors, whose sizes could be read"):
-        plan_devices(make_engines(tmp_path).values(), {"cpu": device})
-
-
-def test_no_plan_for_devices_that_a_stage_does_not_use(tiny_checkpoint: Path) -> None:
-    device = Device(name="cuda:1", total=GIB, free=GIB)
-    with pytest.raises(ConfigError, match="stage 'thinker': its device cpu is not one of cuda:1"):
-        plan_devices(make_engines(tiny_checkpoint).values(), {"cuda:1": device})
+        declared(make_engines(tmp_path)["thinker"])
 
 
 def test_a_quantized_checkpoint_is_counted_as_it_is_stored(tiny_checkpoint: Path) -> None:

@@ -1,17 +1,15 @@
 """Metrics of several stages and servers of one process, without engines."""
 
-from collections import Counter as Counts
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from vllm_omni.engine.metrics import StageMetrics, StepStatLogger
+from vllm_omni.engine.metrics import StageMetrics, StageTotals
 from vllm_omni.process.tether import ServerTether
 
 
@@ -68,35 +66,30 @@ def test_servers_of_one_process_are_labelled_and_removed_separately(metrics: Sta
     assert read(metrics) == {}
 
 
+def test_totals_are_those_of_one_stage_over_its_ranks(metrics: StageMetrics) -> None:
+    for stage, value in (("talker", 1), ("thinker", 10)):
+        tether = ServerTether(Path("/a"), stage)
+        registry = metrics.add_stage(tether)
+        queue = Gauge("vllm:num_requests_waiting", "Waiting.", ["engine"], registry=registry)
+        tokens = Counter("vllm:generation_tokens", "Tokens.", ["engine"], registry=registry)
+        latency = Histogram("vllm:e2e_request_latency_seconds", "Latency.", ["engine"], registry=registry)
+        for rank in ("0", "1"):
+            queue.labels(rank).set(value)
+            tokens.labels(rank).inc(100 * value)
+            latency.labels(rank).observe(value)
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.additional_config = ServerTether(Path("/a"), "talker")
+    assert metrics.totals(config) == StageTotals(num_waiting=2, num_tokens=200, num_ended=2, latency_s=2.0)
+
+
+def test_a_stage_that_counts_nothing_has_no_totals(metrics: StageMetrics) -> None:
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.additional_config = ServerTether(Path("/a"), "talker")
+    assert metrics.totals(config) is None
+
+
 def test_a_label_of_the_same_name_is_renamed(metrics: StageMetrics) -> None:
     registry = metrics.add_stage(ServerTether(Path("/a"), "thinker"))
     Counter("vllm:fetches", "Fetches.", ["stage"], registry=registry).labels("waiting").inc()
     (labels,) = read(metrics)["vllm:fetches_total"]
     assert labels == {("exported_stage", "waiting"), ("stage", "thinker")}
-
-
-def test_a_stage_without_tokens_logs_its_steps_and_results(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.additional_config = ServerTether(Path("/a"), "diffusion")
-    num_results: Counts[str] = Counts()
-    logger = StepStatLogger(config, num_results=num_results)
-
-    def lines(seconds: float) -> list[str]:
-        nonlocal now
-        caplog.clear()
-        now += seconds
-        logger.log()
-        return [record.getMessage() for record in caplog.records]
-
-    caplog.set_level("INFO", "vllm_omni")
-    assert lines(10.0) == []  # idle
-    for _ in range(20):
-        logger.record(SchedulerStats(num_running_reqs=2, num_waiting_reqs=1), None)
-    num_results["images"] += 40
-    assert lines(10.0) == ["stage diffusion: Avg steps: 2/s, Avg images: 4/s, Running: 2 reqs, Waiting: 1 reqs"]
-    logger.record(SchedulerStats(), IterationStats())  # a step that only reports what has ended
-    assert lines(10.0) == []

@@ -7,14 +7,19 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
 from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.flow_metrics import FlowMetrics
 from vllm_omni.engine.latency_metrics import LatencyMetrics
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.queue_limits import QueueLimits
 from vllm_omni.engine.running import RunningRequests
+from vllm_omni.engine.scaling import Scaling
 from vllm_omni.engine.streamed_reply import StreamedReplies
+from vllm_omni.engine.traces import Traces
 from vllm_omni.entrypoints.openai.errors import body_of
 from vllm_omni.errors import ConfigError, GraphError, InvalidRequest, OmniError, ShuttingDown
 from vllm_omni.flow import Field, Graph, GraphParser, GraphRuntime, Role, interface, parse_graphs
@@ -75,13 +80,18 @@ async def orchestrator() -> Orchestrator:
         sample_rate=0,
         check_options=lambda options: options,
     )
-    made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer")])  # type: ignore[assignment]
+    made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer", max_replicas=None)])  # type: ignore[assignment]
     made.plans = {"g": GraphParser(graph).parse()}
     made.models = made._graphs = made.plans
+    made._cache_sources = {}
     made._route, made.sessions = lambda name, outputs: made.plans[name].route(outputs), None
     made.engines, made.nodes = {}, {"writer": Stage()}
     made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
-    made.streamed_replies = StreamedReplies()
+    made.streamed_replies, made.traces = StreamedReplies(), Traces()
+    made.queue_limits, made.flow_metrics = QueueLimits({}), FlowMetrics()
+    nothing: Any = None  # is scaled
+    parts = made.config, made.nodes, made.engines, nothing, nothing, made.queue_limits, nothing, nothing
+    made.scaling = Scaling(*parts)
     made.runtime = GraphRuntime(made.plans["g"], made.nodes)
     made.nodes["writer"].gate, made.requests = made.gate, RunningRequests()
     return made
@@ -122,7 +132,7 @@ async def test_a_prompt_that_inputs_rejects_is_the_clients_fault(orchestrator: O
 
 
 def ask(orchestrator: Orchestrator, request_id: str = "request") -> "asyncio.Task[OmniRequestOutput]":
-    return asyncio.ensure_future(collect(orchestrator.generate("hello", {}, request_id)))
+    return asyncio.ensure_future(collect(orchestrator.generate("hello", {"writer": SamplingParams()}, request_id)))
 
 
 def stage_of(orchestrator: Orchestrator) -> Any:

@@ -31,7 +31,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(device_type: str = "cpu", executor: str = UNIPROC, **more: Any) -> Any:
     parallel = SimpleNamespace(world_size=1, tensor_parallel_size=2, distributed_executor_backend=executor)
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), parallel_config=parallel)
-    return SimpleNamespace(**{"vllm_config": vllm_config, "kind": ENGINE_KINDS["ar"]} | more)
+    host = more.pop("host", None)
+    config = SimpleNamespace(host_of=lambda: host)
+    fixed = {"vllm_config": vllm_config, "kind": ENGINE_KINDS["ar"], "cache_source": None, "config": config}
+    return SimpleNamespace(**fixed | more)
 
 
 def options_of(config: OmniConfig, stage: str, instance: object = None, graph: Graph | None = None) -> RelayOptions:
@@ -119,6 +122,42 @@ def test_an_edge_and_the_instances_of_its_source_have_a_transport_each(model: Pa
     assert thinker.edges == {"talker": EdgeOptions("tcp", num_ranks=2, stream=True, credits=8)}
 
 
+def test_tensors_between_hosts_travel_by_tcp_with_the_deployments_secret(model: Path, tmp_path: Path) -> None:
+    hosts = ["talker.host=box-a", "token2wav.host=box-b"]
+    token = tmp_path / "token"
+    config = load_config(model, stage_overrides=hosts, listen="127.0.0.2:7654", token_file=token)
+    thinker = options_of(config, "thinker")
+    assert thinker.edges == {"talker": EdgeOptions("tcp", num_ranks=2, stream=True)}
+    assert (thinker.host, thinker.secret_file) == ("127.0.0.2", str(token))
+    assert options_of(config, "token2wav").transport == "tcp"  # sound for the user
+
+
+def test_tensors_travel_by_tcp_to_a_stage_that_may_start_replicas_on_another_host(model: Path) -> None:
+    more = {"listen": "127.0.0.2:7654", "token_file": "token"}
+    config = load_config(model, stage_overrides=["talker.host=[null, box-b]", "talker.max_replicas=2"], **more)
+    assert options_of(config, "thinker").edges["talker"].transport == "tcp"
+    config = load_config(
+        model, stage_overrides=["talker.host=[null, null]", "talker.max_replicas=2", "token2wav.host=box-b"], **more
+    )
+    assert options_of(config, "thinker").edges["talker"].transport == "shm"
+
+
+def test_the_relays_of_a_front_end_may_listen_elsewhere_than_hosts_join(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_OMNI_RELAY_HOST", "127.0.0.3")
+    config = load_config(model, stage_overrides=["talker.host=box-a"], listen="127.0.0.2:7654", token_file="token")
+    assert options_of(config, "thinker").host == "127.0.0.3"
+
+
+@pytest.mark.parametrize("transport", ["shm", "local"])
+def test_an_edge_between_hosts_rejects_what_shares_memory(model: Path, transport: str) -> None:
+    edges = {"edges": {"thinker->talker": {"transport": transport}}}
+    config = load_config(model, overrides=edges, stage_overrides=["talker.host=box-a"])
+    with pytest.raises(ConfigError, match=r"on different hosts|different processes"):
+        options_of(config, "thinker")
+
+
 @pytest.mark.parametrize(("transport", "reason"), [("local", "different processes"), ("cuda_ipc", "cpu and cpu")])
 def test_a_transport_that_cannot_work_where_the_stages_run_names_the_edge(
     model: Path, transport: str, reason: str
@@ -136,6 +175,7 @@ GPUS = {name: make_engine("cuda", device=name) for name in ("cuda:0", "cuda:1")}
 SAME_GPU = make_engine("cuda", device="cuda:0")
 PAINTER = make_engine("cuda", device="cuda:0", kind=ENGINE_KINDS["diffusion"])
 SPREAD = make_engine("cuda", device=["cuda:0", "cuda:1"])
+BOX_A, ALSO_A, BOX_B = (make_engine(host=host) for host in ("box-a", "box-a", "box-b"))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +190,13 @@ SPREAD = make_engine("cuda", device=["cuda:0", "cuda:1"])
         (GPUS["cuda:0"], [SPREAD], Placement(devices=("cuda", "cuda"))),
         (GPUS["cuda:0"], [CPU], Placement(devices=("cuda", "cpu"))),
         (PAINTER, [SAME_GPU], Placement(devices=("cpu", "cuda"))),  # its pictures are on the host
+        (CPU, [BOX_A], Placement(same_host=False)),
+        (BOX_A, [ALSO_A], Placement()),
+        (BOX_A, [ALSO_A, BOX_B], Placement(same_host=False)),
     ],
     ids=[
         *("apart", "itself", "a replica of itself", "ranks", "one GPU", "two GPUs", "ranks on two GPUs", "GPU and CPU"),
-        "pictures",
+        *("pictures", "two hosts", "another host", "readers on two hosts"),
     ],
 )
 def test_an_edge_is_placed_by_the_processes_and_devices_of_its_engines(
@@ -167,3 +210,5 @@ def test_an_edge_is_placed_by_the_processes_and_devices_of_its_engines(
 
     monkeypatch.setattr(relay_options, "devices_of", devices_of)
     assert place(source, targets) == placement
+    # Others of the stage may start anywhere.
+    assert place(source, targets, grows=True) == Placement(devices=placement.devices, same_host=placement.same_host)

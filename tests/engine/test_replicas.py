@@ -20,11 +20,12 @@ from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.streamed_reply import StreamedReplies
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.epd.router import MAX_TERMINATIONS
-from vllm_omni.errors import ConfigError, GraphError, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.errors import ConfigError, GraphError, StageFailed, StageUnavailable
 from vllm_omni.flow import Field, Graph, GraphParser, Role, Scheduling, interface
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, TensorRef, encode
 from vllm_omni.messages.report import Reporter
+from vllm_omni.messages.token_names import TokenNames, encode_names
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.testing import qwen2_5_omni
@@ -42,6 +43,8 @@ class Replica:
     rejects: bool = False
     is_open: asyncio.Event = field(default_factory=asyncio.Event)  # outputs wait for it
     has_died: bool = False
+    host: str | None = None
+    num_leases: int = 0  # of tensors that other stages read
     got: list[str] = field(default_factory=list)  # ids of requests
     params: Any = None  # of the last one
 
@@ -49,16 +52,19 @@ class Replica:
     current_status = StageEngine.current_status
     set_drained = StageEngine.set_drained
     set_status = StageEngine.set_status
-    wait_until_idle = StageEngine.wait_until_idle
 
     def __post_init__(self) -> None:
         self.name = self.instance.name
-        self.config = SimpleNamespace(name=self.instance.stage)
+        self.config = SimpleNamespace(name=self.instance.stage, host_of=lambda: self.host)
         self._status, self.is_drained, self.num_requests = StageStatus(), False, 0
-        self._has_ended = asyncio.Event()
         self.is_open.set()
 
     def on_status(self) -> None: ...
+
+    async def relay_statistics(self, timeout_s: float) -> list[dict[str, dict[str, int]]]:
+        if self.has_died:
+            raise StageFailed(self.name, self.termination_reason())
+        return [{"tcp": {"num_leases": self.num_leases}, "inline": {"num_leases": 0}}]
 
     def termination_reason(self) -> str:
         return "its engine has died: killed"
@@ -85,7 +91,6 @@ class Replica:
                 yield OmniRequestOutput.of(RequestOutput(request_id, None, [1], None, [completion], is_last))
         finally:
             self.num_requests -= 1
-            self._has_ended.set()
 
 
 def make_group(num_replicas: int = 2, balance: Balance = "least_work") -> tuple[Any, list[Any]]:
@@ -108,6 +113,56 @@ async def hold(group: Any, replicas: list[Any], request_id: str, **more: Any) ->
     while sum(len(one.got) for one in replicas) == num_got:  # noqa: ASYNC110  # one or two steps of the loop
         await asyncio.sleep(0)
     return task
+
+
+# -- replicas that come and go -----------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_is_added_gets_its_share_and_one_that_is_removed_gets_nothing() -> None:
+    group, replicas = make_group(2, "round_robin")
+    late = Replica(Instance("talker", None, 2, {}, is_front=False))
+    group.add(late)
+    for number in range(3):
+        await ask(group, str(number))
+    assert [len(one.got) for one in (*replicas, late)] == [1, 1, 1]
+    group.remove("talker/2")
+    for number in range(4):
+        await ask(group, str(number))
+    assert [len(one.got) for one in (*replicas, late)] == [3, 3, 1]
+    assert group.router.num_open("talker/2") == 0
+
+
+async def test_the_session_of_a_replica_that_is_removed_continues_on_another() -> None:
+    group, replicas = make_group(2, "session")
+    await ask(group, "1", session="s")
+    (home,) = (one for one in replicas if one.got)
+    group.remove(home.name)
+    await ask(group, "2", session="s")
+    assert [len(one.got) for one in replicas] == [1, 1]
+
+
+async def test_a_replica_with_an_assignment_is_not_idle_before_its_engine_has_it() -> None:
+    group, replicas = make_group()
+    for one in replicas:
+        one.is_open.clear()
+    task = await hold(group, replicas, "a")
+    (busy,) = (one.name for one in replicas if one.got)
+    assert group.router.num_open(busy) == 1
+    for one in replicas:
+        one.is_open.set()
+    await task
+    assert group.router.num_open(busy) == 0
+
+
+def test_devices_are_divided_among_all_replicas_that_there_may_be() -> None:
+    config = StageConfig(
+        stage_id=1, name="talker", model="model", max_replicas=3, engine_args={"device_ids": [1, 2, 5]}
+    )
+    assert [one.engine_args["device_ids"] for one in make_replicas(config)] == [[1], [2], [5]]
+    with pytest.raises(ConfigError, match="max_replicas = 2: cannot share 3 device_ids evenly"):
+        StageConfig(stage_id=1, name="talker", model="model", max_replicas=2, engine_args={"device_ids": [1, 2, 5]})
+    with pytest.raises(ConfigError, match="max_replicas = 2: there are more at the start: replicas = 3"):
+        StageConfig(stage_id=1, name="talker", model="model", replicas=3, max_replicas=2)
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
@@ -148,6 +203,26 @@ async def test_with_affinity_a_prefix_goes_to_the_replica_that_had_it() -> None:
     for number in range(4):
         await ask(group, str(number), num_tokens=200)
     assert sorted(len(one.got) for one in replicas) == [0, 4]
+    assert group.router.statistics().num_chosen == {"load": 1, "pages": 3}
+
+
+async def test_a_replica_that_was_restarted_holds_no_pages() -> None:
+    group, replicas = make_group(2, "affinity")
+    await ask(group, "a", num_tokens=200)
+    (home,) = (one for one in replicas if one.got)
+    home.set_status(StageStatus(num_restarts=1))
+    await ask(group, "b", num_tokens=200)
+    assert group.router.statistics().num_chosen == {"load": 2}
+
+
+async def test_prompts_of_rows_are_told_apart_by_their_names() -> None:
+    """Their ids are fillers."""
+    group, _ = make_group(2, "affinity")
+    for number, first in enumerate((1, 2, 1, 2, None, None)):
+        names = None if first is None else encode_names(TokenNames([first, *range(199)]))
+        more = {} if names is None else {"row_names": names}
+        await ask(group, str(number), num_tokens=200, payloads=[], **more)
+    assert group.router.statistics().num_chosen == {"load": 4, "pages": 2}
 
 
 # -- a replica that dies -----------------------------------------------------------------------------------------------
@@ -263,7 +338,7 @@ async def test_without_a_replica_requests_are_rejected_until_one_is_restarted() 
     assert [one.got for one in replicas] == [["b-talker"], []]
 
 
-# -- draining ----------------------------------------------------------------------------------------------------------
+# -- administration ----------------------------------------------------------------------------------------------------
 
 
 class Admin(StageAdmin):
@@ -274,31 +349,6 @@ class Admin(StageAdmin):
 
 
 Admin.__abstractmethods__ = frozenset()
-
-
-async def test_a_drained_replica_ends_its_requests_and_gets_no_others() -> None:
-    group, replicas = make_group()
-    admin = Admin(group)  # type: ignore[abstract]
-    replicas[0].is_open.clear()
-    running = await hold(group, replicas, "a")
-    assert await admin.drain_engine("talker/0", 0.01) == 1
-    for name in "bcd":
-        await ask(group, name)
-    assert [len(one.got) for one in replicas] == [1, 3]
-    assert replicas[0].current_status().state is StageState.DRAINED
-    assert group.current_status() == StageStatus()
-    with pytest.raises(InvalidRequest, match="'talker/1' cannot be drained: no other engine of its stage"):
-        await admin.drain_engine("talker/1", 1)
-    assert replicas[1].current_status() == StageStatus()
-    draining = asyncio.create_task(admin.drain_engine("talker/0", 60))
-    await asyncio.sleep(0)
-    replicas[0].is_open.set()
-    assert (await draining, await running) == (0, ["0", "1", "2"])
-    admin.undrain_engine("talker/0")
-    await ask(group, "e")
-    assert len(replicas[0].got) == 2
-    with pytest.raises(InvalidRequest, match=r"no engine 'talker/3': did you mean 'talker/"):
-        admin.undrain_engine("talker/3")
 
 
 async def test_a_call_of_all_engines_that_is_cancelled_at_once_leaves_no_coroutine_behind() -> None:
@@ -352,6 +402,9 @@ def test_devices_are_divided_among_replicas() -> None:
     assert [one.name for one in replicas] == ["writer/0", "writer/1"]
     own = [config_of_instance(config, one).engine_args for one in replicas]
     assert own == [args | {"device_ids": [0, 1]}, args | {"device_ids": [2, 3]}]
+    config = StageConfig(stage_id=0, name="writer", model="model", replicas=2, engine_args={"device_ids": [1, 2]})
+    own = [config_of_instance(config, one).engine_args for one in make_replicas(config)]
+    assert own == [{"device_ids": [1]}, {"device_ids": [2]}]
     with pytest.raises(ConfigError, match="replicas = 3: cannot share 4 device_ids evenly"):
         StageConfig(stage_id=0, name="writer", model="model", replicas=3, engine_args=args)
 

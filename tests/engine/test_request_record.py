@@ -7,7 +7,10 @@ from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.report import NodeReport
 from vllm_omni.messages.request import RequestContext
+from vllm_omni.messages.span import Span, SpanKind
 from vllm_omni.messages.timeline import Mark, Task, TaskTimes, Timeline
+
+SPAN = Span("writer", SpanKind.STAGE, 1.0, 2.0, "writer/0", 7, 3, {"outputs": 1}, "it died")
 
 
 def test_a_request_arrived_when_its_prompt_was_rendered() -> None:
@@ -42,5 +45,5 @@ def test_no_node_can_write_into_the_context_of_a_request() -> None:
 def test_a_report_travels() -> None:
     timeline = Timeline(Task.DECODE, [(Mark.QUEUED, 1.0), (Mark.TOKEN, 2.0)])
     times = TaskTimes(Task.DECODE, 1.0, 3.0, [timeline], [(0, 1, 2.0)])
-    report = NodeReport("writer", 0.5, times, [Payload(values={"num_rows": 1})])
+    report = NodeReport("writer", 0.5, times, [Payload(values={"num_rows": 1})], [SPAN])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=NodeReport) == report

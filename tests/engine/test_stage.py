@@ -9,6 +9,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from vllm_omni.config import load_config
 from vllm_omni.config.model import EngineType
+from vllm_omni.engine.engine_maker import check_default_params
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError, InvalidRequest
@@ -41,7 +42,9 @@ def make_stage(path: Path, name: str, params: dict[str, Any]) -> StageEngine:
     config = load_config(path, overrides={"stages": {name: {"default_sampling_params": params}}})
     pipeline = find_pipeline_cls(config.model_type)(str(path), AutoConfig.from_pretrained(path))
     stage = config.stage(name)
-    return StageEngine(stage, pipeline.stages[stage.stage_id])
+    engine = StageEngine(stage, pipeline.stages[stage.stage_id])
+    check_default_params(engine)
+    return engine
 
 
 @pytest.mark.parametrize(

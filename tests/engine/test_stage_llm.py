@@ -76,6 +76,7 @@ class AdapterStage(StageEngine):
 
     def __init__(self, llm: Any) -> None:
         self.name, self.instance, self._llm = "writer", None, llm
+        self._processes: Any = SimpleNamespace(has_ended=False)
         self.vllm_config = SimpleNamespace(lora_config="any")  # type: ignore[assignment]
 
     async def load(self) -> None:

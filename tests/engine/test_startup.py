@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,9 @@ from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 
 class Engine:
+    remote = None
+    vllm_config = SimpleNamespace(additional_config={})
+
     def __init__(self, name: str) -> None:
         self.name = name
 

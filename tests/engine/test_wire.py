@@ -23,9 +23,10 @@ from vllm_omni.flow.remote.messages import MessageCodec, OpenCall
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, TensorRef
 from vllm_omni.messages.report import NodeReport
-from vllm_omni.messages.request import RequestContext, StageRequest
+from vllm_omni.messages.request import PromptCache, RequestContext, StageRequest
 from vllm_omni.messages.stage_output import StageOutput
 from vllm_omni.messages.timeline import Mark, Task, TaskTimes, Timeline
+from vllm_omni.messages.token_names import Part, TokenNames
 
 PAYLOAD = Payload({"rows": TensorRef("shm", (2, 3), "float32", b"where", 7)}, {"rows": None, "num_rows": 2})
 
@@ -57,8 +58,11 @@ CHOICE = CompletionOutput(0, "hi", [1, 2], -1.5, [{1: Logprob(-1.0, 1, "h")}, {2
     [
         StageRequest("a text", {"payloads": [b"\x00\xff"], "speaker_index": 1}),
         StageRequest(tokens_input([1, 2, 3])),
+        StageRequest(tokens_input([1]), cache={"do_remote_prefill": True, "num_tokens": 1, "pages": b"\x00"}),
         StageRequest({"prompt": "w <image>", "mm_processor_kwargs": {"fps": 2.5}}),
         StageOutput("w-1"),
+        StageOutput("w-1", prompt_cache=PromptCache(tokens_input([1], cache_salt="s"), {"pages": b"\x00\xff"})),
+        StageOutput("w-1", row_names=TokenNames([5, 6], [Part(0, 1, "image:a")], "s")),
         StageOutput("w-1", [CHOICE], [5, 6], finished=True, payloads=[PAYLOAD], num_cached_tokens=3),
         StageOutput(
             "w-1", [CompletionOutput(1, "", [3], None, flat_logprobs())], prompt_logprobs=[None, {3: Logprob(-1)}]

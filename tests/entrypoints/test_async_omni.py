@@ -19,7 +19,8 @@ from tests.reference.media import format_prompt
 from tests.shared_engines import QWEN, SharedEngines
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.engine import reading
-from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed
+from vllm_omni.engine.queue_limits import QueueLimits
+from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, StageFailed
 from vllm_omni.flow.run import credit
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.process.status import StageState
@@ -91,6 +92,34 @@ def test_an_abort_returns_when_every_engine_has_dropped_the_request(llm: OmniLLM
             assert not engine.llm.output_processor.external_req_ids
         statistics = omni.orchestrator.runtime.statistics()
         assert statistics.num_running_activations == statistics.num_buffered_frames == 0
+
+    llm.run(run())
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_stage_rejects_requests_that_need_it_and_no_others(
+    llm: OmniLLM, omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(omni.orchestrator, "queue_limits", QueueLimits({"talker": 1, "thinker": 2}))
+
+    async def run() -> None:
+        speaks = await start(omni, "speaks", "codec_ids")
+        with pytest.raises(Overloaded, match="stage 'talker' has 1 of at most 1 requests"):
+            await ask(omni)
+        with pytest.raises(Overloaded, match="stage 'talker'"):
+            omni.check_available(["codec_ids"])
+        omni.check_admission()
+        with pytest.raises(Overloaded, match=r"stage 'thinker' has 1 of at most 2 requests.* counts 2"):
+            omni.check_admission(2)
+        text, _ = await ask(omni, modalities=["text"])
+        assert text
+        await omni.abort("speaks")
+        with pytest.raises(CallAborted):
+            await speaks
+        assert (await ask(omni))[0] == text
+        assert omni.orchestrator.queue_limits.num_open() == {"talker": (0, 1), "thinker": (0, 2)}
 
     llm.run(run())
 
@@ -329,6 +358,24 @@ def test_metrics_of_every_stage_are_in_the_registry(llm: OmniLLM, omni: AsyncOmn
         "token2wav": 1,
     }
     assert [value("vllm_omni:stage_up", stage) for stage in STAGES] == [1, 1, 1]
+
+
+def test_each_stage_logs_one_line_of_what_it_has_done(
+    llm: OmniLLM, omni: AsyncOmni, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm.run(omni.do_log_stats())  # what earlier tests have done
+    caplog.set_level("INFO", "vllm_omni.engine.stage_log")
+    llm.run(ask(omni, modalities=["audio"]))
+    llm.run(omni.do_log_stats())
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm_omni.engine.stage_log"]
+    assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in STAGES]
+    thinker, talker, token2wav = lines
+    assert all("Avg generation throughput: " in line and "KV cache usage: " in line for line in (thinker, talker))
+    assert "Avg steps: " in token2wav and "Avg sounds: " in token2wav
+    assert all("Running: 0 reqs, Waiting: 0 reqs" in line and "Avg latency of 1 reqs: " in line for line in lines)
+    caplog.clear()
+    llm.run(omni.do_log_stats())
+    assert [record.getMessage() for record in caplog.records if record.name == "vllm_omni.engine.stage_log"] == []
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

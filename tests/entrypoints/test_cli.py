@@ -38,7 +38,7 @@ def rejected(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ("serve", "generate", "config", "plan-memory", "graph", "doctor", "tiny")
+    commands = ("serve", "generate", "config", "plan-memory", "cache", "graph", "doctor", "tiny")
     for args in ([], ["--help"], ["-h"]):
         main(args)
         out = capsys.readouterr().out
@@ -84,8 +84,9 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["config", "show"], ["--deploy-config FILE", "--json"]),
         (["config"], ["config show MODEL"]),
         (["plan-memory"], ["--device-memory SIZE", "--stage NAME.KEY=VALUE"]),
-        (["serve"], ["--dry-run", "--device-memory SIZE"]),
+        (["serve"], ["--dry-run", "--inventory FILE", "--device-memory SIZE"]),
         (["doctor"], ["--clean", "--json"]),
+        (["cache"], ["{stats,verify,clear}", "--disk PATH", "--directory PATH", "--layout ID", "--json"]),
     ]:
         with contextlib.suppress(SystemExit):
             main([*command, "--help"])
@@ -98,7 +99,7 @@ def test_commands_that_start_nothing_import_no_vllm(
     tiny_checkpoint: Path, tiny_pipeline: Callable[[str], Path]
 ) -> None:
     graphs = Path(__file__).parents[2] / "examples" / "graphs" / "qwen_omni.py"
-    commands = [["--help"], ["config", "--help"], ["config", "shwo"], ["tiny", "qwen"], ["doctor"]]
+    commands = [["--help"], ["cache", "--help"], ["config", "--help"], ["config", "shwo"], ["tiny", "qwen"], ["doctor"]]
     for args in [*commands, *(["graph", str(one)] for one in (graphs, tiny_checkpoint, tiny_pipeline("qwen-image")))]:
         code = (
             "import sys; from vllm_omni.entrypoints.cli.main import main\n"
@@ -244,13 +245,22 @@ def test_serve_rejects_wrong_flags(capsys: pytest.CaptureFixture[str]) -> None:
         (["m", "--stage-overrides", "{talker"], "--stage-overrides: not JSON"),
         (["m", "--stage-overrides", "[]"], "must be a JSON object"),
         ([], "no model"),
-        (["m", "--headless"], "--headless"),
-        (["m", "--api-server-count", "2"], "--api-server-count 2"),
+        (["m", "--headless"], "--headless: give --join HOST:PORT"),
+        (["m", "--api-server-count", "0"], "--api-server-count 0: must be at least 1"),
         (["m", "--grpc"], "--grpc"),
         (["m", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["m", "--chat-template", "/nowhere/template.jinja"], "doesn't exist"),
     ]:
         assert why in rejected(capsys, "serve", *args), args
+
+
+def test_several_front_ends_reject_adapters_that_only_one_would_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert parse_serve_args(["m", "--api-server-count", "1"]).args.api_server_count == 1
+    why = "--api-server-count: not with VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert why in rejected(capsys, "serve", "m", "--api-server-count", "2")
 
 
 def test_serve_rejects_a_wrong_deployment(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ Those of the documents about HTTP are run against a server in ``openai/test_docu
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -20,14 +21,17 @@ import soundfile
 import yaml
 
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
+from tests.kv.pool.stores import fill, make_disk, make_slab
 from tests.media.test_image import decode
 from vllm_omni.config import load_config
 from vllm_omni.config.budgets import BUDGET_KEYS
+from vllm_omni.config.kv_pool import KVPoolConfig
 from vllm_omni.engine.instance_args import make_instances
 from vllm_omni.entrypoints.cli.generate import parse_generate_args
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.entrypoints.cli.quiet import VARIABLES
 from vllm_omni.entrypoints.cli.serve import parse_serve_args
+from vllm_omni.kv.pool import ownership
 from vllm_omni.testing import llava as tiny_llava
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -114,7 +118,7 @@ def test_the_offline_program_of_the_readme(checkout: Path) -> None:
     assert (checkout / "story.wav").stat().st_size > 44
 
 
-@pytest.mark.parametrize("document", ["README.md", "cli.md", "http.md", "replicas.md"])
+@pytest.mark.parametrize("document", ["README.md", "cli.md", "deployment.md", "http.md", "pool.md", "replicas.md"])
 def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That a server comes of such a command, the fixture of the HTTP tests shows."""
     monkeypatch.chdir(checkout)
@@ -126,7 +130,64 @@ def test_commands_that_serve_are_valid(document: str, checkout: Path, monkeypatc
         elif (path := next((word for word in command if word.startswith("build/")), None)) is not None:
             (checkout / path).exists() or tiny.build(checkout / path)
         assert command[0] == "vllm-omni" or "--omni" in command
-        parse_serve_args([word for word in command[2:] if word != "--omni"]).load_config()
+        parsed = parse_serve_args([word for word in command[2:] if word != "--omni"])
+        if not parsed.args.headless:  # a host has the front end's deployment: tests/hosts run both
+            parsed.load_config()
+
+
+def test_commands_of_the_guide_to_deployment(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tables are as they stand there, but for the name and the memory of this machine."""
+    monkeypatch.chdir(checkout)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    blocks = BLOCKS["deployment.md"]
+    (inventory,) = [block for block in blocks if block.language == "yaml"]
+    (checkout / "inventory.yaml").write_text(inventory.text)
+    here, there = [block.text.splitlines() for block in blocks if block.text.startswith("engine ")]
+    make_checkpoint, on_this_host, on_others, front_end, host, *of_hosts, by_ray, front_ends = commands("deployment.md")
+    drain, undrain, growing, scale = of_hosts
+    asked = [
+        ["drain", "box-b"],
+        ["undrain", "box-b"],
+        ["scale", "talker=3"],
+    ]  # tests/hosts/test_replicas.py: the routes
+    assert [one[1:] for one in (drain, undrain, scale)] == asked
+    grown = parse_serve_args([word for word in growing[2:] if word != "--omni"]).load_config().stage("talker")
+    assert [grown.host_of(number) for number in range(grown.max_engines)] == [None, "box-b", "box-c"]
+    shutil.rmtree(checkout / make_checkpoint[-1], ignore_errors=True)
+    main(make_checkpoint[1:])
+    capfd.readouterr()
+
+    def printed(command: list[str]) -> list[str]:
+        """The table, behind what is logged."""
+        main(command[1:])
+        lines = capfd.readouterr().out.splitlines()
+        return lines[next(index for index, line in enumerate(lines) if line.startswith("engine ")) :]
+
+    on_this = [line.replace(socket.gethostname(), "here").split() for line in printed(on_this_host)]
+    assert on_this[:4] == [line.split() for line in here[:4]]
+    assert printed(on_others) == there
+    of_front_end, of_host = (
+        parse_serve_args([word for word in one[2:] if word != "--omni"]) for one in (front_end, host)
+    )
+    away = [stage.name for stage in of_front_end.load_config().stages if stage.has_other_host]
+    assert of_host.args.stage == away
+    assert of_host.args.join == of_front_end.args.listen
+    placed = parse_serve_args([word for word in by_ray[2:] if word != "--omni"]).load_config()
+    assert (placed.worker_backend, [stage.host for stage in placed.stages]) == ("ray", [None, "box-b", None])
+    assert parse_serve_args(front_ends[2:]).args.api_server_count == 2
+    with pytest.raises(SystemExit) as ended:
+        main([*on_others[1:], "--stage", "thinker.replicas=3", "--stage", "thinker.layer=0"])
+    assert ended.value.code == 2
+    (message,) = [block.text for block in blocks if block.language == "text"]
+    assert capfd.readouterr().err.splitlines()[-1] == " ".join(message.split())
+
+
+def test_the_program_of_the_guide_to_deployment(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = [block for block in BLOCKS["deployment.md"] if block.is_program]
+    exec(compile(program.text, "deployment.md", "exec"), {})
+    assert capsys.readouterr().out == "('box-1',) ('cuda:0',)\n"
 
 
 @pytest.mark.long
@@ -181,6 +242,7 @@ def test_commands_of_the_command_line(
     """What starts stages is a process, as for a user; what does not is called here, where all is imported already."""
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", str(checkout))
+    monkeypatch.setattr(ownership, "slab_directory", lambda: checkout / "slabs")  # not this user's, which are cleared
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)  # the commands set them, and the test's end takes them back
     images = [checkout / "build" / f"cat-{index}.png" for index in range(2)]
@@ -208,6 +270,37 @@ def test_commands_of_the_command_line(
     assert yaml.safe_load((checkout / "build" / "deploy.yaml").read_text())["model_type"] == "qwen2_5_omni"
 
 
+def test_the_deployments_of_the_guide_to_the_pool(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    pools = []
+    for deployment in (block for block in BLOCKS["pool.md"] if block.language == "yaml"):
+        (checkout / "pool.yaml").write_text(deployment.text)
+        pools.append(load_config("Qwen/Qwen2.5-Omni-7B", deploy_config="pool.yaml").stage("thinker").pool)
+    assert pools == [
+        KVPoolConfig(memory_bytes=16 << 30, disk="/var/cache/vllm_omni", disk_bytes=200 << 30),
+        KVPoolConfig(memory_bytes=16 << 30, redis="redis://:PASSWORD@10.0.0.9:6379/0"),
+    ]
+    guide = (ROOT / "docs" / "pool.md").read_text()
+    assert all(f"| `{field.name}` |" in guide for field in fields(KVPoolConfig))
+
+
+def test_commands_of_the_guide_to_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the place of the pages on disk."""
+    monkeypatch.setattr(ownership, "slab_directory", lambda: tmp_path / "slabs")
+    with make_slab(tmp_path) as slab, make_disk(tmp_path) as disk:
+        fill(slab, 1)
+        fill(disk, 1)
+    used = [command for command in commands("pool.md") if command[1] == "cache"]
+    assert [command[2] for command in used] == ["stats", "verify", "clear"]
+    for command in used:
+        main([str(tmp_path / "disk") if word.startswith("/") else word for word in command[1:]])
+        out = capsys.readouterr().out
+        assert str(slab.path) in out and str(disk.path) in out, command
+    assert not slab.path.exists() and not disk.path.exists()
+
+
 @pytest.mark.long
 def test_commands_of_the_guide_to_diffusion(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its requests to a server, which are asked in ``tests/e2e/test_images.py``."""
@@ -232,10 +325,14 @@ def test_commands_of_the_guide_to_diffusion(checkout: Path, monkeypatch: pytest.
 def test_commands_of_adding_a_model(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is installed beside this environment, not into it."""
     installed = checkout / "installed"
-    pip, make_checkpoint, echo, generate = commands("adding_a_model.md")
+    pip, make_checkpoint, echo, generate, serve = commands("adding_a_model.md")
     run([sys.executable, "-m", *pip, "--no-index", "--target", str(installed)], checkout)
     shutil.rmtree(checkout / make_checkpoint[-1], ignore_errors=True)
     run(make_checkpoint, checkout)
+    monkeypatch.chdir(checkout)
+    assert serve[2:4] == ["MODEL", "--omni"]
+    config = parse_serve_args([make_checkpoint[-1], *serve[4:]]).load_config()
+    assert [stage.name for stage in config.stages] == ["prefill", "decode"]
     assert echo[2:] == [">", "build/morse.yaml"]
     (checkout / echo[3]).write_text(echo[1])
     out = run(generate, checkout, PYTHONPATH=os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
@@ -273,7 +370,8 @@ def excerpts(document: str) -> list[Block]:
 
 def test_excerpts_of_the_guide_stand_in_the_examples() -> None:
     graphs = ROOT / "tests" / "e2e" / "graphs" / "pipelines.py"
-    source = "".join(path.read_text() for path in (*sorted((ROOT / "examples" / "morse").rglob("*.py")), graphs))
+    examples = (*sorted((ROOT / "examples" / "morse").rglob("*.py")), ROOT / "examples" / "prefill_decode.py")
+    source = "".join(path.read_text() for path in (*examples, graphs))
     lines = {line.strip().replace("self.graph", "graph") for line in source.splitlines()}
     for block in excerpts("adding_a_model.md"):
         for line in filter(None, map(str.strip, block.text.splitlines())):

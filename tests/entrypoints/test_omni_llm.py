@@ -18,11 +18,13 @@ from tests.reference.media import AUDIO, IMAGE, VIDEO, format_prompt, make_image
 from tests.shared_engines import BLOCK_SIZE, QWEN, SharedEngines
 from tests.shared_engines import QWEN_MAX_MODEL_LEN as MAX_MODEL_LEN
 from vllm_omni import AsyncOmni, Omni, OmniLLM
-from vllm_omni.engine.memory import plan_devices
+from vllm_omni.deploy.inventory import this_host
+from vllm_omni.deploy.needs import stages_of
+from vllm_omni.deploy.placement import plan
+from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed, Unavailable
 from vllm_omni.model_executor.omni_thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
-from vllm_omni.model_executor.rank_memory import current_device
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision
 
 PROMPT = format_prompt("Hello, who are you?")
@@ -57,12 +59,13 @@ def test_text_and_speech_by_default(omni: OmniLLM, tmp_path: Path) -> None:
 
 def test_the_stages_divide_the_memory_as_it_was_planned(omni: OmniLLM) -> None:
     engines = omni.engine.orchestrator.engines
-    planned = plan_devices(engines.values(), {"cpu": current_device("cpu")})["cpu"]
+    config = omni.engine.config
+    (planned,) = plan(stages_of(config, Orchestrator(config)), [this_host()]).memory().values()
     tether = engines["talker"].vllm_config.additional_config
     divided = MemoryDivision(tether.directory, "cpu", tether[MEMORY]["ranks"]["cpu"]).plan()
     assert divided is not None
-    for plan, real in zip(planned.stages, divided.stages, strict=True):
-        assert (plan.stage, plan.cache_min, plan.cache_max) == (real.stage, real.cache_min, real.cache_max)
+    for one, real in zip(planned.stages, divided.stages, strict=True):
+        assert (one.stage, one.cache_min, one.cache_max) == (real.stage, real.cache_min, real.cache_max)
     vocoders = [one.stages[-1] for one in (planned, divided)]  # in the other engines, vLLM repacks the weights
     assert vocoders[0].weights == vocoders[1].weights > 0
     assert divided.caches.keys() == {"thinker", "talker"}
@@ -439,7 +442,7 @@ def test_codes_that_the_vocoder_cannot_decode_fail_their_request_alone(omni: Omn
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("talker.enable_prefix_caching=true", r"'talker': enable_prefix_caching = True.*False only"),
+        ("talker.enable_prompt_embeds=false", r"'talker': enable_prompt_embeds = False.*True only"),
         ("thinker.enable_prompt_embeds=true", r"'thinker': enable_prompt_embeds = True.*False only"),
         ("thinker.async_scheduling=true", r"'thinker': async_scheduling = True.*False only"),
         ("thinker.speculative_config={method: ngram, num_speculative_tokens: 2}", r"speculative_config.*None only"),

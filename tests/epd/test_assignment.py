@@ -34,6 +34,17 @@ def test_each_mix_has_its_tasks() -> None:
         assert (walk(mix), walk(mix, Tasks.PD)) == (image, text), mix
 
 
+def test_a_reply_with_a_picture_has_an_instance_of_its_own() -> None:
+    for mix, image, text in [
+        ("EPD G", "EPD0:EP G1:G", "EPD0:EPD"),
+        ("E P D G", "E0:E P1:P G3:G", "E0:E P1:P D2:D"),
+        ("EPD", "EPD0:EP EPD0:G", "EPD0:EPD"),  # the instance for pictures does not run
+        ("G", "G0:EPG", "G0:EPD"),
+    ]:
+        assert (walk(mix, Tasks.EP | Tasks.G), walk(mix)) == (image, text), mix
+    assert walk("EPD G", Tasks.P | Tasks.G, keeps_together=True) == "G1:PG"
+
+
 def test_instances_that_run_take_the_tasks_of_those_that_do_not() -> None:
     for mix, image in [
         ("P D", "P0:EP D1:D"),

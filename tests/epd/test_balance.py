@@ -1,30 +1,22 @@
-"""Which of several instances is chosen."""
+"""Which of several instances is chosen. What they hold: tests/epd/test_held_pages.py."""
 
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from vllm_omni.config.epd import Balance, Tasks
-from vllm_omni.epd.balance import MAX_KNOWN, MAX_LEAD, NUM_PREFIX_TOKENS, InstanceBalance, cache_keys
+from vllm_omni.epd.balance import MAX_SESSIONS, InstanceBalance
 
 NAMES = ["P0", "P1", "P2"]
 
 
-def make_prompt(num_tokens: int, *images: str, first_token: int = 0) -> dict[str, Any]:
-    places = [SimpleNamespace(offset=NUM_PREFIX_TOKENS + number) for number in range(len(images))]
-    return {
-        "prompt_token_ids": [first_token, *range(1, num_tokens)],
-        "mm_hashes": {"image": list(images)},
-        "mm_placeholders": {"image": places},
-    }
-
-
 def choose(
-    balance: InstanceBalance, work: dict[str, float] | None = None, session: str | None = None, keys: Any = ()
+    balance: InstanceBalance,
+    work: dict[str, float] | None = None,
+    session: str | None = None,
+    saved: dict[str, float] | None = None,
 ) -> str:
-    return balance.choose(NAMES, Tasks.P, work or {}, session, keys)
+    return balance.choose(NAMES, Tasks.P, work or {}, session, saved).instance
 
 
 def test_round_robin() -> None:
@@ -37,7 +29,7 @@ def test_tasks_are_balanced_independently() -> None:
     names = {Tasks.E: ["E0", "E1"], Tasks.P: ["PD0", "PD1"]}
     for policy in ("round_robin", "least_work"):
         balance = InstanceBalance(policy)
-        chosen = [balance.choose(names[task], task, {}) for _ in range(2) for task in names]
+        chosen = [balance.choose(names[task], task, {}).instance for _ in range(2) for task in names]
         assert sorted(chosen) == ["E0", "E1", "PD0", "PD1"], policy
 
 
@@ -51,7 +43,7 @@ def test_a_session_stays_while_its_instance_runs(policy: Balance) -> None:
     first = choose(balance, session="s")
     assert choose(balance, {first: 9.0}, session="s") == first
     left = [name for name in NAMES if name != first]
-    second = balance.choose(left, Tasks.P, {}, "s")
+    second = balance.choose(left, Tasks.P, {}, "s").instance
     assert second != first
     assert choose(balance, session="s") == second
 
@@ -59,46 +51,45 @@ def test_a_session_stays_while_its_instance_runs(policy: Balance) -> None:
 def test_a_session_has_an_instance_for_each_task() -> None:
     balance = InstanceBalance("affinity")
     first = choose(balance, session="s")
-    assert balance.choose(["D0"], Tasks.D, {}, "s") == "D0"
+    assert balance.choose(["D0"], Tasks.D, {}, "s").instance == "D0"
     assert choose(balance, {first: 9.0}, session="s") == first
 
 
 def test_only_so_many_sessions_are_remembered() -> None:
     balance = InstanceBalance("affinity")
     first = choose(balance, session="first")
-    for number in range(MAX_KNOWN):
+    for number in range(MAX_SESSIONS):
         balance.choose(["P0"], Tasks.P, {}, str(number))
     assert choose(balance, {first: 1.0}, session="first") != first
 
 
-def test_a_prefix_goes_to_the_instance_that_had_it() -> None:
+def test_work_that_a_cache_saves_is_weighed_against_work_that_waits() -> None:
     balance = InstanceBalance("affinity")
-    long, other = make_prompt(3 * NUM_PREFIX_TOKENS), make_prompt(3 * NUM_PREFIX_TOKENS, first_token=9)
-    assert choose(balance, {"P0": 1.0, "P1": 1.0}, keys=cache_keys(long, Tasks.PD)) == "P2"
-    longer = make_prompt(5 * NUM_PREFIX_TOKENS)
-    assert choose(balance, {"P2": 3.0, "P0": 1.0, "P1": 1.0}, keys=cache_keys(longer, Tasks.PD)) == "P2"
-    assert choose(balance, {"P2": 3.0, "P0": 1.0}, keys=cache_keys(other, Tasks.PD)) == "P1"
+    work = {"P0": 1000.0, "P1": 400.0, "P2": 500.0}
+    assert choose(balance, work, saved={"P0": 500.0}) == "P1"
+    assert choose(balance, work, saved={"P0": 601.0}) == "P0"
+    assert choose(balance, work, saved={"P0": 601.0, "P2": 102.0}) == "P2"
 
 
-def test_a_cache_does_not_outweigh_a_queue() -> None:
+def test_what_is_held_elsewhere_outweighs_a_session() -> None:
     balance = InstanceBalance("affinity")
-    keys = cache_keys(make_prompt(0, "picture"), Tasks.E)
-    had = choose(balance, keys=keys)
-    busy = dict.fromkeys(NAMES, 1.0) | {had: MAX_LEAD + 1}
-    assert choose(balance, busy, keys=keys) != had
+    first = choose(balance, session="s")
+    other = next(name for name in NAMES if name != first)
+    assert choose(balance, session="s", saved={other: 64.0}) == other
+    assert choose(balance, session="s") == other
 
 
-def test_cache_keys_of_an_encode_are_its_images() -> None:
-    assert cache_keys(make_prompt(200, "a", "b"), Tasks.E) == [("image", "a"), ("image", "b")]
-
-
-def test_another_image_is_another_prefix_from_the_chunk_in_which_it_starts() -> None:
-    for tasks in (Tasks.P, Tasks.PD, Tasks.EP, Tasks.EPD):
-        one, two = (cache_keys(make_prompt(3 * NUM_PREFIX_TOKENS, image), tasks) for image in "ab")
-        assert len(one) == 3, tasks
-        assert one[-1] == two[-1], tasks
-        assert not set(one[:-1]) & set(two), tasks
-
-
-def test_a_decode_has_no_cache_keys() -> None:
-    assert cache_keys(make_prompt(200, "a"), Tasks.D) == []
+@pytest.mark.parametrize(
+    ("policy", "saved", "reasons"),
+    [
+        ("least_work", {"P0": 9.0}, ["load", "load"]),
+        ("round_robin", {"P0": 9.0}, ["order", "order"]),
+        ("session", {"P0": 9.0}, ["load", "session"]),
+        ("affinity", {"P0": 9.0}, ["pages", "pages"]),
+        ("affinity", {"P0": 0.5}, ["load", "load"]),
+        ("affinity", {}, ["load", "session"]),
+    ],
+)
+def test_the_reason_is_what_decided(policy: Balance, saved: dict[str, float], reasons: list[str]) -> None:
+    balance, work = InstanceBalance(policy), {"P0": 1.0}
+    assert [balance.choose(NAMES, Tasks.P, work, "s", saved).reason for _ in range(2)] == reasons

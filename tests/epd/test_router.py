@@ -3,15 +3,18 @@
 import dataclasses
 import heapq
 import random
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from tests.fuzz import seeds
 from vllm_omni.config.epd import KINDS, Balance, EPDDeployment, Tasks
 from vllm_omni.epd.assignment import RequestSize
+from vllm_omni.epd.held_pages import PAGE_TOKENS
 from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, RequestState, Router
+from vllm_omni.messages.token_names import TokenNames
 
 SIZE = RequestSize(num_embeds=50, num_prompt_tokens=100, num_reply_tokens=10)
 DEPLOYMENT = EPDDeployment(admission_timeout_s=10, recovery_timeout_s=30)
@@ -20,11 +23,13 @@ DEPLOYMENT = EPDDeployment(admission_timeout_s=10, recovery_timeout_s=30)
 class World:
     """Instances that run or do not, and a clock."""
 
-    def __init__(self, mix: str, deployment: EPDDeployment = DEPLOYMENT) -> None:
+    def __init__(self, mix: str, deployment: EPDDeployment = DEPLOYMENT, *, has_pool: bool = False) -> None:
         self.now = 0.0
         self.down: set[str] = set()
         kinds = {f"{kind}{number}": Tasks[kind] for number, kind in enumerate(mix.split())}
-        self.router = Router(kinds, deployment, lambda name: name not in self.down, clock=lambda: self.now)
+        self.router = Router(
+            kinds, deployment, lambda name: name not in self.down, clock=lambda: self.now, has_pool=has_pool
+        )
 
     def assign(self, request: RequestState) -> Assignment:
         assignment = self.router.assign(request)
@@ -123,6 +128,152 @@ def test_an_instance_that_is_left_out_gets_no_new_tasks() -> None:
     assert [world.assign(RequestState(SIZE)).instance for _ in range(2)] == ["PD1", "PD1"]
 
 
+# -- pages that instances hold -----------------------------------------------------------------------------------------
+
+AFFINITY = dataclasses.replace(DEPLOYMENT, balance="affinity")
+
+
+def turn_of(conversation: int, num_tokens: int, **more: Any) -> RequestState:
+    """A prompt that begins as the conversation's other ones do."""
+    names = TokenNames([conversation, *range(1, num_tokens)])
+    return RequestState(RequestSize(0, num_tokens, 10), names, **more)
+
+
+def run(world: World, request: RequestState, num_found: int = 0) -> Assignment:
+    """Assign, compute, and end."""
+    assignment = world.assign(request)
+    world.router.note_found(request, assignment, num_found)
+    world.router.release(assignment)
+    return assignment
+
+
+def test_a_conversation_returns_to_the_instance_that_holds_its_pages() -> None:
+    world = World("PD PD PD", AFFINITY)
+    homes = [run(world, turn_of(number, 640)).instance for number in range(9)]
+    assert Counter(homes) == dict.fromkeys(world.router.kinds, 3)
+    for num_tokens in (1280, 1920):
+        assert [run(world, turn_of(number, num_tokens)).instance for number in range(9)] == homes
+    assert world.router.statistics().num_chosen == {"load": 9, "pages": 18}
+
+
+def test_only_what_is_not_held_counts_as_work() -> None:
+    world = World("PD PD", AFFINITY)
+    run(world, turn_of(0, 640))
+    assignment = world.assign(turn_of(0, 1000))
+    assert world.router.statistics().work[assignment.instance] == 1000 - 640 + 10
+    world.router.release(assignment)
+    assert not any(world.router.statistics().work.values())
+
+
+def test_a_prefix_that_all_ask_for_spreads_to_all_instances() -> None:
+    """An instance that holds it gets requests until more work waits there than the prefix would be elsewhere."""
+    world = World("PD PD PD PD", AFFINITY)
+    homes = Counter(world.assign(turn_of(0, 640)).instance for _ in range(400))
+    assert set(homes) == set(world.router.kinds)
+    work = world.router.statistics().work.values()
+    assert max(work) - min(work) <= 640 + 10
+
+
+def test_without_a_common_prefix_work_is_balanced() -> None:
+    world = World("PD PD PD PD", AFFINITY)
+    homes = Counter(world.assign(turn_of(number, 640)).instance for number in range(400))
+    assert Counter(homes.values()) == {100: 4}
+
+
+def test_pages_of_a_reply_are_held_for_the_next_turn() -> None:
+    world, request = World("PD PD", AFFINITY), turn_of(0, 640)
+    assignment = world.assign(request)
+    world.router.note_reply(request, assignment, range(640, 960))
+    world.router.release(assignment)
+    again = world.assign(turn_of(0, 1280))
+    assert again.instance == assignment.instance
+    assert world.router.statistics().work[again.instance] == 1280 - 960 + 10
+
+
+def test_pages_of_an_instance_that_terminated_are_elsewhere_only_with_a_pool() -> None:
+    for has_pool in (False, True):
+        world = World("PD PD", AFFINITY, has_pool=has_pool)
+        first = run(world, turn_of(0, 640))
+        world.down.add(first.instance)
+        world.router.forget_pages(first.instance)
+        second = world.assign(turn_of(0, 640))
+        assert second.instance != first.instance
+        expected = 640 * (0.1 if has_pool else 1) + 10
+        assert world.router.statistics().work[second.instance] == pytest.approx(expected, abs=1)
+
+
+def test_a_pool_makes_instances_more_alike() -> None:
+    """What the other one would read is hardly more than nothing: less work decides."""
+    for has_pool in (False, True):
+        world = World("PD PD", AFFINITY, has_pool=has_pool)
+        home = run(world, turn_of(0, 640)).instance
+        busy = world.assign(turn_of(0, 640 + 200))
+        assert busy.instance == home
+        assert (world.assign(turn_of(0, 640)).instance == home) != has_pool
+
+
+def test_a_request_that_reads_no_pool_gets_no_share_of_it() -> None:
+    world = World("PD PD", AFFINITY, has_pool=True)
+    first = run(world, turn_of(0, 640))
+    world.down.add(first.instance)
+    second = world.assign(turn_of(0, 640, reads_pool=False))
+    assert world.router.statistics().work[second.instance] == 650
+
+
+def test_an_expired_tail_is_computed_and_counts_as_work() -> None:
+    world = World("PD PD", AFFINITY)
+    world.down = {"PD1"}
+    for conversation in range(2):
+        run(world, turn_of(conversation, 64 * PAGE_TOKENS))
+    # The engine has evicted the second conversation, so the first one, which was used before, has gone, too.
+    run(world, turn_of(1, 65 * PAGE_TOKENS), num_found=128)
+    assignment = world.assign(turn_of(0, 64 * PAGE_TOKENS))
+    assert world.router.statistics().work[assignment.instance] == 64 * PAGE_TOKENS + 10
+
+
+def test_what_a_request_cannot_read_says_nothing_of_what_is_held() -> None:
+    world = World("PD PD", AFFINITY)
+    run(world, turn_of(0, 64 * PAGE_TOKENS))
+    run(world, turn_of(0, 64 * PAGE_TOKENS, reads_cache=False), num_found=0)
+    assignment = world.assign(turn_of(0, 64 * PAGE_TOKENS))
+    assert world.router.statistics().work[assignment.instance] == 10
+
+
+@pytest.mark.fuzz
+def test_no_instance_is_chosen_that_is_down_and_none_is_left_behind() -> None:
+    """Random conversations, with and without a pool, some of them of one prefix, while instances come and go."""
+    for seed in seeds(300):
+        rng = random.Random(seed)
+        world = World("PD " * rng.randint(2, 5), AFFINITY, has_pool=rng.random() < 0.5)
+        running: list[Assignment] = []
+        lengths: Counter[int] = Counter()
+        for _ in range(200):
+            for name in world.router.kinds:
+                if rng.random() < 0.02:
+                    world.down ^= {name}
+                    world.router.forget_pages(name)
+            conversation = rng.randrange(8)
+            lengths[conversation] += rng.randrange(1, 300)
+            request = turn_of(conversation, lengths[conversation], session=rng.choice([None, "a", "b"]))
+            assignment = world.router.assign(request)
+            assert (assignment is None) == (world.down == set(world.router.kinds)), seed
+            if assignment is None:
+                continue
+            assert assignment.instance not in world.down and assignment.work >= 0, seed
+            work = world.router.statistics().work
+            least = min(work[name] for name in set(work) - world.down)
+            assert request.session or work[assignment.instance] - least <= request.size.num_prompt_tokens + 10, seed
+            if rng.random() < 0.7:
+                world.router.note_found(request, assignment, rng.randrange(lengths[conversation] + 1))
+            running.append(assignment)
+            rng.shuffle(running)
+            while len(running) > 6:
+                world.router.release(running.pop())
+        for assignment in running:
+            world.router.release(assignment)
+        assert not any(world.router.statistics().work.values()), seed
+
+
 # -- a random simulation -----------------------------------------------------------------------------------------------
 
 
@@ -213,7 +364,7 @@ def test_every_request_ends_and_no_work_is_left() -> None:
         requests = []
         for _ in range(rng.randint(1, 20)):
             size = RequestSize(rng.randrange(100), rng.randrange(1, 200), rng.randrange(1, 100))
-            request = RequestState(size, {"prompt_token_ids": [rng.randrange(2)] * 130})
+            request = RequestState(size, TokenNames([rng.randrange(2)] * 130))
             request.todo |= rng.choice([Tasks.E, Tasks(0)])
             request.keeps_together, request.is_resumable = rng.random() < 0.3, rng.random() < 0.5
             request.session = rng.choice([None, "a", "b"])

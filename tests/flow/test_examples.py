@@ -53,9 +53,16 @@ CASES = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a module of ``examples/graphs`` as from its own directory."""
+    """Import a module of ``examples/graphs`` as from its own directory.
+
+    For one test: a pipeline in ``examples`` has the name of one of them.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES / "graphs"))
-    return importlib.import_module
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in sys.modules.keys() - known:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLES / "graphs":
+            del sys.modules[name]
 
 
 def test_every_example_has_a_case():

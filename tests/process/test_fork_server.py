@@ -1,6 +1,8 @@
 """Processes that the fork server forks equal spawned ones, but for what they need not import."""
 
+import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 from vllm_omni.process import fork_server
@@ -25,6 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setattr(fork_server, "FORK_SERVER", server)
     server.ensure_running()
     yield server
+    monkeypatch.undo()
 
 
 def say(path: Path, *names: str) -> None:
@@ -56,9 +60,52 @@ def test_a_forked_process_has_the_variables_that_are_read_late(tmp_path: Path, m
     assert said(tmp_path / "said", "VLLM_OMNI_STAGE_STUCK_S")[2] == ""
 
 
-def test_in_another_environment_a_process_is_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_another_environment_another_fork_server_takes_its_place(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pid_of_server()
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "3")
+        assert said(tmp_path / "said", "OMP_NUM_THREADS")[::2] == [str(pid_of_server()), "3"]
+    assert pid_of_server() != first
+    assert said(tmp_path / "said", "OMP_NUM_THREADS")[2] == os.environ.get("OMP_NUM_THREADS", "")
+
+
+def test_a_replaced_fork_server_tells_how_its_last_child_ended_and_ends(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pid_of_server()
+    process = StageContext().Process(target=time.sleep, args=(TIMEOUT_S,))
+    process.start()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert said(tmp_path / "said", "OMP_NUM_THREADS")[::2] == [str(os.getpid()), "3"]
+    server.ensure_running()
+    assert psutil.Process(process.pid).ppid() == first != pid_of_server()
+    process.kill()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+    for _ in range(int(10 * TIMEOUT_S)):
+        if not psutil.pid_exists(first):
+            break
+        time.sleep(0.1)
+    assert not psutil.pid_exists(first)
+
+
+def test_the_sockets_directory_may_have_been_removed(server: ForkServer, tmp_path: Path) -> None:
+    shutil.rmtree(multiprocessing.util.get_temp_dir())
+    assert said(tmp_path / "said")[0] == str(pid_of_server())
+
+
+def test_a_fork_server_leaves_a_directory_that_its_parent_uses() -> None:
+    program = """if True:
+        import multiprocessing.util, os
+        from multiprocessing import forkserver
+        from vllm_omni.process.fork_server import FORK_SERVER
+        FORK_SERVER.ensure_running()
+        forkserver._forkserver._stop()
+        print(os.listdir(multiprocessing.util.get_temp_dir()))
+    """
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == "[]"
 
 
 def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
@@ -77,8 +124,9 @@ def test_the_signal_that_ends_a_process_is_its_exit_code(tmp_path: Path) -> None
 
 
 def test_only_the_thread_that_starts_a_stage_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", "0")
     with forked_stages("cpu"):
-        assert stage_context() is None  # not asked for
+        assert stage_context() is None
     monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", "1")
     monkeypatch.setattr(fork_server, "start_engine_cores_in", lambda context: None)  # imports vLLM
     assert stage_context() is None

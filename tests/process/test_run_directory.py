@@ -53,6 +53,16 @@ def test_a_parent_that_cannot_hold_it_is_rejected(monkeypatch: pytest.MonkeyPatc
             RunDirectory()
 
 
+def test_a_full_file_system_is_rejected_and_nothing_is_left_there(
+    monkeypatch: pytest.MonkeyPatch, directory: RunDirectory
+) -> None:
+    parent = directory.path.parent
+    monkeypatch.setattr("vllm_omni.process.run_directory.ROOM_BYTES", 1 << 60)  # more than any has
+    with pytest.raises(ConfigError, match=r"free, and a server's files there need .*: make room, or set VLLM_OMNI"):
+        RunDirectory()
+    assert list(parent.iterdir()) == [directory.path]
+
+
 def test_remove_frees_the_memory_that_workers_share_and_no_other(directory: RunDirectory) -> None:
     rendezvous = f"vllm_dist_{uuid.uuid4().hex}"
     mine = SHM / f"{rendezvous}-tp:0-[0-1]-cpushm_0"

@@ -11,7 +11,7 @@ import pytest
 from tests.process.programs import TIMEOUT_S, fail, share, start_stage, survive, survive_in_vllm, wait_for
 from vllm_omni.process.proc import SHM, is_dying
 from vllm_omni.process.run_directory import RunDirectory
-from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
+from vllm_omni.process.stage_processes import NO_REPORT, StageProcesses, ended_early, killed_by
 from vllm_omni.process.tether import ServerTether
 
 
@@ -111,3 +111,5 @@ def test_a_signal_that_the_system_sends_without_memory_is_described() -> None:
         failed = RuntimeError(f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}")
         assert ended_early(failed) == reason
     assert ended_early(ValueError("no such model")) is None
+    for error in (EOFError("unexpected EOF"), BrokenPipeError(32, "Broken pipe")):  # before it had read what to do
+        assert ended_early(error) == NO_REPORT

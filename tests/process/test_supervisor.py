@@ -69,6 +69,8 @@ class Engine:
     def __init__(self, outcomes: list[Callable[[], None]]) -> None:
         self.has_died = False
         self.lost_process = threading.Event()
+        self.has_host = threading.Event()
+        self.has_host.set()
         self.statuses: list[StageStatus] = []
         self.settled = threading.Event()  # it runs again, or has failed for good
         self._outcomes = iter(outcomes)
@@ -90,6 +92,9 @@ class Engine:
     def kill(self) -> None:
         self.lost_process.clear()
         self.has_died = True
+
+    def can_start(self) -> bool:
+        return self.has_host.is_set()
 
     def restart(self) -> None:
         next(self._outcomes)()
@@ -143,6 +148,42 @@ def test_an_engine_that_cannot_restart_has_failed(directory: RunDirectory, monke
     monkeypatch.setenv("VLLM_OMNI_STAGE_RESTARTS", "1")
     reason = "did not start: no memory; given up after 1 restarts (VLLM_OMNI_STAGE_RESTARTS)"
     assert supervise(Engine([fail]), directory)[-1] == StageStatus(StageState.FAILED, reason, 1)
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_an_engine_without_a_host_is_restarted_when_it_has_one(directory: RunDirectory) -> None:
+    engine = Engine([succeed])
+    engine.has_host.clear()
+    looked = threading.Event()
+
+    def can_start() -> bool:
+        looked.set()
+        return engine.has_host.is_set()
+
+    engine.can_start = can_start  # type: ignore[method-assign]
+    watcher = Supervisor(engine, directory)
+    engine.lost_process.set()
+    assert looked.wait(TIMEOUT_S)
+    assert [status.state for status in engine.statuses] == [StageState.RESTARTING]
+    engine.has_host.set()
+    assert engine.settled.wait(TIMEOUT_S)
+    assert engine.statuses[-1] == StageStatus(StageState.RUNNING, None, 1)
+    watcher.stop()
+    watcher.join()
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_supervisor_that_is_stopped_waits_for_no_host(directory: RunDirectory) -> None:
+    engine = Engine([])
+    engine.has_host.clear()
+    looked = threading.Event()
+    engine.can_start = looked.set  # type: ignore[method-assign,assignment]
+    watcher = Supervisor(engine, directory)
+    engine.lost_process.set()
+    assert looked.wait(TIMEOUT_S)
+    watcher.stop()
+    watcher.join()
+    assert [status.state for status in engine.statuses] == [StageState.RESTARTING]
 
 
 @pytest.mark.usefixtures("no_delay")

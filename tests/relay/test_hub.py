@@ -234,6 +234,18 @@ def test_an_abort_ends_leases(producer: RelayHub, consumer: RelayHub) -> None:
         consumer.get_blocking(ref)
 
 
+def test_an_abort_of_all_ends_the_leases_of_every_transport() -> None:
+    hub = make_publisher(reader=streaming("tcp"), other=EdgeOptions("shm"))
+    hub.publish("one", {"rows": LARGE, "more": LARGE}, ["reader", "other"])
+    hub.open_stream("another", SMALL, "reader")
+    before = {name: one.num_leases for name, one in hub.statistics().items()}
+    hub.abort_all()
+    after = {name: one.num_leases for name, one in hub.statistics().items()}
+    hub.close()
+    assert (before["tcp"], before["shm"]) == (3, 2)
+    assert not any(after.values())
+
+
 def test_inline_bytes_cannot_be_leased(consumer: RelayHub) -> None:
     with pytest.raises(ConfigError, match="name another transport"):
         consumer.lease("request", (4,), torch.uint8)

@@ -50,8 +50,14 @@ def test_where_the_ends_run_decides_which_backends_can_carry_an_edge(
 ) -> None:
     assert suitable(placement) == tensors
     assert suitable(placement, streams=True) == streams
-    assert choose_backend("auto", placement, EDGE) == tensors[0]
-    assert choose_backend("auto", placement, EDGE, streams=True) == streams[0]
+    # Between hosts, the ports of two of them ask for no secret.
+    chosen = (tensors[0], streams[0]) if placement.same_host else ("tcp", "tcp")
+    assert (choose_backend("auto", placement, EDGE), choose_backend("auto", placement, EDGE, streams=True)) == chosen
+
+
+@pytest.mark.parametrize("named", REMOTE)
+def test_an_edge_between_hosts_takes_the_backend_that_it_names(works: set[str], named: str) -> None:
+    assert choose_backend(named, Placement(same_host=False), EDGE) == named
 
 
 def test_a_backend_on_the_gpu_is_not_probed_in_the_front_end(works: set[str]) -> None:
@@ -60,13 +66,15 @@ def test_a_backend_on_the_gpu_is_not_probed_in_the_front_end(works: set[str]) ->
 
 
 def test_auto_skips_what_does_not_work_and_says_why(works: set[str], caplog: pytest.LogCaptureFixture) -> None:
-    works -= {"nixl", "mooncake"}
+    works -= {"shm"}
     logging.getLogger("vllm_omni").addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm_omni"):
+        assert choose_backend("auto", Placement(), EDGE) == "nixl"
         assert choose_backend("auto", Placement(same_host=False), EDGE) == "tcp"
     logging.getLogger("vllm_omni").removeHandler(caplog.handler)
-    assert "edge thinker->talker: tensors travel by tcp" in caplog.text
-    assert "not nixl: OSError: no such thing" in caplog.text
+    assert "edge thinker->talker: tensors travel by nixl" in caplog.text
+    assert "not shm: OSError: no such thing" in caplog.text
+    assert "not nixl: its ports ask for no secret" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import gc
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -88,9 +90,18 @@ def test_releasing_what_a_dead_producer_had_put_does_nothing(pair: Pair) -> None
         pair.consumer.release(ref)
 
 
+def descriptors() -> dict[str, str]:
+    """The open ones of this process, and what each is."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
 def test_a_closed_relay_leaves_no_descriptor() -> None:
     await_io_thread()
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     pair = Pair(ShmRelay(NUM_BYTES, prefault=False), ShmRelay(0, prefault=False))
     pair.consumer.get_blocking(pair.producer.put_nowait("request", torch.ones(4)))
     for relay in pair:
@@ -98,7 +109,10 @@ def test_a_closed_relay_leaves_no_descriptor() -> None:
     await_io_thread()
     del pair, relay
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    deadline = time.monotonic() + DEADLINE_S
+    while left := descriptors().items() - before.items():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------

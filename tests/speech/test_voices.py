@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from vllm_omni.errors import ConfigError, InvalidRequest, UnknownVoice, VoiceExists
-from vllm_omni.speech.voices import UNFINISHED, Quota, VoiceStore, check_name
+from vllm_omni.files.private import UNFINISHED
+from vllm_omni.speech.voices import Quota, VoiceStore, check_name
 
 QUOTA = Quota(max_voices=3, max_bytes=100)
 
@@ -19,7 +20,7 @@ def store(tmp_path) -> VoiceStore:
 
 def test_a_voice_is_found_by_another_server_and_after_a_restart(store):
     added = store.add("alice", b"sound", seconds=1.5, transcript="Hello.", consent="cons_1")
-    again = VoiceStore(store.directory, QUOTA)
+    again = VoiceStore(store.directory.path, QUOTA)
     assert again.voices() == [added]
     assert again.find("Alice") == added
     assert again.recording(added) == b"sound"
@@ -32,7 +33,7 @@ def test_a_deleted_voice_leaves_nothing(store):
     assert store.find("alice") is None
     with pytest.raises(UnknownVoice, match="has been deleted"):
         store.recording(added)
-    assert [path.name for path in store.directory.iterdir()] == [".lock"]
+    assert [path.name for path in store.directory.path.iterdir()] == [".lock"]
 
 
 def test_an_unknown_voice_is_rejected_with_the_nearest_one(store):
@@ -65,7 +66,7 @@ def test_uploads_at_the_same_time_share_the_quota(store):
 
     def add(index: int) -> None:
         try:
-            VoiceStore(store.directory, QUOTA).add(f"voice-{index}", bytes(30), seconds=1)
+            VoiceStore(store.directory.path, QUOTA).add(f"voice-{index}", bytes(30), seconds=1)
         except InvalidRequest as exc:
             errors.append(exc)
 
@@ -79,25 +80,25 @@ def test_uploads_at_the_same_time_share_the_quota(store):
 
 def test_only_the_owner_can_read_voices(store):
     store.add("alice", b"sound", seconds=1)
-    for path in (store.directory, store.directory / "alice"):
+    for path in (store.directory.path, store.directory.path / "alice"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
-    store.directory.chmod(0o755)
+    store.directory.path.chmod(0o755)
     with pytest.raises(ConfigError, match=r"open to other users.*chmod 700"):
-        VoiceStore(store.directory, QUOTA)
+        VoiceStore(store.directory.path, QUOTA)
 
 
 def test_what_a_killed_server_left_unfinished_is_no_voice_and_is_removed(store):
-    left = store.directory / f"{UNFINISHED}1"
+    left = store.directory.path / f"{UNFINISHED}1"
     left.mkdir()
     (left / "recording").write_bytes(b"sound")
     assert not store.voices()
-    VoiceStore(store.directory, QUOTA)
+    VoiceStore(store.directory.path, QUOTA)
     assert not left.exists()
 
 
 def test_a_folder_that_is_no_voice_is_ignored(store):
-    (store.directory / "strange").mkdir()
-    (store.directory / "strange" / "voice.json").write_text("{}")
+    (store.directory.path / "strange").mkdir()
+    (store.directory.path / "strange" / "voice.json").write_text("{}")
     assert not store.voices()
     assert store.find("strange") is None
 
@@ -122,5 +123,5 @@ def test_names_do_not_differ_by_case():
 
 def test_looking_for_a_path_finds_nothing(store, tmp_path):
     store.add("alice", b"sound", seconds=1)
-    for name in ("../voices/alice", "alice/", os.fspath(store.directory / "alice"), "alice\0"):
+    for name in ("../voices/alice", "alice/", os.fspath(store.directory.path / "alice"), "alice\0"):
         assert store.find(name) is None

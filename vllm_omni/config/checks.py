@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
-from vllm_omni.names import suggest
+from vllm_omni.names import hide_password, suggest
 
 Transport = Literal["auto", "inline", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake"]
 
@@ -42,7 +42,7 @@ class Problem(ValueError):
         """The message with the value at the path inside ``whole``, and that value's place."""
         for key in self.path:
             whole = _item(whole, key)
-        return f"{place} = {whole!r}: {self}"
+        return hide_password(f"{place} = {whole!r}: {self}")
 
     def below(self, place: str, whole: Any) -> str:
         """As ``at``, where ``place`` is that of ``whole``: the path follows it."""

@@ -83,6 +83,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # "media": uint8 images and frames, float32 sound. "float": float32 images and frames in [0, 1]. "latents": raw.
     output_type: OutputType = "media"
     progress: bool = False  # send an output after every denoise step
+    notify_start: bool = False  # send an output once the request has been checked and runs, before its first step
     preview_every: int = 0  # send a preview every so many steps; 0: none
     cache_threshold: float | None = None  # of the first-block cache; None: the deployment's; 0: off
     extra_args: dict[str, Any] = {}  # further keyword arguments of the pipeline's call, msgpack types

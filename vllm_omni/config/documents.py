@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import yaml
 
 from vllm_omni.config.model import Origin
 from vllm_omni.errors import ConfigError
-from vllm_omni.names import suggest
+from vllm_omni.names import hide_password, suggest
 
 TOP_LEVEL_KEYS = ("model_type", "stages", "edges", "engine_args", "voices")
 
@@ -53,7 +53,7 @@ class Document(NamedTuple):
             if value is None:  # absent, or a key with nothing under it
                 return {}
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.at(path)} = {value!r}: must be a mapping")
+            raise ConfigError(hide_password(f"{self.at(path)} = {value!r}: must be a mapping"))
         return value
 
     def reject_unknown_keys(self, path: KeyPath, valid: Iterable[str]) -> None:
@@ -64,8 +64,8 @@ class Document(NamedTuple):
                 raise ConfigError(f"{self.at((*path, key))}: unknown key {key!r}: {suggest(key, valid)}")
 
 
-def read_yaml_file(path: Path) -> Document:
-    """Read a deployment file.
+def read_yaml_file(path: Path, kind: str = "deployment file", keys: Sequence[str] = TOP_LEVEL_KEYS) -> Document:
+    """Read a deployment file, or a file of another kind with other keys.
 
     Raises:
         ConfigError: it cannot be read, or is not plain YAML with a mapping at the top.
@@ -74,11 +74,11 @@ def read_yaml_file(path: Path) -> Document:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         reason = (isinstance(exc, OSError) and exc.strerror) or exc
-        raise ConfigError(f"deployment file {str(path)!r} cannot be read: {reason}") from exc
+        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {reason}") from exc
     document = parse_yaml(text, str(path))
     value = document.values["value"]
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{path}: must be a mapping with the keys {', '.join(TOP_LEVEL_KEYS)}")
+        raise ConfigError(f"{path}: must be a mapping with the keys {', '.join(keys)}")
     return Document(str(path), value or {}, document.lines)
 
 

@@ -31,13 +31,14 @@ class Tasks(Flag):
     E = 1  # encode the images
     P = 2  # prefill the prompt
     D = 4  # decode the reply
+    G = 8  # generate the reply that has a picture: decode its text, and denoise
     EP = E | P
     ED = E | D
     PD = P | D
     EPD = E | P | D
 
     def __str__(self) -> str:
-        return self.name or ""
+        return "".join(str(task.name) for task in self)
 
     @property
     def first(self) -> Tasks:
@@ -55,6 +56,7 @@ class Tasks(Flag):
 
 
 KINDS = tuple(Tasks.__members__)
+REPLIES = Tasks.D | Tasks.G
 VERBS = {Tasks.E: "encodes", Tasks.P: "prefills", Tasks.D: "decodes"}
 Balance = Literal["least_work", "round_robin", "session", "affinity"]
 MAX_INSTANCES = 64  # of one kind
@@ -131,7 +133,12 @@ class EPDDeployment:
     @property
     def separates_decode(self) -> bool:
         """Whether a KV cache travels: an instance prefills what another one decodes."""
-        return any(kind & Tasks.PD in (Tasks.P, Tasks.D) for kind in self.mix)
+        return any(kind == Tasks.G or kind & Tasks.PD in (Tasks.P, Tasks.D) for kind in self.mix)
+
+    @property
+    def separates_pictures(self) -> bool:
+        """Whether replies with a picture are generated apart from the others. Otherwise what decodes also denoises."""
+        return Tasks.G in self.mix
 
 
 class Instance(NamedTuple):
@@ -215,8 +222,9 @@ def _kind(name: str) -> Tasks:
     for task in Tasks:
         if str(task) in letters:
             kind |= task
-    if not name or len(letters) != len(kind):
-        raise Problem(f"no kind {name!r} (E encodes, P prefills, D decodes): {suggest(letters, KINDS)}", name)
+    if str(kind) not in KINDS or len(letters) != len(kind):
+        said = "E encodes, P prefills, D decodes, G generates pictures"
+        raise Problem(f"no kind {name!r} ({said}): {suggest(letters, KINDS)}", name)
     return kind
 
 

@@ -5,13 +5,13 @@ Each layer overrides those before it, key by key:
 1. the bundled YAML of the checkpoint's model type (``vllm_omni/deploy/configs/<model_type>.yaml``);
 2. the user's YAML (``deploy_config``), with the same keys;
 3. ``overrides``: a mapping of the same shape (a JSON flag, a dictionary);
-4. plain engine arguments, from flags or keywords: ``max_num_seqs=8``, and ``epd``;
+4. plain engine arguments, from flags or keywords: ``max_num_seqs=8``, ``epd`` and ``kv_pool``;
 5. ``stage_overrides``: ``"thinker.max_num_seqs=8"``, the value read as YAML.
 
 An engine argument that names no stage (a keyword, or the top-level ``engine_args`` of a YAML) goes to
 
 * every stage on which it has an effect, for ``EVERY_STAGE_ARGS``: how weights are loaded, and their type;
-* every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, shape of the KV cache, parallelism, compilation;
+* every ``ar`` stage, if there is one, for ``AR_STAGE_ARGS``: batch, KV cache, parallelism, compilation, kernels;
 * no stage, with an error, for ``PER_STAGE_ARGS`` if there are several ``ar`` stages: each needs its own number;
 * the first stage otherwise (prompt processing, multi-modal limits, prefix caching, quantization, ...).
 
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_omni import envs
 from vllm_omni.config.checkpoint import default_deployment, read_model_type, supported, supported_model_types
@@ -52,9 +53,13 @@ from vllm_omni.config.vllm_args import (
     known_engine_args,
 )
 from vllm_omni.errors import ConfigError
-from vllm_omni.names import suggest
+from vllm_omni.names import hide_password, suggest
 
-LAYERS = ("pipeline", "deploy_config", "overrides", "stage_overrides", "epd")  # arguments of ``load_config``
+# Arguments of ``load_config``.
+LAYERS = (
+    *("pipeline", "deploy_config", "overrides", "stage_overrides", "epd", "kv_pool", "listen", "token_file"),
+    *("worker_backend", "ray_address"),
+)
 STAGE_KEYS = tuple(key for key in STAGE_FIELDS if key not in ("stage_id", "name"))  # of a stage in a file
 
 
@@ -66,6 +71,11 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     stage_overrides: Sequence[str] = (),
     epd: str | Mapping[str, Any] | None = None,
+    kv_pool: int | Mapping[str, Any] | None = None,
+    listen: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    worker_backend: Literal["local", "ray"] | None = None,
+    ray_address: str | None = None,
     **engine_args: Any,
 ) -> OmniConfig:
     """Load the deployment of ``model``: the bundled one with the layers above it, see the head of this module.
@@ -79,6 +89,11 @@ def load_config(
             ``{"0": {"max_num_seqs": 8}}``.
         stage_overrides: ``"NAME.KEY=VALUE"``; ``NAME`` a stage's name or id.
         epd: instances of the first stage: ``"E:1,PD:1"``, or keys of its ``epd`` section.
+        kv_pool: keep KV pages of the first stage: its ``memory_bytes``, or keys of its ``kv_pool`` section.
+        listen: HOST:PORT where other hosts join, for stages with the key ``host``.
+        token_file: the secret that they must have.
+        worker_backend: "ray": the nodes of a Ray cluster run all engines; then listen and token_file are optional.
+        ray_address: of the cluster, HOST:PORT; by default that of RAY_ADDRESS, or of this machine.
         **engine_args: fields of vLLM's ``EngineArgs``. Pass only what the user gave, not every default.
 
     Raises:
@@ -86,7 +101,7 @@ def load_config(
     """
     envs.reject_unknown()
     model = os.fspath(model)
-    layers = [*_read_layers(deploy_config, overrides, engine_args, epd), *map(_read_flag, stage_overrides)]
+    layers = [*_read_layers(deploy_config, overrides, engine_args, epd, kv_pool), *map(_read_flag, stage_overrides)]
     for layer in layers:
         layer.reject_unknown_keys((), TOP_LEVEL_KEYS)
 
@@ -103,7 +118,13 @@ def load_config(
     draft.origins[("model_type",)] = origin
     for layer in layers:
         draft.overlay(layer)
-    return draft.build(model, model_type, pipeline)
+    return replace(
+        draft.build(model, model_type, pipeline),
+        listen=listen or "",
+        token_file=os.fspath(token_file or ""),
+        worker_backend=worker_backend or "local",
+        ray_address=ray_address or "",
+    )
 
 
 def _read_layers(
@@ -111,6 +132,7 @@ def _read_layers(
     overrides: Mapping[str, Any] | None,
     engine_args: Mapping[str, Any],
     epd: str | Mapping[str, Any] | None,
+    kv_pool: int | Mapping[str, Any] | None,
 ) -> Iterator[Document]:
     if deploy_config is not None:
         yield read_yaml_file(Path(deploy_config))
@@ -123,6 +145,9 @@ def _read_layers(
     if epd is not None:
         section = {"instances": epd} if isinstance(epd, str) else epd
         yield Document("epd", {"stages": {"0": {"epd": section}}}, {}, "argument")
+    if kv_pool is not None:
+        of_pool = kv_pool if isinstance(kv_pool, Mapping) else {"memory_bytes": kv_pool}
+        yield Document("kv_pool", {"stages": {"0": {"kv_pool": of_pool}}}, {}, "argument")
 
 
 def _read_flag(text: str) -> Document:
@@ -135,7 +160,7 @@ def _read_flag(text: str) -> Document:
     head, dot, rest = key.partition(".")
     if dot and head not in SECTIONS:
         raise ConfigError(f"--stage {text!r}: only {', '.join(SECTIONS)} have keys below them")
-    return Document(text, {"stages": {ref: {head: {rest: value} if dot else value}}}, {}, "stage")
+    return Document(hide_password(text), {"stages": {ref: {head: {rest: value} if dot else value}}}, {}, "stage")
 
 
 def reject_unknown_arguments(names: Iterable[str], others: Iterable[str] = ()) -> None:

@@ -5,6 +5,7 @@ Nodes and edges themselves are code (each family's ``Graph``); a deployment sets
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -24,6 +25,7 @@ from vllm_omni.config.checks import (
 from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.epd import MAX_INSTANCES, Balance, EPDDeployment, check_epd_section
+from vllm_omni.config.kv_pool import KVPoolConfig, check_kv_pool_section, find_conflicts
 from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
@@ -36,13 +38,25 @@ else:
 EngineType = Literal["ar", "generation", "diffusion"]
 ChunkKey = Literal["first", "size", "past", "future"]  # see WindowSizes of the family
 CHUNK_KEYS: tuple[str, ...] = get_args(ChunkKey)
-SECTIONS = ("engine_args", "default_sampling_params", "diffusion", "epd")  # fields of a stage that are mappings
+MAX_LAYER = 63
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+MAX_NODES = 1024
+WORKER_BACKENDS = ("local", "ray")
+# Fields of a stage that are mappings.
+SECTIONS = ("engine_args", "default_sampling_params", "diffusion", "epd", "kv_pool")
 
 
 def _identifier(name: str) -> str:
     if not name.isidentifier():
         raise Problem("must be letters, digits and underscores, and not start with a digit")
     return name
+
+
+def _host(value: str | list[str | None] | None) -> str | list[str | None] | None:
+    names = value if isinstance(value, list) else [value]
+    if any(name is not None and not HOST_NAME.fullmatch(name) for name in names):
+        raise Problem("must be letters, digits, '.', '-' and '_'")
+    return value
 
 
 def _executor(value: object) -> object:
@@ -94,8 +108,26 @@ class StageConfig:
     """Field of ``DiffusionConfig`` -> value, for a diffusion stage."""
     epd: Annotated[Section, AfterValidator(check_epd_section)] = field(default_factory=dict)
     """Field of ``EPDDeployment`` or of ``config.budgets.EPDConfig`` -> value, for an ar stage that reads the prompt."""
+    kv_pool: Annotated[Section, AfterValidator(check_kv_pool_section)] = field(default_factory=dict)
+    """Field of ``KVPoolConfig`` -> value, for an ar stage; empty: the stage has no pool."""
+    row_cache: bool | None = None
+    """Of a stage whose hidden states another stage reads: whether they are kept beside its KV cache, so that requests
+    with speech read the prefix cache. None, the default: if the engine can."""
+    unified: bool | None = None
+    """Of a language model that generates pictures. False: pictures are denoised by an engine of their own, which gets
+    the KV cache of their context (``epd.instances`` with G). True, the default: by the engine that writes texts."""
     replicas: Annotated[int, Field(ge=1, le=MAX_INSTANCES)] = 1  # equal engines, among which requests are balanced
+    max_replicas: Annotated[int, Field(ge=1, le=MAX_INSTANCES)] | None = None
+    """As many as ``vllm-omni scale`` may start; they have their devices from the beginning. None: as many as there are
+    at the start, and the stage is not scaled."""
     balance: Balance | None = None  # how; None: what the graph says
+    layer: Annotated[int, Field(ge=0, le=MAX_LAYER)] | None = None
+    """0: each engine has devices of its own. Above: it is on devices that layer 0 has, one of this layer on each. None,
+    the default: the first stage has its own where there are enough, and the others share them."""
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # hosts that an engine spans, with as many ranks on each
+    host: Annotated[str | list[str | None] | None, AfterValidator(_host)] = None
+    """The host that runs it, by a name for this deployment, or one for each replica that may run. None, the default:
+    the front end's host. Any other one joins the front end (``vllm serve --omni --headless``)."""
 
     def __post_init__(self) -> None:
         for key in STAGE_FIELDS:
@@ -110,7 +142,7 @@ class StageConfig:
 
     def _combinations(self) -> dict[str, object]:
         """What cannot be combined -> whether it is."""
-        is_ready, is_replicated = self.vllm_config is not None, self.replicas > 1
+        is_ready, is_replicated = self.vllm_config is not None, self.max_engines > 1
         devices = self.engine_args.get("device_ids") or ()
         reads_prompt = self.is_autoregressive and self.stage_id == 0
         sets_executor = self.executor_class is not None and "distributed_executor_backend" in self.engine_args
@@ -120,6 +152,36 @@ class StageConfig:
             "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
             "'ar'": self.epd and not reads_prompt,
             "epd: cannot be combined with a ready vllm_config; give engine_args instead": self.epd and is_ready,
+            "kv_pool: only a stage with engine_type 'ar' has KV pages": self.kv_pool and not self.is_autoregressive,
+            **dict.fromkeys(find_conflicts(self.kv_pool), True),
+            "epd.image_cache_bytes: has no effect with kv_pool.media_bytes, which keeps the images of all instances: "
+            "leave it out": self.pool is not None and self.pool.keeps_media and "image_cache_bytes" in self.epd,
+            "kv_pool: cannot be combined with a ready vllm_config; give engine_args": self.kv_pool and is_ready,
+            "kv_pool: pages are named by the hashes of the prefix cache: leave enable_prefix_caching on": (
+                self.pool is not None
+                and self.pool.keeps_pages
+                and self.engine_args.get("enable_prefix_caching") is False
+            ),
+            "row_cache: only a stage with engine_type 'ar' has a KV cache, and rows beside it": (
+                self.row_cache is not None and not self.is_autoregressive
+            ),
+            "row_cache: cannot be combined with a ready vllm_config; give engine_args": (
+                self.row_cache is not None and is_ready
+            ),
+            "row_cache = true: rows are kept for prefixes: leave enable_prefix_caching on": (
+                self.row_cache and self.engine_args.get("enable_prefix_caching") is False
+            ),
+            "row_cache = true: pages that this kv_transfer_config loads have no rows": (
+                self.row_cache and bool(self.engine_args.get("kv_transfer_config"))
+            ),
+            "unified: only the first stage, which reads the prompt, has this key, and only if its engine_type is 'ar', "
+            "without a ready vllm_config": self.unified is not None and (not reads_prompt or is_ready),
+            "unified = true: cannot be combined with instances of kind G, which generate pictures apart from texts": (
+                self.unified and self.deployment.separates_pictures
+            ),
+            "unified = false: an instance must generate pictures: add G:1 to epd.instances": (
+                self.unified is False and not self.deployment.separates_pictures
+            ),
             "give engine_args or a ready vllm_config, not both": self.engine_args and is_ready,
             "replicas: cannot be combined with a ready vllm_config; give engine_args": is_replicated and is_ready,
             "replicas: cannot be combined with epd.instances, which are several engines already: give more of those": (
@@ -128,7 +190,26 @@ class StageConfig:
             "balance: has no effect on one engine: give replicas (instances have epd.balance)": (
                 self.balance is not None and not is_replicated
             ),
-            f"replicas = {self.replicas}: cannot share {len(devices)} device_ids evenly": len(devices) % self.replicas,
+            f"max_replicas = {self.max_replicas}: there are more at the start: replicas = {self.replicas}": (
+                self.max_replicas is not None and self.max_replicas < self.replicas
+            ),
+            f"{'replicas' if self.max_replicas is None else 'max_replicas'} = {self.max_engines}: cannot share "
+            f"{len(devices)} device_ids evenly": len(devices) % self.max_engines,
+            f"host = {self.host!r}: give one name, or {self.max_engines}, one for each replica"
+            f"{'' if self.max_replicas is None else ' that may start'}": (
+                isinstance(self.host, list) and len(self.host) != self.max_engines
+            ),
+            "host: cannot be combined with a ready vllm_config, which another host has not: give engine_args": (
+                is_ready and self.has_other_host
+            ),
+            "host: cannot be combined with epd.instances, whose caches migrate within one host: leave one of them "
+            "out": self.deployment.is_split and self.has_other_host,
+            "host: cannot be combined with nodes above 1, or vLLM's nnodes or data_parallel_size: an engine is on one "
+            "host": self.has_other_host
+            and (
+                self.nodes > 1
+                or any((self.engine_args.get(name) or 1) > 1 for name in ("nnodes", "data_parallel_size"))
+            ),
             "model: the path of a checkpoint is needed (or a ready vllm_config)": not self.model and not is_ready,
             "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
                 sets_executor
@@ -144,6 +225,11 @@ class StageConfig:
         return self.engine_type == "ar"
 
     @property
+    def max_engines(self) -> int:
+        """How many equal engines the stage may have."""
+        return max(self.replicas, self.max_replicas or 1)
+
+    @property
     def is_diffusion(self) -> bool:
         """Whether the stage runs a diffusion pipeline; its parameters are ``DiffusionParams``."""
         return self.engine_type == "diffusion"
@@ -156,7 +242,22 @@ class StageConfig:
     @property
     def deployment(self) -> EPDDeployment:
         """The instances of the stage and how requests are balanced between them."""
-        return EPDDeployment.of(self.epd)
+        apart = {"instances": {"EPD": 1, "G": 1}} if self.unified is False else {}
+        return EPDDeployment.of({**apart, **self.epd})
+
+    def host_of(self, number: int = 0) -> str | None:
+        """The host of a replica; None: the front end's."""
+        return self.host[number] if isinstance(self.host, list) else self.host
+
+    @property
+    def has_other_host(self) -> bool:
+        """Whether an engine of the stage runs on another host than the front end, or may be started there."""
+        return any(self.host_of(number) is not None for number in range(self.max_engines))
+
+    @property
+    def pool(self) -> KVPoolConfig | None:
+        """Where its KV pages and encoded media are kept; None: nowhere."""
+        return KVPoolConfig.of(self.kv_pool)
 
     @property
     def budgets(self) -> dict[str, Any]:
@@ -224,6 +325,10 @@ class OmniConfig:
     stages: tuple[StageConfig, ...]
     edges: tuple[EdgeConfig, ...] = ()
     voices: Mapping[str, str] = field(default_factory=dict)  # a further name of a voice -> the checkpoint's
+    listen: str = ""  # HOST:PORT where other hosts join
+    token_file: str = ""  # with the secret that they have as well
+    worker_backend: Literal["local", "ray"] = "local"  # "ray": a cluster's nodes run all engines
+    ray_address: str = ""  # of the cluster, HOST:PORT; empty: that of RAY_ADDRESS, or of this machine
     origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -231,8 +336,21 @@ class OmniConfig:
         object.__setattr__(self, "edges", tuple(self.edges))
         if not self.stages:
             raise ConfigError("stages: at least one stage is needed")
+        self._check_workers()
         self._check_stages()
         self._check_edges()
+
+    def _check_workers(self) -> None:
+        if self.worker_backend not in WORKER_BACKENDS:
+            backends = suggest(str(self.worker_backend), WORKER_BACKENDS)
+            raise ConfigError(f"worker_backend = {self.worker_backend!r}: {backends}")
+        if self.ray_address and self.worker_backend != "ray":
+            raise ConfigError("ray_address: has no effect without worker_backend = 'ray'")
+        if self.ray_address.startswith("ray://"):
+            raise ConfigError(
+                f"ray_address = {self.ray_address!r}: is one of Ray Client's: give HOST:PORT of the cluster's head, "
+                "and start the server on a node"
+            )
 
     def _check_stages(self) -> None:
         for index, stage in enumerate(self.stages):

@@ -25,7 +25,8 @@ EVERY_STAGE_ARGS = frozenset(
 AR_STAGE_ARGS = frozenset(
     "max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_dtype attention_backend "
     "tensor_parallel_size pipeline_parallel_size distributed_executor_backend compilation_config "
-    "optimization_level enforce_eager async_scheduling".split()
+    "optimization_level performance_mode enforce_eager cudagraph_capture_sizes max_cudagraph_capture_size "
+    "kernel_config linear_backend moe_backend enable_flashinfer_autotune async_scheduling".split()
 )
 PER_STAGE_ARGS = frozenset(["gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "device_ids"])
 

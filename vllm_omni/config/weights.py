@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +48,22 @@ def read_tensors(model: str, folder: str = "", revision: str | None = None) -> l
         raise ConfigError(f"{where}: the sizes of its weights cannot be read: {exc}") from exc
 
 
+def check_files(model: str, folder: str = "", revision: str | None = None) -> None:
+    """Check that the weights of a checkpoint, or of one component's folder, are whole: by their headers, if they are on
+    this machine.
+
+    Raises:
+        ConfigError: a file is missing, has another length than its header says, or is in another format.
+    """
+    try:
+        files = _open(model, revision)
+        if isinstance(files, _Directory):
+            for name in _weight_files(files, folder):
+                files.check(name)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{model}: its weights are not whole: {exc}") from exc
+
+
 class _Files(Protocol):
     """The files of a checkpoint, by their paths in it."""
 
@@ -69,14 +85,32 @@ class _Directory:
         return (self._path / name).read_text(encoding="utf-8")
 
     def tensors(self, name: str) -> Iterator[StoredTensor]:
-        with (self._path / name).open("rb") as file:
-            length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"{name} is not in the format safetensors")
-            header: Mapping[str, Any] = json.loads(file.read(length))
-        for tensor, one in header.items():
-            if tensor != "__metadata__":
-                yield StoredTensor(tensor, one["dtype"], tuple(one["shape"]))
+        for tensor, one in self._header(name)[0].items():
+            yield StoredTensor(tensor, one["dtype"], tuple(one["shape"]))
+
+    def check(self, name: str) -> None:
+        """Raises ``ValueError`` if a file has another length than its header says, or ``OSError``."""
+        header, data_at = self._header(name)
+        size, whole = (self._path / name).stat().st_size, data_at
+        whole += max((one["data_offsets"][1] for one in header.values()), default=0)
+        if size != whole:
+            raise ValueError(f"{name} has {size} bytes, and by its header {whole}: download or copy it again")
+
+    def _header(self, name: str) -> tuple[dict[str, Any], int]:
+        """What a file says of its tensors, by name, and where their bytes begin."""
+        try:
+            with (self._path / name).open("rb") as file:
+                length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
+                if not 0 < length <= MAX_HEADER_BYTES:
+                    raise ValueError(f"{name} is not in the format safetensors")
+                text = file.read(length)
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing, which the index names") from None
+        if len(text) < length:
+            raise ValueError(f"{name} ends in its header: download or copy it again")
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        return header, HEADER_LENGTH_BYTES + length
 
 
 class _Repository:

@@ -129,6 +129,7 @@ class Answer:
         output.finished = not self._unfinished
         output.stage_durations = dict(self._record.stage_durations)
         if output.finished:
+            self._record.note_answered()
             output.stage_durations["total"] = time.monotonic() - self._started
             output.latency_parts, output.slo_reports = self._latency.end()
         return output

@@ -13,15 +13,21 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPD_CONFIG, EPDConfig
 from vllm_omni.config.checkpoint import folder_of
 from vllm_omni.config.epd import Instance
 from vllm_omni.config.lacking_args import LACKING_ARGS
+from vllm_omni.core.sched.canvases import denoises
 from vllm_omni.engine.kinds import ENGINE_KINDS
+from vllm_omni.engine.pool_args import check_hosts, media_pool, name_pages, unpoolable, with_offloading
 from vllm_omni.errors import ConfigError
+from vllm_omni.messages.media_counts import MEDIA_POOL
 from vllm_omni.model_executor.pipeline import StageSpec
+from vllm_omni.model_executor.row_cache import ROW_CACHE
+from vllm_omni.process.shared_weights import LOAD_FORMAT, SHARED_WEIGHTS
 
 DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(AsyncEngineArgs)}
 
@@ -54,8 +60,36 @@ def create_vllm_config(
         raise ConfigError(f"stage {name!r}: {said}") from exc
     except (ValueError, TypeError, NotImplementedError, VLLMClientError) as exc:
         raise ConfigError(f"stage {name!r}: {exc}") from exc
+    if (cache_bytes := config.engine_args.get("kv_cache_memory_bytes")) is not None:
+        made.cache_config.kv_cache_memory_bytes = cache_bytes  # on a CPU, VLLM_CPU_KVCACHE_SPACE would win over it
     _leave_out_wrong_kernels(made)
+    try:
+        choose_attention(made)
+    except ConfigError as exc:
+        raise ConfigError(f"stage {name!r}: {exc}") from exc
+    if made.load_config.load_format == LOAD_FORMAT and (reason := unshareable(made)) is not None:
+        raise ConfigError(f"stage {name!r}: load_format = {LOAD_FORMAT!r}: {reason}")
+    try:
+        _complete_pool(made, config, spec)
+    except ConfigError as exc:
+        raise ConfigError(f"stage {name!r}: {exc}") from exc
     return made
+
+
+def _complete_pool(made: VllmConfig, config: StageConfig, spec: StageSpec) -> None:
+    if config.pool is None:
+        return
+    if made.load_config.load_format == "dummy":
+        raise ConfigError(
+            "kv_pool: what is kept is named by the checkpoint's weights, and with load_format = 'dummy' the model has "
+            "others: leave one of them out"
+        )
+    if config.pool.keeps_pages and made.kv_transfer_config is not None:
+        if (reason := unpoolable(made, config.pool, spec)) is not None:
+            raise ConfigError(f"kv_pool: {reason}")
+        name_pages(made)
+    if config.pool.keeps_media:
+        made.additional_config[MEDIA_POOL] = media_pool(made, config.pool, config.name)
 
 
 def _leave_out_wrong_kernels(config: VllmConfig) -> None:
@@ -64,11 +98,70 @@ def _leave_out_wrong_kernels(config: VllmConfig) -> None:
         config.compilation_config.custom_ops.append("-rotary_embedding")
 
 
+def choose_attention(config: VllmConfig) -> None:
+    """On CUDA, choose attention with a flag for each row of a batch where a model's images see each other
+    (``worker/attention_pieces.py``).
+
+    Triton's has it; of FlashAttention only version 4, and vLLM chooses 3 or 2 on most cards, which would fail with the
+    first picture.
+
+    Raises:
+        ConfigError: another one is configured.
+    """
+    if config.device_config.device_type != "cuda" or not denoises(config.model_config.hf_config):
+        return
+    attention = config.attention_config
+    flagged = [AttentionBackendEnum.TRITON_ATTN]
+    if attention.flash_attn_version == 4:
+        flagged.insert(0, AttentionBackendEnum.FLASH_ATTN)
+    if attention.backend is None:
+        attention.backend = flagged[0]
+    elif attention.backend not in flagged:
+        raise ConfigError(
+            f"attention_backend = {attention.backend.name!r}: the images of this model see each other, for which "
+            "attention needs a flag for each row: leave it out, give 'TRITON_ATTN', or 'FLASH_ATTN' with "
+            "attention_config.flash_attn_version = 4"
+        )
+
+
+def unshareable(config: VllmConfig) -> str | None:
+    """Why engines cannot map one copy of their weights, if that is so; models are examined when they load."""
+    if config.device_config.device_type not in ("cpu", "cuda"):
+        return f"it is for CPUs and for NVIDIA's GPUs, and this is {config.device_config.device_type!r}"
+    if config.model_config.quantization is not None:
+        return f"weights with quantization = {config.model_config.quantization!r} are packed in each process"
+    if config.model_config.enable_sleep_mode:
+        return "enable_sleep_mode frees weights, and these belong to no engine"
+    return None if config.device_config.device_type == "cpu" else _rewritten_by(config)
+
+
+def _rewritten_by(config: VllmConfig) -> str | None:
+    """What writes into an engine's weights while it runs: on a CPU into its own pages, on a GPU into those of all."""
+    written = {
+        "enable_eplb moves": config.parallel_config.enable_eplb,
+        "weight_transfer_config replaces": config.weight_transfer_config is not None,
+        "offloading (cpu_offload_gb, offload_group_size) moves": config.offload_config.uva.cpu_offload_gb > 0
+        or config.offload_config.prefetch.offload_group_size > 0,
+    }
+    reason = next((what for what, is_set in written.items() if is_set), None)
+    return (
+        None if reason is None else f"{reason} weights while an engine runs, and on a GPU the others compute with them"
+    )
+
+
+def shares_blocks(config: VllmConfig) -> bool:
+    """Whether an engine shares blocks of a GPU's memory, which its server holds."""
+    return SHARED_WEIGHTS in config.additional_config and config.device_config.device_type == "cuda"
+
+
 def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
-    """The stage's configuration with the engine arguments of one of its instances."""
+    """The stage's configuration with the engine arguments of one of its instances, or of one replica."""
     args = {**config.engine_args, **instance.engine_args}
     additional = {**(config.engine_args.get("additional_config") or {}), **(args.get("additional_config") or {})}
-    return replace(config, engine_args=args | ({"additional_config": additional} if additional else {}))
+    args |= {"additional_config": additional} if additional else {}
+    # Its devices are not divided once more.
+    host = config.host_of(instance.number)
+    return replace(config, engine_args=args, replicas=1, max_replicas=None, balance=None, host=host)
 
 
 def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> dict[str, Any]:
@@ -84,11 +177,22 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
         **config.engine_args,
         **_pinned_args(config.engine_args, spec),
     }
+    if (
+        config.pool is not None and config.pool.keeps_pages and not args.get("mm_encoder_only")
+    ):  # an encoder has no KV cache
+        if config.engine_args.get("kv_transfer_config") and not is_instance:
+            raise ConfigError("kv_transfer_config: kv_pool sets it, too: give one of them")
+        check_hosts(config.pool)
+        args["kv_transfer_config"] = with_offloading(args.get("kv_transfer_config"), config.pool, config.name)
     if spec.architecture:
         args["hf_overrides"] = spec.hf_overrides or {"architectures": [spec.architecture]}
     if config.executor_class is not None:
         args["distributed_executor_backend"] = config.executor_class
     sections = kind.additional_config(config)
+    if args["load_format"] == LOAD_FORMAT:
+        sections[SHARED_WEIGHTS] = True
+    if _keeps_rows(config, spec, args, is_instance=is_instance):
+        sections[ROW_CACHE] = True
     if config.budgets:
         EPDConfig.parse(config.budgets)  # reports a wrong value before an engine starts
         sections[EPD_CONFIG] = config.budgets
@@ -96,8 +200,21 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
         args["additional_config"] = {**args.get("additional_config", {}), **sections}
     if device == "cpu":
         _check_adapters(args)
-    _check_async_scheduling(args, is_instance=is_instance)
+    keeps_media = config.pool is not None and config.pool.keeps_media
+    _check_async_scheduling(args, reports_media=is_instance or keeps_media)
     return args
+
+
+def _keeps_rows(config: StageConfig, spec: StageSpec, args: Mapping[str, Any], *, is_instance: bool) -> bool:
+    """Whether the runner is to keep the rows that other stages read, if the model's KV cache allows it.
+
+    Pages that a connector loads have none; the scheduler notes these of connectors that load between steps, as ours do.
+    """
+    if config.row_cache and not (spec.publishes_rows and args.get("enable_prefix_caching") is not False):
+        raise ConfigError("row_cache = True: no stage reads rows of a prefix of this one; leave it out")
+    is_foreign = bool(config.engine_args.get("kv_transfer_config")) and not is_instance
+    can_read = args.get("enable_prefix_caching") is not False and not is_foreign and not args.get("mm_encoder_only")
+    return spec.publishes_rows and can_read and config.row_cache is not False
 
 
 def _check_effects(config: StageConfig, own: Mapping[str, Any]) -> None:
@@ -128,10 +245,10 @@ def _check_adapters(args: Mapping[str, Any]) -> None:
         )
 
 
-def _check_async_scheduling(args: Mapping[str, Any], *, is_instance: bool) -> None:
-    reports_images = is_instance or EPD_CONFIG in args.get("additional_config", {})
+def _check_async_scheduling(args: Mapping[str, Any], *, reports_media: bool) -> None:
+    reports_images = reports_media or EPD_CONFIG in args.get("additional_config", {})
     if reports_images and args.get("async_scheduling"):
         raise ConfigError(
-            "async_scheduling = True: with budgets, or as several instances, a stage reports "
+            "async_scheduling = True: with budgets, as several instances, or with kv_pool.media_bytes a stage reports "
             "its images with each step, which an asynchronous runner's output cannot; leave it out"
         )

@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
+from vllm_omni.engine.edge_spans import edge_spans
 from vllm_omni.engine.function_messages import name_of
 from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.node import ServedNode, closed_at_end
 from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Yield
 from vllm_omni.messages.report import NodeReport
+from vllm_omni.messages.span import Span, SpanKind, new_span_id
 from vllm_omni.model_executor.pipeline import FunctionSpec, RequestContext
 from vllm_omni.process.status import StageState, StageStatus
 
@@ -52,7 +54,7 @@ class FunctionNode(ServedNode):
         """
         context: RequestContext = activation.context
         await self.enter(context)
-        started = time.monotonic()
+        started, error = time.monotonic(), ""
         try:
             async with closed_at_end(self._run(activation)) as emissions:
                 async for emission in emissions:
@@ -61,13 +63,17 @@ class FunctionNode(ServedNode):
             if activation.is_of_producer(exc):
                 raise
             self.num_failed += 1
+            error = repr(exc)
             if self.processes and isinstance(exc, StageFailed):  # logged there
                 raise
             logger.exception("request %s: function %s failed", context.request_id, self.name)
             raise StageFailed(self.name, f"the pipeline's function failed: {exc!r}") from exc
         finally:
             self.num_runs += 1
-            activation.report(NodeReport(self.name, time.monotonic() - started))
+            seconds, now = time.monotonic() - started, time.time()
+            span = Span(self.name, SpanKind.FUNCTION, now - seconds, now, self.name, new_span_id(), error=error)
+            spans = [span, *edge_spans(activation)]
+            activation.report(NodeReport(self.name, seconds, spans=spans, held_s=activation.held_s()))
 
     def _run(self, activation: Activation) -> AsyncIterator[Yield]:
         if not self.processes:

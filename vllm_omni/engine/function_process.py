@@ -8,8 +8,7 @@ import logging
 import multiprocessing
 import socket
 import time
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
 from ctypes import c_uint64
 
 from vllm_omni import envs
@@ -34,6 +33,7 @@ from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission, Yield
 from vllm_omni.flow.remote.messages import Fault, PayloadCodec
 from vllm_omni.process.channel import Channel, receive_blocking
+from vllm_omni.process.child import END_TIMEOUT_S, ChildProcess
 from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
@@ -45,8 +45,6 @@ ABORT_TIMEOUT_S = 1.0
 
 KILL_TIMEOUT_S = 10.0
 """How long it may take before its process is killed, unless another run computes there."""
-
-END_TIMEOUT_S = 1.0  # of a process, at the server's end
 
 
 class FunctionProcess:
@@ -61,6 +59,7 @@ class FunctionProcess:
 
     Attributes:
         was_ended: see ``Supervised``.
+        on_status: called after each change of status, by the supervisor.
     """
 
     def __init__(self, name: str, function: str, codec: str) -> None:
@@ -69,6 +68,7 @@ class FunctionProcess:
         self._function = function
         self._codec = codec
         self._status = StageStatus()
+        self.on_status: Callable[[], None] = lambda: None
         self._ended_because: str | None = None
         self._is_closing = False
         self._host: _Host | None = None
@@ -93,6 +93,9 @@ class FunctionProcess:
         self._host = _Host(self.name, self._function, self._codec, self._tether)
         self._host.wait_until_ready()
 
+    def can_start(self) -> bool:
+        return True
+
     def restart(self) -> None:
         """Clear away what is left of a process that died, and start another. Blocks as ``start`` does.
 
@@ -102,7 +105,7 @@ class FunctionProcess:
         assert self._processes is not None
         self.was_ended, self._ended_because = False, None
         started = time.monotonic()
-        self._started.kill()
+        self._started.process.kill()
         self._started.end()
         try:
             self._processes.end()
@@ -113,7 +116,7 @@ class FunctionProcess:
 
     def kill(self) -> None:
         if self._host is not None:
-            self._host.kill()
+            self._host.process.kill()
 
     async def aclose(self) -> None:
         """Close the channel once no run is left; the process then ends. Call it before ``shutdown``."""
@@ -136,20 +139,20 @@ class FunctionProcess:
 
     @property
     def has_died(self) -> bool:
-        """Whether runs in it fail."""
-        return not self._is_closing and self._started.has_died
+        """Whether runs in it fail; one that belongs to another server's process has not been started here."""
+        return not self._is_closing and self._host is not None and self._host.process.has_died
 
     def has_lost_process(self) -> bool:
         return False  # there is one, and ``has_died`` is about it
 
     def pids(self) -> list[int]:
         """The process, if it lives."""
-        return [] if self._host is None or self._host.has_died else [self._host.pid]
+        return [] if self._host is None or self._host.process.has_died else [self._host.process.pid]
 
     def termination_reason(self) -> str:
         if self._ended_because is not None:
             return self._ended_because
-        cause = killed_by([self._started.exit_code or 0])
+        cause = killed_by([self._started.process.exit_code or 0])
         return f"its process has died: {cause}" if cause else "its process has died"
 
     def current_status(self) -> StageStatus:
@@ -160,6 +163,7 @@ class FunctionProcess:
     def set_status(self, status: StageStatus) -> None:
         """For the supervisor, from its thread."""
         self._status = status
+        self.on_status()
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class FunctionProcess:
             while True:
                 event = await run.events.get()
                 if event is None:
-                    await host.wait_until_exited(END_TIMEOUT_S)
+                    await host.process.wait_until_exited(END_TIMEOUT_S)
                     raise StageFailed(self.name, self.termination_reason())
                 if isinstance(event, Exception):
                     raise event
@@ -238,7 +242,7 @@ class FunctionProcess:
             self._ended_because = f"its process was killed: {what}"
             logger.error("function %s: %s", self.name, self._ended_because)
             self.was_ended = True
-            host.kill()
+            host.process.kill()
 
 
 class _Run:
@@ -307,11 +311,10 @@ class _Host:
         self._numbers = itertools.count(1)
         self._socket, theirs = socket.socketpair()
         self._channel: asyncio.Future[Channel] | None = None  # on the event loop of the runs
-        self._is_lost = False
         with theirs:
             args = (tether, theirs, function, codec, self.computing)
-            self._process = context.Process(target=function_host.serve, args=args, name=f"function-{name}", daemon=True)
-            self._process.start()
+            process = context.Process(target=function_host.serve, args=args, name=f"function-{name}", daemon=True)
+            self.process = ChildProcess(process)
 
     def wait_until_ready(self) -> None:
         """Raises:
@@ -326,22 +329,12 @@ class _Host:
         ready = None if data is None else decode_for_front_end(data)
         if isinstance(ready, Ready) and ready.error is None:
             return
-        self._process.join(END_TIMEOUT_S)
-        cause = ready.error if isinstance(ready, Ready) else killed_by([self.exit_code or 0]) or "see its log above"
+        self.process.join()
+        cause = (
+            ready.error if isinstance(ready, Ready) else killed_by([self.process.exit_code or 0]) or "see its log above"
+        )
         self.end()
         raise StageFailed(self.name, f"its process did not start: {cause}")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.exitcode
-
-    @property
-    def has_died(self) -> bool:
-        return self._is_lost or not self._process.is_alive()
 
     def opened(self, field: str, data: bytes) -> object:
         """The payload of an emission.
@@ -353,13 +346,6 @@ class _Host:
             return self.payloads.decode(data)
         except Exception as exc:
             raise StageFailed(self.name, f"output {field!r} cannot be read here: {exc!r}") from exc
-
-    async def wait_until_exited(self, timeout_s: float) -> None:
-        """Wait until the reason of its end is known, or the time is over: its socket is closed a little earlier."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.exit_code is None:  # noqa: ASYNC110 - of another process
-                    await asyncio.sleep(0.01)
 
     async def start_run(self, activation: Activation) -> _Run:
         """Start a run.
@@ -374,7 +360,7 @@ class _Host:
         except NOT_ENCODED as exc:
             raise StageFailed(self.name, f"the request's context: {exc}") from exc
         self.runs[run.number] = run
-        if self._is_lost:
+        if self.process.is_lost:
             run.lose()
             return run
         self.send(
@@ -412,14 +398,10 @@ class _Host:
             self.runs.pop(message.run, None)
 
     def _lose(self) -> None:
-        self._is_lost = True
+        self.process.is_lost = True
         for run in self.runs.values():
             run.lose()
         self.runs.clear()
-
-    def kill(self) -> None:
-        with suppress(ValueError):  # it was closed
-            self._process.kill()
 
     async def aclose(self) -> None:
         if self._channel is not None:
@@ -428,9 +410,6 @@ class _Host:
 
     def end(self) -> None:
         """End the process, politely first."""
-        self._process.terminate()
-        self._process.join(END_TIMEOUT_S)
-        self._process.kill()
-        self._process.join()
+        self.process.end()
         if self._channel is None:
             self._socket.close()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.engine.answer import KINDS, kind_of
+from vllm_omni.engine.cache_edges import WHY_WHOLE, cache_edges, check_cache_edges
 from vllm_omni.engine.edge_checks import Edges, check_edge, listed
 from vllm_omni.engine.pipeline_checks import check_generator
 from vllm_omni.engine.stage_edges import StageEdge, stage_edges
@@ -80,12 +81,15 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
         )
     for stage in config.stages:
         _check_spec(stage, specs[stage.name])
+    check_cache_edges(plans, specs, config)
+    with_caches = {edge.roles for edge in cache_edges(plans, specs)}
+    whole = {**dict.fromkeys(with_caches - publishing, WHY_WHOLE), **whole}
     _check_outputs(pipeline, served, specs, config)
     _check_sample_rate(pipeline, config)
     _check_served_names([one.name for plan in served for one in (plan, *plan.entries())], config)
     for edge in config.edges:
         carries_frames = edge.source in specs and specs[edge.source].publishes_frames
-        check_edge(edge, edges, publishing, whole, config, carries_frames=carries_frames)
+        check_edge(edge, edges, publishing | with_caches, whole, config, carries_frames=carries_frames)
 
 
 def edges_between(plans: Collection[StaticPlan], fields: Mapping[str, frozenset[str]] | None = None) -> Edges:
@@ -168,7 +172,7 @@ def _check_interfaces(where: str, spec: StageSpec, nodes: Sequence[NodePlan]) ->
     """The names in a stage's settings are those of its nodes."""
     fields = {field: one for node in nodes for field, one in node.outputs.items()}
     outputs = {node.interface: node.outputs for node in nodes}
-    _check_keys(where, "output", set(fields), spec, "publishing_fields", "frame_fields", "frames")
+    _check_keys(where, "output", set(fields), spec, "publishing_fields", "frame_fields", "cache_fields", "frames")
     _check_keys(where, "interface", set(outputs), spec, "combine", "route")
     for field in spec.frames:
         if not fields[field].streamed:

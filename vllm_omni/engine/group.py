@@ -8,13 +8,15 @@ from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Balance, Tasks
 from vllm_omni.engine.node import StageNode
 from vllm_omni.engine.stage import StageEngine
-from vllm_omni.epd.router import Router
-from vllm_omni.errors import GraphError
+from vllm_omni.epd.router import Assignment, RequestState, Router
+from vllm_omni.errors import GraphError, StageFailed
 from vllm_omni.flow import Scheduling, StaticPlan
 from vllm_omni.process.status import StageState, StageStatus
 
 _STATES = (StageState.RUNNING, StageState.RESTARTING, StageState.DRAINED)
 """The state of a stage is the first of these that one of its engines has, otherwise FAILED."""
+
+IDLE_ANSWER_S = 10.0  # for an engine to say whether its tensors have readers
 
 _BALANCES: dict[Scheduling, Balance] = {
     Scheduling.LEAST_OUTSTANDING: "least_work",
@@ -42,6 +44,16 @@ class EngineGroup(StageNode):
         self.engines = {engine.name: engine for engine in engines}
         self.front = next(engine for engine in engines if engine.instance is not None and engine.instance.is_front)
         self.spec = self.front.spec
+        self._num_restarts: dict[str, int] = {}
+
+    def assign(self, request: RequestState) -> Assignment | None:
+        """``Router.assign``; an engine that has been restarted since the last request holds no pages."""
+        for name, engine in self.engines.items():
+            num_restarts = engine.current_status().num_restarts
+            if num_restarts != self._num_restarts.get(name, 0):
+                self._num_restarts[name] = num_restarts
+                self.router.forget_pages(name)
+        return self.router.assign(request)
 
     def current_status(self) -> StageStatus:
         """RUNNING while requests can be served; each engine has a status of its own as well."""
@@ -60,6 +72,26 @@ class EngineGroup(StageNode):
     def is_alive(self, name: str) -> bool:
         """Whether an engine runs; one that is drained does."""
         return self.engines[name].current_status().state in (StageState.RUNNING, StageState.DRAINED)
+
+    def num_requests(self, name: str) -> int:
+        """The requests that an engine has, or is about to get; 0: also if it has been removed."""
+        return max(self.engines[name].num_requests, self.router.num_open(name)) if name in self.engines else 0
+
+    async def vacate(self, name: str) -> bool:
+        """Ask whether nothing needs an engine that gets no new requests: it has none, and its tensors have no readers.
+
+        What is kept there for later requests is dropped.
+        """
+        if self.num_requests(name):
+            return False
+        engine = self.engines.get(name)
+        if engine is None or engine.has_died:  # what it had made is gone
+            return True
+        try:
+            ranks = await engine.relay_statistics(IDLE_ANSWER_S)
+        except StageFailed:  # it dies, or does not answer
+            return engine.has_died
+        return not any(one["num_leases"] for backends in ranks for one in backends.values())
 
 
 def balance_of(stage: StageConfig, plans: Iterable[StaticPlan]) -> Balance:

@@ -8,19 +8,16 @@ from typing import Any
 from vllm.config import ModelConfig
 
 from vllm_omni.config import StageConfig
-from vllm_omni.config.epd import Instance, Tasks, needless_encoder, no_encoder
+from vllm_omni.config.epd import REPLIES, Instance, Tasks, needless_encoder, no_encoder
+from vllm_omni.engine.transfer_params import KV_CONFIG, kv_connector
 from vllm_omni.errors import ConfigError
+from vllm_omni.model_executor.pipeline import StageSpec
 from vllm_omni.names import suggest
 
-_SET_BY_THE_MIX = ("ec_transfer_config", "kv_transfer_config", "mm_encoder_only")
+_SET_BY_THE_MIX = ("ec_transfer_config", KV_CONFIG, "mm_encoder_only")
 _EC_CONNECTOR = {
     "ec_connector": "RelayECConnector",
     "ec_connector_module_path": "vllm_omni.kv.ec_connector",
-}
-_KV_CONNECTOR = {
-    "kv_connector": "RelayKVConnector",
-    "kv_connector_module_path": "vllm_omni.kv.kv_connector",
-    "kv_load_failure_policy": "recompute",
 }
 
 
@@ -52,6 +49,21 @@ def _check_args(config: StageConfig, known: list[str]) -> None:
             raise ConfigError(f"{place}.{key}: set by the mix of instances (epd.instances), and cannot be changed")
 
 
+def check_pictures(config: StageConfig, spec: StageSpec) -> None:
+    """Check what a deployment says of pictures.
+
+    Raises:
+        ConfigError: the stage generates none.
+    """
+    if spec.publishes_pictures:
+        return
+    given = {"unified": config.unified is not None, "epd: G": config.deployment.separates_pictures}
+    for key, is_given in given.items():
+        if is_given:
+            said = "only a language model that generates pictures has this setting, and this one does not: leave it out"
+            raise ConfigError(f"stage {config.name!r}: {key}: {said}")
+
+
 def check_mix(config: StageConfig, model: ModelConfig) -> None:
     """Check that a mix suits the model.
 
@@ -80,8 +92,9 @@ def _instance_args(config: StageConfig, kind: Tasks, number: int) -> dict[str, A
         if config.engine_args.get("enable_lora") and not config.engine_args.get("enable_tower_connector_lora"):
             args["enable_lora"] = False  # the adapters are for the language model, which this instance lacks
     elif deployment.separates_decode:
-        role = {Tasks.P: "kv_producer", Tasks.D: "kv_consumer", Tasks.PD: "kv_both"}[kind & Tasks.PD]
-        args["kv_transfer_config"] = {**_KV_CONNECTOR, "kv_role": role}
+        produces, consumes = Tasks.P in kind, bool(kind & REPLIES)
+        role = "kv_both" if produces and consumes else "kv_producer" if produces else "kv_consumer"
+        args[KV_CONFIG] = kv_connector(role)
     for of in (str(kind), f"{kind}{number}"):
         args |= deployment.engine_args.get(of, {})
     return args

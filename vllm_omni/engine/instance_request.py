@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 
+from vllm_omni.engine.transfer_params import without_reply
 from vllm_omni.epd.image_store import StoredImage
 from vllm_omni.epd.router import RequestState
+from vllm_omni.messages.canvas_step import PICTURE
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.report import Reporter, ignore
 from vllm_omni.messages.slo import SLO_ARGS
+from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.token_step import TOKEN_PICTURE
 from vllm_omni.model_executor.pipeline import RequestContext
-
-EC, KV = "ec_transfer_params", "kv_transfer_params"
-"""Keys of ``SamplingParams.extra_args``, and of vLLM's outputs, with which connectors exchange references."""
 
 
 @dataclass
@@ -49,15 +50,8 @@ class InstanceRequest:
         return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *self.given]}
 
     def without_reply(self, extra_args: dict[str, Any]) -> SamplingParams:
-        """Parameters of a task whose token is discarded. Schedulers of all instances follow the request's SLO."""
-        slo = {key: value for key, value in (self.params.extra_args or {}).items() if key == SLO_ARGS}
-        return SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={**slo, **extra_args},
-        )
+        """Parameters of a task whose token is discarded."""
+        return without_reply(self.params, extra_args)
 
     def with_reply(self, extra_args: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         """Prompt and parameters of the decode: the tokens that the user already has are the end of the prompt."""
@@ -85,6 +79,11 @@ class InstanceRequest:
         self.state.num_given = len(self.given)
         if output.finished:
             output.kv_transfer_params = output.ec_transfer_params = None  # for instances only
+
+
+def generates_picture(params: SamplingParams) -> bool:
+    """Whether the reply has a picture that the language model makes."""
+    return not {PICTURE, TOKEN_PICTURE}.isdisjoint((params.extra_args or {}).get(STAGE_ARGS, ()))
 
 
 def may_resume(params: SamplingParams) -> bool:

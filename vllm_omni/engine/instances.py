@@ -24,11 +24,13 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
 from vllm_omni.config.budgets import EPDConfig
-from vllm_omni.config.epd import Balance, Tasks
+from vllm_omni.config.epd import REPLIES, Balance, Tasks
 from vllm_omni.engine.group import EngineGroup
-from vllm_omni.engine.instance_request import EC, KV, InstanceRequest, may_resume
-from vllm_omni.engine.media_names import has_counted_media, name_media, without_media
+from vllm_omni.engine.instance_request import InstanceRequest, generates_picture, may_resume
+from vllm_omni.engine.media_names import of_tenant, without_media
+from vllm_omni.engine.prompt_names import names_of_prompt
 from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.transfer_params import EC, KV
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.cost import CostModel
 from vllm_omni.epd.image_store import ImageStore, ImageStoreStatistics
@@ -40,6 +42,7 @@ from vllm_omni.messages.report import NodeReport, Reporter, ignore
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.process.status import StageState
 from vllm_omni.relay.hub import RelayHub
+from vllm_omni.worker.media_pool import MediaView
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +77,12 @@ class InstanceGroup(EngineGroup):
         instances = {engine.name: engine.instance for engine in engines if engine.instance is not None}
         kinds = {name: one.kind for name, one in instances.items() if one.kind is not None}
         cost = CostModel.of(EPDConfig.parse(config.budgets).cost)
-        self.router = Router(kinds, self.deployment, self.is_available, cost)
+        self.router = Router(kinds, self.deployment, self.is_available, cost, has_pool=config.pool is not None)
         self._hub = hub
         relay_bytes = self.deployment.relay_bytes or envs.VLLM_OMNI_RELAY_BYTES
-        kept = self.deployment.image_cache_bytes
+        self._pool = MediaView(self.front.vllm_config) if config.pool is not None and config.pool.keeps_media else None
+        # What the pool keeps need not be kept in a relay, too.
+        kept = 0 if self._pool is not None else self.deployment.image_cache_bytes
         self.images = ImageStore(relay_bytes // 4 if kept is None else min(kept, relay_bytes // 2), self._release)
         self._num_encoded = self._num_migrations = 0
         self._changed = asyncio.Event()  # an instance has recovered, or has failed for good
@@ -99,9 +104,14 @@ class InstanceGroup(EngineGroup):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def vacate(self, name: str) -> bool:
+        """See ``EngineGroup.vacate``; images that it has encoded are encoded again for later requests."""
+        self.images.forget_source(name)
+        return await super().vacate(name)
+
     def statistics(self) -> InstanceStatistics:
         """Safe to call from any thread."""
-        num_tasks, num_redone, work = self.router.statistics()
+        num_tasks, num_redone, work, _ = self.router.statistics()
         images = self.images.statistics()
         return InstanceStatistics(num_tasks, self._num_encoded, self._num_migrations, num_redone, images, work)
 
@@ -140,37 +150,46 @@ class InstanceGroup(EngineGroup):
     ) -> InstanceRequest:
         pieces = structs.replace(request, is_read_whole=False)  # another instance can resume the reply behind them
         prompt, params = await self.front.prepare(pieces, context, wanted)
-        if has_counted_media(prompt):
-            prompt = await asyncio.to_thread(name_media, prompt)
         # The connectors' parameters are set here, whatever the user put there.
         params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (EC, KV)}
         spec = self.front.spec
+        is_apart = self.deployment.separates_pictures and generates_picture(params)
         state = RequestState(
             RequestSize.of(prompt, params.max_tokens, params.n),
-            prompt,
-            # The instance that computes the prompt publishes its rows and returns its log probabilities.
-            keeps_together=bool(spec.publishing_fields & wanted or spec.frame_fields)
+            names_of_prompt(prompt, context.lora_request),
+            todo=Tasks.P | Tasks.G if is_apart else Tasks.PD,
+            # The instance that computes the prompt publishes its rows and returns its log probabilities. Latents are
+            # published by the one that denoises.
+            keeps_together=bool(spec.publishing_fields & wanted and not spec.publishes_pictures)
+            or bool(spec.frame_fields)
             or params.prompt_logprobs is not None,
             is_resumable=may_resume(params) and "prompt_token_ids" in prompt and not spec.frame_fields,
             session=context.session_id,
+            reads_pool=not (spec.publishes_rows and spec.publishing_fields & wanted),
+            reads_cache=not params.skip_reading_prefix_cache,
         )
         request_id = f"{context.request_id}-{self.name}{suffix}"
         return InstanceRequest(context, request_id, prompt, params, state, report)
 
     def _find_images(self, request: InstanceRequest) -> None:
-        """Take the embeddings that are kept from earlier requests; if some are missing, the next task is an encode."""
+        """Take the embeddings that are kept from earlier requests; if some are missing, the next task is an encode.
+
+        Those in the host's pool are read by each instance that needs them.
+        """
         hashes: Mapping[str, Sequence[str]] = request.prompt.get("mm_hashes") or {}
         identifiers = [self._identifier(request, one) for names in hashes.values() for one in names]
         if self.deployment.separates_encode:
             for identifier in identifiers:
                 if identifier not in request.images and (image := self.images.take(identifier)) is not None:
                     request.images[identifier] = image
-        if any(identifier not in request.images for identifier in identifiers):
+        missing = {identifier for identifier in identifiers if identifier not in request.images}
+        if missing and (self._pool is None or missing - self._pool.find(missing)):
             request.state.todo |= Tasks.E
 
     def _identifier(self, request: InstanceRequest, mm_hash: str) -> str:
         """Name of an image in the engines: with the adapter, if that concerns the encoder."""
-        return self.front.llm.input_processor._get_mm_identifier(mm_hash, request.context.lora_request)
+        name = self.front.llm.input_processor._get_mm_identifier(mm_hash, request.context.lora_request)
+        return name if self._pool is None else of_tenant(name, request.prompt.get("cache_salt"))
 
     # -- assignments --------------------------------------------------------------------------------------------------
 
@@ -180,7 +199,7 @@ class InstanceGroup(EngineGroup):
         Raises:
             StageUnavailable: none recovers, or none does in time.
         """
-        while (assignment := self.router.assign(request.state)) is None:
+        while (assignment := self.assign(request.state)) is None:
             status = self.current_status()
             if status.state is StageState.FAILED:
                 raise StageUnavailable(self.name, f"{status.state}: {status.reason}")
@@ -284,24 +303,28 @@ class InstanceGroup(EngineGroup):
             raise
         assert last is not None, "a request ends with an output or an error"
         self._count_encoded(last)
+        self.router.note_found(request.state, assignment, last.num_cached_tokens or 0)
         return last, published
 
     async def _reply(self, request: InstanceRequest, assignment: Assignment) -> AsyncGenerator[OmniRequestOutput, None]:
         """Have the reply computed, or the rest of it."""
         extra_args = self._image_args(request, assignment)
         can_pull = self._has_connector(assignment, "kv_transfer_config")
-        if request.pages is not None and can_pull and Tasks.D in self.router.kinds[assignment.instance]:
+        if request.pages is not None and can_pull and self.router.kinds[assignment.instance] & REPLIES:
             extra_args[KV] = dict(request.pages)
         prompt, params = request.with_reply(extra_args)
         earlier_logprob = request.cumulative_logprob
         async with aclosing(self._run(request, assignment, prompt, params, request.report)) as outputs:
             async for output in outputs:
+                if not request.state.num_given:
+                    self.router.note_found(request.state, assignment, output.num_cached_tokens or 0)
                 if params.n == 1:
                     self._end_leases(request, and_images=True)  # the prompt is computed
                 if output.finished:
                     self._count_encoded(output)
                 request.add_output(output, earlier_logprob)
                 yield output
+        self.router.note_reply(request.state, assignment, request.given[:-1])
 
     async def _run(
         self,

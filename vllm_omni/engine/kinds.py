@@ -20,6 +20,7 @@ from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
+from vllm_omni.engine.transfer_params import KV, KV_CONFIG, cache_args, without_reply
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import ENTRY
 from vllm_omni.messages.stage_step import STAGE_ARGS
@@ -70,11 +71,14 @@ class EngineKind(ABC):
             InvalidRequest: a parameter that the stage cannot honour.
         """
         assert isinstance(given, SamplingParams), _WRONG_PARAMS
+        if wanted and wanted <= spec.cache_fields:
+            own = {STAGE_ARGS: request.args} if request.args else {}
+            return request.prompt, without_reply(given, {**own, KV: cache_args(spec, request, given, wanted)})
         params = given.clone()
         params.skip_clone = True  # it is this request's own: vLLM need not copy it once more
         own_stop_ids = params.stop_token_ids or []
         publishes = bool(spec.publishing_fields & wanted)
-        is_read_on = publishes or bool(spec.frame_fields & wanted)
+        is_read_on = publishes or bool((spec.frame_fields | spec.cache_fields) & wanted)
         if is_read_on and params.n > 1:
             raise InvalidRequest(f"stage {config.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
         if is_read_on or params.output_kind is not RequestOutputKind.FINAL_ONLY:
@@ -84,14 +88,21 @@ class EngineKind(ABC):
             setattr(params, name, value)
         params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
         params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
-        args = {**request.args, **_publishing_args(spec, request, wanted)}
-        if publishes and not spec.publishes_pictures:
-            # A cached prefix is not computed, so it would have no rows to publish.
-            params.skip_reading_prefix_cache = True
-        # Values that the user put under our key must not reach the runner.
-        extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != STAGE_ARGS}
-        params.extra_args = {**extra_args, STAGE_ARGS: args} if args else extra_args or None
+        args: dict[str, Any] = {**request.args, **_publishing_args(spec, request, wanted)}
+        if publishes and spec.publishes_rows and not params.skip_reading_prefix_cache:
+            # A cached prefix is not computed, so it has no rows but those that are kept: the scheduler knows of which.
+            args["cached_rows"] = params.skip_reading_prefix_cache = True
+        ours: dict[str, Any] = {STAGE_ARGS: args}
+        if KV_CONFIG in spec.engine_args:
+            ours[KV] = cache_args(spec, request, params, wanted)
+        params.extra_args = _with_ours(params.extra_args or {}, ours)
         return request.prompt, params
+
+
+def _with_ours(extra_args: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Replace values that the user put under our keys: they must not reach the runner, or our connector."""
+    kept = {name: value for name, value in extra_args.items() if name not in ours}
+    return {**kept, **{name: value for name, value in ours.items() if value}} or None
 
 
 def _publishing_args(spec: StageSpec, request: StageRequest, wanted: frozenset[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _EXECUTION = (Part.ENCODE_EXECUTION, Part.PREFILL_EXECUTION, Part.DECODE_EXECUTI
 _PRECEDENCE = {part: index for index, part in enumerate((*(p for p in PARTS if p not in _QUEUEING), *_QUEUEING))}
 
 
-class _Phase(NamedTuple):
+class Phase(NamedTuple):
     part: Part
     begin: float
     end: float
@@ -53,9 +53,9 @@ def break_down(arrived_at: float, ended_at: float, timelines: Sequence[Timeline]
         timelines: of all tasks, including failed ones; without any, all the time is prefill queueing.
     """
     ended_at = max(arrived_at, ended_at)
-    phases = sorted((one for line in timelines for one in _phases(line, ended_at)), key=lambda one: one.begin)
+    phases = sorted((one for line in timelines for one in phases_of(line, ended_at)), key=lambda one: one.begin)
     # Clocks of two processes may differ by a little, and a task may outlive its request.
-    phases = [_Phase(one.part, *(min(max(at, arrived_at), ended_at) for at in one[1:])) for one in phases]
+    phases = [Phase(one.part, *(min(max(at, arrived_at), ended_at) for at in one[1:])) for one in phases]
     cuts = sorted({arrived_at, ended_at, *(at for one in phases for at in one[1:])})
     parts = dict.fromkeys(map(str, PARTS), 0.0)
     for begin, end in pairwise(cuts):
@@ -65,7 +65,7 @@ def break_down(arrived_at: float, ended_at: float, timelines: Sequence[Timeline]
     return parts
 
 
-def _phases(timeline: Timeline, ended_at: float) -> Iterator[_Phase]:
+def phases_of(timeline: Timeline, ended_at: float) -> Iterator[Phase]:
     """The time from each mark of a task to the next; the last phase lasts until ``ended_at``."""
     marks = sorted(timeline.marks, key=lambda mark: mark[1])  # stable: marks of equal time keep their order
     progress = _TaskProgress(timeline.task)
@@ -75,7 +75,7 @@ def _phases(timeline: Timeline, ended_at: float) -> Iterator[_Phase]:
         later = marks[index + 1 :]
         progress.apply(mark)
         part = progress.part(will_encode=any(one is Mark.ENCODE_BEGAN for one, _ in later))
-        yield _Phase(part, begin, later[0][1] if later else max(begin, ended_at))
+        yield Phase(part, begin, later[0][1] if later else max(begin, ended_at))
 
 
 class _TaskProgress:
@@ -124,7 +124,7 @@ class _TaskProgress:
         return Part.PREFILL_QUEUEING
 
 
-def _part_of_gap(begin: float, end: float, phases: Sequence[_Phase]) -> Part:
+def _part_of_gap(begin: float, end: float, phases: Sequence[Phase]) -> Part:
     # A zero-length phase is attributed to the next task: a first token that was the last started no decode.
     before = max((one for one in phases if one.begin < one.end <= begin), key=lambda one: one.end, default=None)
     before = before or max((one for one in phases if one.end <= begin), key=lambda one: one.end, default=None)

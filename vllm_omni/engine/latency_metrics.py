@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from vllm_omni.engine.metrics import STAGE_LABEL
 from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import CallAborted, InvalidRequest
 from vllm_omni.messages.slo import Slo, SloReport, SloState
-
-logger = logging.getLogger(__name__)
 
 PART_LABEL = "part"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120)
@@ -55,27 +52,31 @@ class LatencyMetrics:
         self.missed_tpot = counter("missed_tpot", "Requests with more than 10% of their gaps late.")
         self.failed = counter("failed", "Requests that ended with an error.")
 
-        # Since the last log lines: by stage, seconds by part.
+        # Since the last call of ``take``: by stage, seconds by part.
         self._sums: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._counts: defaultdict[str, Counts] = defaultdict(Counts)
+        self.slo_totals: defaultdict[str, Counts] = defaultdict(Counts)  # since the start: by stage
 
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
-    def log(self) -> None:
-        """Log a line for each stage that has answered since the last call."""
+    def take(self) -> dict[str, str]:
+        """Describe the latency of the requests that each stage has answered since the last call, for its log line."""
         sums, self._sums = self._sums, defaultdict(dict)
         counts, self._counts = self._counts, defaultdict(Counts)
-        for stage, parts in sums.items():
-            number = counts[stage].answers
-            means = ", ".join(f"{part.replace('_', ' ')} {1000 * parts[part] / number:.1f}" for part in parts)
-            logger.info("stage %s: mean ms of %d requests: %s", stage, number, means)
+        described = {}
         for stage, count in counts.items():
-            if count.with_slo:
-                share = 100 * count.met / count.with_slo
-                logger.info(
-                    "stage %s: %d of %d requests met their SLO (%.1f%%)", stage, count.met, count.with_slo, share
+            said = []
+            if number := count.answers:
+                parts = {name: 1000 * seconds / number for name, seconds in sums[stage].items()}
+                means = ", ".join(f"{name.replace('_', ' ')} {ms:.1f}" for name, ms in parts.items() if ms >= 0.05)
+                said.append(
+                    f"Avg latency of {number} reqs: {sum(parts.values()):.1f} ms" + (f" ({means})" if means else "")
                 )
+            if count.with_slo:
+                said.append(f"SLO met: {count.met} of {count.with_slo} reqs")
+            described[stage] = ", ".join(said)
+        return described
 
     def observe(self, stage: str, parts: Mapping[str, float]) -> None:
         sums = self._sums[stage]
@@ -86,9 +87,10 @@ class LatencyMetrics:
 
     def count(self, stage: str, report: SloReport, *, has_failed: bool = False) -> None:
         is_met = report.is_met and not has_failed
-        self._counts[stage].with_slo += 1
-        self._counts[stage].met += is_met
-        for counter, counts in (
+        for counts in (self._counts[stage], self.slo_totals[stage]):
+            counts.with_slo += 1
+            counts.met += is_met
+        for counter, counted in (
             (self.requests, True),
             (self.met, is_met),
             (self.met_strictly, report.is_met_strictly and not has_failed),
@@ -96,7 +98,7 @@ class LatencyMetrics:
             (self.missed_tpot, not report.is_tpot_met),
             (self.failed, has_failed),
         ):
-            counter.labels(stage).inc(int(counts))  # 0 creates the metric
+            counter.labels(stage).inc(int(counted))  # 0 creates the metric
 
 
 class RequestLatency:
@@ -106,15 +108,22 @@ class RequestLatency:
         record: of the request, in which they are added up.
         first_stage: its latency counts from the request's arrival; that of other stages, from their first task.
         slos: by stage.
+        continued: stages that continue what another stage has read -> that one: their SLO counts from there.
     """
 
     def __init__(
-        self, record: RequestRecord, first_stage: str, slos: Mapping[str, Slo], metrics: LatencyMetrics
+        self,
+        record: RequestRecord,
+        first_stage: str,
+        slos: Mapping[str, Slo],
+        metrics: LatencyMetrics,
+        continued: Mapping[str, str] | None = None,
     ) -> None:
         self._record = record
         self._first_stage = first_stage
         self._slos = slos
         self._metrics = metrics
+        self._continued = continued or {}
 
     def end(self) -> tuple[dict[str, dict[str, float]], dict[str, SloReport]]:
         """The request was answered: its latency by part, and its SLO attainment, both by stage."""
@@ -142,7 +151,7 @@ class RequestLatency:
         return self._record.stage_times[stage].began_at
 
     def _report(self, stage: str) -> SloReport:
-        state = SloState(self._slos[stage], self._arrived_at(stage))
+        state = SloState(self._slos[stage], self._arrived_at(self._continued.get(stage, stage)))
         times = self._record.stage_times.get(stage)
         for index, num_tokens, at in times.token_times if times is not None else ():
             state.add_tokens(num_tokens, at, index)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from vllm_omni.engine.received import ReceivedBytes
 from vllm_omni.errors import InvalidRequest, Overloaded
 
 
@@ -17,6 +18,7 @@ class Holding:
     def __init__(self, budget: MediaBudget) -> None:
         self.budget = budget
         self.num_bytes = 0
+        self.files = budget.received.files()  # that have been fetched for it
         self.media: list[Any] = []  # what is to be dropped with the release
         self.has_ended = False
 
@@ -25,6 +27,7 @@ class Holding:
         if not self.has_ended:
             self.has_ended = True
             self.media.clear()
+            self.files.release()
             self.budget.end(self)
 
 
@@ -47,12 +50,21 @@ class MediaBudget:
 
     Args:
         max_prompts: with media, that are fetched, wait or are read at a time.
+        received: counts their files, which are held as they were sent until there is room; that of the environment by
+            default.
+
+    Attributes:
+        num_held_bytes: now.
+        num_bytes_elsewhere: that the server's further front ends hold, when they were asked last.
+        num_prompts: now.
     """
 
-    def __init__(self, num_bytes: int, max_prompts: int) -> None:
+    def __init__(self, num_bytes: int, max_prompts: int, received: ReceivedBytes | None = None) -> None:
+        self.received = received or ReceivedBytes.of_environment()
         self.num_bytes = num_bytes
         self.max_prompts = max_prompts
         self.num_held_bytes = 0
+        self.num_bytes_elsewhere = 0
         self.num_prompts = 0
         self._holders: dict[Holding, None] = {}  # those with bytes, from the oldest
         self._waiting: list[_Waiting] = []

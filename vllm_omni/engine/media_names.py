@@ -1,37 +1,25 @@
-"""Names of the media in a rendered prompt: instances recognise an image by its name."""
+"""Names of media: engines recognise an image by its name."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm.multimodal.hasher import MultiModalHasher
+from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalKwargsItems
 
-from vllm_omni.kv.identifiers import is_counter
+from vllm_omni.messages.media_counts import MEDIA_POOL
 
 
-def has_counted_media(prompt: Any) -> bool:
-    """Whether vLLM has named media by a counter, as it does when its caches are off."""
-    hashes: Mapping[str, Sequence[str]] = prompt.get("mm_hashes") or {}
-    return any(is_counter(one) for names in hashes.values() for one in names)
+def keeps_media(config: VllmConfig) -> bool:
+    """Whether an engine keeps its encoded media in the host's pool, under their names."""
+    return MEDIA_POOL in config.additional_config
 
 
-def name_media(prompt: Any) -> Any:
-    """Return the rendered prompt with counted media named by their content. Reads every pixel.
-
-    With names from a counter, instances would not recognise an image, and would confuse two that have the same number.
-    """
-    named = {
-        modality: [
-            MultiModalHasher.hash_kwargs("blake3", modality=modality, item=dict(item.get_data()))
-            if is_counter(one)
-            else one
-            for one, item in zip(names, prompt["mm_kwargs"][modality], strict=True)
-        ]
-        for modality, names in prompt["mm_hashes"].items()
-    }
-    return {**prompt, "mm_hashes": named}
+def of_tenant(identifier: str, cache_salt: str | None) -> str:
+    """The name of an image in the pool for requests with this salt: they share it with no others."""
+    return hashlib.sha256(f"{cache_salt}\0{identifier}".encode()).hexdigest() if cache_salt else identifier
 
 
 def without_media(prompt: Mapping[str, Any], is_known: Callable[[str], bool]) -> Mapping[str, Any]:

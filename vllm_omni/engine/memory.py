@@ -21,7 +21,7 @@ from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.rank_memory import cache_bounds, configured_cache, current_device, dtype_name
 from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
-from vllm_omni.process.memory import UNPROFILED_DIVISOR, Device, DevicePlan, StageMemory, divide, name_rank
+from vllm_omni.process.memory import UNPROFILED_DIVISOR, Device, StageMemory, format_bytes, name_rank
 from vllm_omni.process.memory_division import MemorySection
 from vllm_omni.worker.platforms import find_platform
 
@@ -38,9 +38,13 @@ def memory_sections(engines: Iterable[StageEngine]) -> dict[str, MemorySection]:
     """Find the ranks on each device, by engine; none on a host where the configuration sizes every cache.
 
     On a GPU an engine without a section would check and measure the whole device, as if the others were not there.
+
+    Raises:
+        ConfigError: these sizes are more than the memory of the host.
     """
     engines = [engine for engine in engines if _measures_itself(engine.vllm_config)]
     if not any(_takes_a_share(engine) or engine.vllm_config.device_config.device_type != "cpu" for engine in engines):
+        _check_caches(engines)
         return {}
     devices = {engine.name: devices_of(engine.vllm_config) for engine in engines}
     ranks: defaultdict[str, list[str]] = defaultdict(list)
@@ -53,6 +57,23 @@ def memory_sections(engines: Iterable[StageEngine]) -> dict[str, MemorySection]:
         )
         for engine in engines
     }
+
+
+def _check_caches(engines: Iterable[StageEngine]) -> None:
+    """Check sizes that nothing measures. The kernel gives memory when it is used: without this, requests would fail."""
+    sizes = {
+        engine.name: (engine.vllm_config.cache_config.kv_cache_memory_bytes or 0)
+        * engine.vllm_config.parallel_config.world_size
+        for engine in engines
+        if _has_cache(engine)
+    }
+    total, device = sum(sizes.values()), find_device("cpu")
+    if total > device.total:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ConfigError(
+            f"KV caches of {format_bytes(total)} are configured (kv_cache_memory_bytes, VLLM_CPU_KVCACHE_SPACE), "
+            f"{format_bytes(sizes[largest])} of them for {largest}, and this host has {format_bytes(device.total)}"
+        )
 
 
 def devices_of(vllm_config: VllmConfig) -> list[str]:
@@ -80,6 +101,25 @@ def find_device(name: str) -> Device:
     raise ConfigError(f"device {name}: there is no such GPU, or it is not visible: give --device-memory SIZE")
 
 
+def visible_devices() -> list[str]:
+    """The devices that this process may use, named as in ``devices_of``, in the order that ``device_ids`` count."""
+    kind = current_platform.device_type
+    if kind == "cpu":
+        return ["cpu"]
+    physical = current_platform.visible_device_id_to_physical_device_id
+    return [f"{kind}:{physical(ordinal)}" for ordinal in range(torch.accelerator.device_count())]
+
+
+def find_closed_device(name: str) -> Device:
+    """A device of ``visible_devices`` as if all of it were free: reading that takes some of a GPU's memory for as long
+    as the process lives.
+    """
+    if name == "cpu":
+        return find_device(name)
+    total = current_platform.get_device_total_memory(visible_devices().index(name))
+    return Device(name=name, total=total, free=total)
+
+
 def memory_share(engine: StageEngine) -> float | None:
     """``gpu_memory_utilization`` of an engine, if its configuration sets it."""
     share = engine.vllm_config.cache_config.gpu_memory_utilization
@@ -94,37 +134,21 @@ def _measures_itself(vllm_config: VllmConfig) -> bool:
     return is_known and find_platform(vllm_config.device_config.device_type).divides_memory
 
 
-def _takes_a_share(engine: StageEngine) -> bool:
+def has_configured_cache(engine: StageEngine) -> bool:
+    """Whether the configuration gives the size of its cache, in bytes or blocks."""
     cache = engine.vllm_config.cache_config
-    return (
-        engine.kind.generates_tokens
-        and not engine.vllm_config.is_mm_encoder_only
-        and cache.kv_cache_memory_bytes is None
-        and cache.num_gpu_blocks_override is None
-    )
+    return cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+
+
+def _takes_a_share(engine: StageEngine) -> bool:
+    return _has_cache(engine) and not has_configured_cache(engine)
+
+
+def _has_cache(engine: StageEngine) -> bool:
+    return engine.kind.generates_tokens and not engine.vllm_config.is_mm_encoder_only
 
 
 # -- before the start --------------------------------------------------------------------------------------------------
-
-
-def plan_devices(engines: Iterable[StageEngine], devices: Mapping[str, Device]) -> dict[str, DevicePlan]:
-    """Divide each device as a start will, with the needs that can be known before it.
-
-    Args:
-        devices: by name, as ``devices_of``.
-
-    Raises:
-        DoesNotFit: with the numbers, and the nearest change.
-        ConfigError: the sizes of a stage's weights cannot be read, or it runs on another device.
-    """
-    needs: defaultdict[str, list[StageMemory]] = defaultdict(list)
-    for engine in engines:
-        names = devices_of(engine.vllm_config)
-        for rank, name in enumerate(names):
-            if name not in devices:
-                raise ConfigError(f"stage {engine.name!r}: its device {name} is not one of {', '.join(devices)}")
-            needs[name].append(declared_memory(engine, name_rank(engine.name, rank, len(names)), devices[name].total))
-    return {name: divide(devices[name], needs[name], are_loaded=False) for name in needs}
 
 
 def declared_memory(engine: StageEngine, name: str, total: int) -> StageMemory:

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
-from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from vllm_omni.messages.media_counts import MEDIA_POOL, MediaCounts
 from vllm_omni.process.tether import ServerTether
 
-logger = logging.getLogger(__name__)
-
-RESULTS = {"images": "images", "frames": "videos", "audio": "sounds"}
-"""Name of a result in a payload -> what log lines call it; a vocoder's sounds are the windows that it decodes."""
+MEDIA_BY_MEDIUM = {
+    "hits": "Encoder outputs that were read instead of computed, by medium.",
+    "evicted": "Encoder outputs that were evicted for others, by medium.",
+    "corrupt": "Encoder outputs that were damaged when they were read, and were computed again, by medium.",
+    "failures": "Errors of the medium.",
+}
+MEDIA_TOTALS = {
+    "encoded": "Images, sounds and videos that were not in the pool, and were encoded.",
+    "stored": "Encoder outputs that were stored.",
+    "dropped": "Encoder outputs that were not stored: no room, too many at once, or the medium failed.",
+}
+"""Fields of ``MediaCounts`` -> what the metric of this name counts."""
 
 STAGE_LABEL = "stage"
 SERVER_LABEL = "server"
+
+
+class StageTotals(NamedTuple):
+    """What vLLM has counted of a stage's requests; all but ``num_waiting`` since its start."""
+
+    num_waiting: int  # in the engine's queue, now
+    num_tokens: int  # generated
+    num_ended: int  # requests
+    latency_s: float  # of these, from their arrival in the engine to their end, the sum
+
+
+TOTALS = (
+    "vllm:num_requests_waiting",
+    "vllm:generation_tokens_total",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_sum",
+)
+"""The samples behind ``StageTotals``, in its order."""
 
 
 class StageMetrics(Collector):
@@ -55,6 +80,25 @@ class StageMetrics(Collector):
     def add_graph(self, server: str, collect: Callable[[], Iterable[Metric]]) -> None:
         with self._lock:
             self._graphs[server] = collect
+
+    def totals(self, vllm_config: VllmConfig) -> StageTotals | None:
+        """What was counted of a stage, over its data-parallel ranks; None: nothing is counted (``log_stats``)."""
+        tether = stage_tether(vllm_config)
+        with self._lock:
+            registry = self._stages.get((str(tether.directory), tether.stage))
+        if registry is None:
+            return None
+        sums: Counts[str] = Counts()
+        for metric in registry.restricted_registry(TOTALS).collect():
+            for sample in metric.samples:
+                sums[sample.name] += sample.value  # type: ignore[assignment]
+        waiting, tokens, ended, latency_s = (sums[name] for name in TOTALS)
+        return StageTotals(int(waiting), int(tokens), int(ended), float(latency_s))
+
+    def remove_stage(self, server: str, stage: str) -> None:
+        """Forget an engine that has ended."""
+        with self._lock:
+            self._stages.pop((server, stage), None)
 
     def remove_server(self, server: str) -> None:
         """Forget the stages and the graph of a server that has ended."""
@@ -98,7 +142,7 @@ class StagePrometheusStatLogger(PrometheusStatLogger):
     """Upstream's logger with metrics in the registry of its stage."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        registry = METRICS.add_stage(_tether(vllm_config))
+        registry = METRICS.add_stage(stage_tether(vllm_config))
         kinds = {
             "_gauge_cls": partial(Gauge, registry=registry),
             "_counter_cls": partial(Counter, registry=registry),
@@ -111,58 +155,50 @@ class StagePrometheusStatLogger(PrometheusStatLogger):
         for name, kind in kinds.items():
             setattr(self, name, kind)
         super().__init__(vllm_config, engine_indexes)
-
-
-class StageLoggingStatLogger(LoggingStatLogger):
-    """Upstream's log lines about throughput, with the stage's name as prefix."""
-
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        super().__init__(vllm_config, engine_index)
-        self._stage = _tether(vllm_config).stage
-
-    @property
-    def log_prefix(self) -> str:
-        return f"stage {self._stage}: "
-
-
-class StepStatLogger(StageLoggingStatLogger):
-    """Logs steps and results of a stage that has neither tokens nor a KV cache.
-
-    Args:
-        num_results: results since the start, by their name in a payload; see ``MultimodalOutputProcessor``.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *, num_results: Counts) -> None:
-        super().__init__(vllm_config, engine_index)
-        self._num_results = num_results
-        self._num_logged: Counts = Counts()
-        self._num_steps = 0
+        self._media = MediaMetrics(vllm_config, registry) if MEDIA_POOL in vllm_config.additional_config else None
 
     def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *args: Any, **kwargs: Any
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
     ) -> None:
-        super().record(scheduler_stats, iteration_stats, *args, **kwargs)
-        has_ended = iteration_stats is not None and bool(iteration_stats.finished_requests)
-        self._num_steps += scheduler_stats is not None and (has_ended or scheduler_stats.num_running_reqs > 0)
-
-    def log(self) -> None:
-        seconds = max(time.monotonic() - self.last_log_time, 1e-9)
-        self._update_stats()
-        rates = {"steps": self._num_steps / seconds}
-        rates |= {RESULTS[name]: number / seconds for name, number in (self._num_results - self._num_logged).items()}
-        stats = self.last_scheduler_stats
-        log = logger.info if any(rates.values()) else logger.debug
-        log(
-            "%s%s, Running: %d reqs, Waiting: %d reqs",
-            self.log_prefix,
-            ", ".join(f"Avg {name}: {rate:.3g}/s" for name, rate in rates.items()),
-            stats.num_running_reqs,
-            stats.num_waiting_reqs,
-        )
-        self._num_steps, self._num_logged = 0, self._num_results.copy()
+        counts = MediaCounts.of_statistics(scheduler_stats.ec_connector_stats) if scheduler_stats is not None else None
+        if self._media is not None and counts is not None:
+            self._media.add(counts, engine_idx)
+        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
 
-def _tether(vllm_config: VllmConfig) -> ServerTether:
+class MediaMetrics:
+    """What a stage's pool of encoded media has done. vLLM's hook is for metrics of an EC connector alone."""
+
+    def __init__(self, vllm_config: VllmConfig, registry: CollectorRegistry) -> None:
+        self._model = str(vllm_config.model_config.served_model_name)
+        labels = ["model_name", "engine"]
+        self._by_medium = {
+            name: Counter(f"vllm:media_pool_{name}", said, [*labels, "medium"], registry=registry)
+            for name, said in MEDIA_BY_MEDIUM.items()
+        }
+        self._totals = {
+            name: Counter(f"vllm:media_pool_{name}", said, labels, registry=registry)
+            for name, said in MEDIA_TOTALS.items()
+        }
+        said = "Encoded media that are in the pool now, by medium."
+        self._kept = Gauge("vllm:media_pool_kept", said, [*labels, "medium"], registry=registry)
+
+    def add(self, counts: MediaCounts, engine: int) -> None:
+        of = self._model, str(engine)
+        for name, counter in self._by_medium.items():
+            for medium, number in getattr(counts, name).items():
+                counter.labels(*of, medium).inc(number)
+        for name, counter in self._totals.items():
+            counter.labels(*of).inc(getattr(counts, name))
+        for medium, number in counts.kept.items():
+            self._kept.labels(*of, medium).set(number)
+
+
+def stage_tether(vllm_config: VllmConfig) -> ServerTether:
     tether = vllm_config.additional_config
     assert isinstance(tether, ServerTether), "StageEngine.start puts it there"
     return tether

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.edge_spans import edge_spans
 from vllm_omni.engine.streamed_reply import StreamedReplies, StreamedReply
 from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Chunk, Emission, Yield
@@ -90,22 +91,27 @@ class StageNode(ServedNode):
         """
         await self.enter(activation.context)
         framings = self._framings(activation)
-        async with aclosing(self._emissions(activation)) as emissions:
-            async for one in emissions:
-                plain: list[Emission] = []
-                cut: list[tuple[str, list[StageOutput]]] = []
-                for each in [one] if isinstance(one, Emission) else one:
-                    framing = framings.get(each.field)
-                    if framing is None:
-                        plain.append(each)
-                    elif frames := list(framing.push(each.payload)):  # most pieces complete none
-                        cut.append((each.field, frames))
-                if plain:
-                    yield plain
-                for together in self._together(cut) if cut else ():
-                    yield together
-        for together in self._together([(field, framing.finish()) for field, framing in framings.items()]):
-            yield together
+        try:
+            async with aclosing(self._emissions(activation)) as emissions:
+                async for one in emissions:
+                    plain: list[Emission] = []
+                    cut: list[tuple[str, list[StageOutput]]] = []
+                    for each in [one] if isinstance(one, Emission) else one:
+                        framing = framings.get(each.field)
+                        if framing is None:
+                            plain.append(each)
+                        elif frames := list(framing.push(each.payload)):  # most pieces complete none
+                            cut.append((each.field, frames))
+                    if plain:
+                        yield plain
+                    for together in self._together(cut) if cut else ():
+                        yield together
+            for together in self._together([(field, framing.finish()) for field, framing in framings.items()]):
+                yield together
+        finally:
+            spans, held_s = edge_spans(activation), activation.held_s()
+            if spans or held_s:
+                activation.report(NodeReport(self.name, spans=spans, held_s=held_s))
 
     def _together(self, cut: Sequence[tuple[str, Iterable[StageOutput]]]) -> Iterator[list[Emission]]:
         """Frames of what was yielded together: where fields are cut in the same way, one frame of each."""

@@ -11,45 +11,50 @@ from functools import cache, partial
 from typing import Any
 
 from vllm.exceptions import VLLMError
-from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.config import get_config
 
 from vllm_omni import envs
-from vllm_omni.config import DIFFUSERS, OmniConfig, StageConfig, has_model_index
+from vllm_omni.config import OmniConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import EMPTY, Answer, kind_of_output
+from vllm_omni.engine.cache_edges import cache_sources, check_layouts, with_connectors
+from vllm_omni.engine.draining import Draining
+from vllm_omni.engine.engine_maker import EngineMaker
+from vllm_omni.engine.flow_metrics import FlowMetrics
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.function_process import FunctionProcess
 from vllm_omni.engine.graph_checks import check_graph, whole_fields
 from vllm_omni.engine.graph_metrics import collect
-from vllm_omni.engine.group import EngineGroup, balance_of
-from vllm_omni.engine.instance_args import check_mix, make_instances
+from vllm_omni.engine.group import EngineGroup
+from vllm_omni.engine.hosting import make_listener
 from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.engine.latency_metrics import LatencyMetrics, RequestLatency
+from vllm_omni.engine.load_pipeline import load_pipeline
 from vllm_omni.engine.media_budget import MediaBudget
+from vllm_omni.engine.media_connector import CONNECTION
 from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.metrics import METRICS
 from vllm_omni.engine.node import ServedNode, StageNode
+from vllm_omni.engine.otel import OtelExporter
 from vllm_omni.engine.payload_edges import PayloadEdges
 from vllm_omni.engine.pipeline_checks import check_pipeline
-from vllm_omni.engine.relay_options import make_relay_options
-from vllm_omni.engine.replicas import ReplicaGroup, make_replicas
+from vllm_omni.engine.queue_limits import QueueLimits, num_answers
+from vllm_omni.engine.relay_options import make_relay_options, secret_file_of
 from vllm_omni.engine.request_params import check_params
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.request_record import RequestRecord
-from vllm_omni.engine.running import STOPPING, RunningRequests
+from vllm_omni.engine.running import RunningRequests
+from vllm_omni.engine.scaling import Scaling
 from vllm_omni.engine.sessions import Sessions
 from vllm_omni.engine.stage import ABORT_TIMEOUT_S, StageEngine
 from vllm_omni.engine.stage_edges import called_by, maker_of
 from vllm_omni.engine.startup import start_engines
 from vllm_omni.engine.streamed_reply import StreamedReplies
+from vllm_omni.engine.traces import Traces
 from vllm_omni.engine.user_reader import UserAway
 from vllm_omni.errors import (
-    CallAborted,
     ConfigError,
-    GraphError,
     InvalidRequest,
     OmniError,
     ShuttingDown,
@@ -59,9 +64,10 @@ from vllm_omni.errors import (
 from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan, parse_graphs
 from vllm_omni.flow.graph.plan import Route
 from vllm_omni.flow.run.scope import index_plans
+from vllm_omni.hosts.listener import HostListener
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, encode
-from vllm_omni.model_executor.pipeline import Pipeline, RequestContext, find_pipeline_cls
+from vllm_omni.model_executor.pipeline import RequestContext
 from vllm_omni.names import suggest
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 from vllm_omni.relay.select import LOCAL
@@ -88,10 +94,19 @@ class Orchestrator:
         ConfigError: the model or its pipeline cannot be loaded, or the deployment does not fit the graph.
     """
 
-    def __init__(self, config: OmniConfig, *, log_stats: bool = False) -> None:
+    engine_class = StageEngine
+
+    def __init__(
+        self,
+        config: OmniConfig,
+        *,
+        log_stats: bool = False,
+        on_listening: Callable[[HostListener], None] | None = None,
+    ) -> None:
+        self._on_listening = on_listening  # called at the start, when hosts can join
         envs.reject_unknown()
         self.config = config
-        self.pipeline = _load_pipeline(config)
+        self.pipeline = load_pipeline(config)
         check_pipeline(self.pipeline)
         graphs = [self.pipeline.graph, *self.pipeline.further_graphs]
         self.plans = parse_graphs(graphs)
@@ -100,18 +115,26 @@ class Orchestrator:
         self.models = {one.name: one for plan in served for one in (plan, *plan.entries())}
         self._graphs = index_plans(list(self.plans.values()))[0]
         self._route = cache(lambda graph, outputs: self._graphs[graph].route(outputs))
-        self._specs = {spec.name: spec for spec in self.pipeline.stages}
+        specs = {spec.name: spec for spec in self.pipeline.stages}
+        self._cache_sources = cache_sources(self.plans.values(), specs)
+        self._specs = with_connectors(self.plans.values(), specs, self._cache_sources)
         self.pipeline.set_chunks(config.edges)
         self.pipeline.set_voices(config.voices)
-        self.hub = RelayHub(RelayOptions(), prefault=False)
+        self.hub = RelayHub(RelayOptions(secret_file=secret_file_of(config)), prefault=False)
         self.engines: dict[str, StageEngine] = {}
         self.nodes: dict[str, ServedNode] = {spec.name: FunctionNode(spec) for spec in self.pipeline.functions}
         self.gate = AdmissionGate()
         self.streamed_replies = StreamedReplies()
         self.sessions: Sessions | None = None  # if the pipeline has any
-        self.latency_metrics = LatencyMetrics()
+        self.latency_metrics, self.flow_metrics, self.traces = LatencyMetrics(), FlowMetrics(), Traces()
+        self.queue_limits = QueueLimits({})
         self.media_budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES, envs.VLLM_OMNI_MAX_WAITING_MEDIA)
         self._local_engines: list[StageEngine] = []  # those that read tensors of their own by reference
+        reader = partial(RequestProcessor, self.media_budget, self.latency_metrics.read.observe)
+        sources = self._cache_sources
+        self.maker = EngineMaker(
+            *(self._specs, sources, self.plans, self.hub, reader, self.engine_class), log_stats=log_stats
+        )
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
         self.requests = RunningRequests()
@@ -126,22 +149,28 @@ class Orchestrator:
             StageFailed: a stage did not start, or not within ``VLLM_OMNI_STAGE_READY_TIMEOUT_S``.
         """
         for stage in self.config.stages:
-            engines, self.nodes[stage.name] = self.make_node(stage)
+            engines, self.nodes[stage.name] = self.maker.make_node(stage)
             self.engines |= {engine.name: engine for engine in engines}
-        options = {
-            name: make_relay_options(engine, self._reading_engines, self.plans.values(), self.config)
-            for name, engine in self.engines.items()
-        }
+        self.queue_limits = QueueLimits.of(self.engines.values())
+        check_layouts(self._cache_sources, lambda stage: self.front(stage).vllm_config)
+        options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         self._local_engines = [
             engine
             for name, engine in self.engines.items()
             if any(edge.transport == LOCAL for edge in options[name].edges.values())
         ]
-        memory = memory_sections(self.engines.values())
-        running = start_engines(self.engines, options, self.hub, memory, self.function_processes)
+        memory = memory_sections(one for one in self.engines.values() if one.config.host_of() is None)
+        listen = partial(make_listener, self.config, self.engines.values(), self._on_listening)
+        running = start_engines(self.engines, options, self.hub, memory, self.function_processes, listen)
+        self.running = running
         # Runs also when this object is collected, and at the interpreter's exit. There, finalizers run in the reverse
         # order of their creation: this one before those of vLLM's clients, which take their engines' end for a failure.
         self._finalizer = weakref.finalize(self, running.shutdown)
+        self.draining = Draining(self.engines, self.nodes, running.hosts)
+        self.scaling = Scaling(
+            *(self.config, self.nodes, self.engines, self.maker, self._relay_options, self.queue_limits, running),
+            self.draining,
+        )
         payload_edges = PayloadEdges(self.plans.values(), self._specs)
         for node in self.nodes.values():
             node.gate = self.gate
@@ -150,36 +179,17 @@ class Orchestrator:
                 node.whole_fields = whole_fields(node.config.name, self.plans.values())
                 node.outer_readers, node.entered = payload_edges.outer_readers, payload_edges.entered
         self.runtime = GraphRuntime([payload_edges.with_own_payloads(plan) for plan in self.plans.values()], self.nodes)
-        ttl_s = self.pipeline.session_ttl_s
-        if ttl_s is not None:
+        if endpoint := self.front(self.config.stages[0].name).vllm_config.observability_config.otlp_traces_endpoint:
+            self.traces = Traces(OtelExporter(endpoint))
+        if (ttl_s := self.pipeline.session_ttl_s) is not None:
             self.sessions = Sessions(ttl_s, self.runtime.end_session, self.runtime.clock)
         if self._log_stats:
-            sources = self.runtime, self.engines.values(), self.nodes.values(), self.latency_metrics
-            METRICS.add_graph(running.server_id, partial(collect, *sources))
+            sources = self.latency_metrics, self.queue_limits, self.flow_metrics, self.media_budget
+            of_graph = partial(collect, self.runtime, self.engines.values(), self.nodes.values(), *sources)
+            METRICS.add_graph(running.server_id, of_graph)
 
-    def make_node(self, stage: StageConfig) -> tuple[list[StageEngine], StageNode]:
-        """Make the engines of a stage, not started, and the node that represents them in the graph.
-
-        Raises:
-            ConfigError: an engine argument is wrong, or a mix of instances that does not suit this model.
-        """
-        make_engine = partial(StageEngine, stage, self._specs[stage.name], log_stats=self._log_stats)
-        reader = None
-        if stage.stage_id == 0:
-            reader = RequestProcessor(self.media_budget, self.latency_metrics.read.observe)
-        if stage.replicas == 1 and not stage.deployment.is_split:
-            engine = make_engine(reader=reader)
-            return [engine], engine
-        balance = balance_of(stage, self.plans.values())
-        instances = make_replicas(stage) if stage.replicas > 1 else make_instances(stage)
-        front = next(instance for instance in instances if instance.is_front)
-        front_engine = make_engine(instance=front, reader=reader)
-        if stage.deployment.is_split:  # before vLLM complains of the others in its own words
-            check_mix(stage, front_engine.vllm_config.model_config)
-        engines = [front_engine if instance is front else make_engine(instance=instance) for instance in instances]
-        if stage.replicas > 1:
-            return engines, ReplicaGroup(stage, engines, balance)
-        return engines, InstanceGroup(stage, engines, self.hub, balance)
+    def _relay_options(self, engine: StageEngine) -> RelayOptions:
+        return make_relay_options(engine, self._reading_engines, self.plans.values(), self.config)
 
     def _reading_engines(self, stage: str) -> list[StageEngine]:
         return list(dict.fromkeys([self.front(stage), *self.engines_of(stage)]))
@@ -218,6 +228,7 @@ class Orchestrator:
         if self._finalizer is not None:
             self._finalizer()
         self.hub.close()
+        self.traces.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new requests, and wait until the running ones have ended or the time is over."""
@@ -233,10 +244,12 @@ class Orchestrator:
         if num_open := self.runtime.statistics().num_open_calls:
             logger.warning("shutting down: %d requests are aborted", num_open)
         await self.runtime.aclose()
+        await self.scaling.aclose()
         if self.sessions is not None:
             self.sessions.close()
         for process in self.watched:
             await process.aclose()
+        await CONNECTION.aclose()
 
     def check_health(self, stages: Iterable[str] | None = None) -> None:
         """Check the given stages (default: all).
@@ -333,6 +346,7 @@ class Orchestrator:
         Raises:
             InvalidRequest: the request is malformed, or names no graph of the pipeline.
             StageUnavailable: a stage that it needs is being restarted, or could not be.
+            Overloaded: a stage that it needs has as many requests as it may.
             ShuttingDown: the server is being stopped.
             StageFailed: the request failed in a stage, or in the pipeline's own code that makes the stage's requests.
             CallAborted, DeadlineExceeded: see ``GraphCall``.
@@ -341,53 +355,49 @@ class Orchestrator:
         plan = self.plan_of(graph)
         outputs = self.outputs_of(modalities, graph)
         slos = check_params(params, self.config, self.engines.values())
-        self.check_health(self.stages_of(outputs.values(), graph))
+        stages = self.stages_of(outputs.values(), graph)
+        self.check_health(stages)
+        record = RequestRecord.of(prompt, self.flow_metrics)
+        record.trace = trace = self.traces.begin(request_id, plan.name, record.arrived_at, trace_headers)
         context = RequestContext(
             request_id,
             dict(params),
             self.pipeline.check_options(options or {}),
             lora_request,
             priority,
-            None if trace_headers is None else dict(trace_headers),
+            trace.headers,
             dict(engine_kwargs or {}),
             tuple(outputs),
             deadline_s,
         )
-        record = RequestRecord.of(prompt)
-        call = await self._open(context, prompt, plan, frozenset(outputs.values()), record)
-        latency = RequestLatency(record, self.config.stages[0].name, slos, self.latency_metrics)
-        answer = Answer(self.pipeline, plan, request_id, record, outputs, latency)
-        self.requests.enter()
-        try:
-            async for frame in call:
-                with UserAway(call):
-                    yield answer.output_of(frame)
-        except VLLMError:
-            raise
-        except Exception as exc:
-            latency.fail(exc)
-            if (failed := self._failed(request_id, exc)) is exc:
-                raise
-            raise failed from exc
-        finally:
-            # A task of its own: where a client leaves, anyio cancels the reader again at each of its awaits.
-            await asyncio.shield(asyncio.ensure_future(self._end(call, record)))
-
-    def _failed(self, request_id: str, error: Exception) -> OmniError:
-        """The error that the client of a failed request gets: itself, if it is one of ours, or what it means."""
-        if isinstance(error, OmniError) and not isinstance(error, GraphError):
-            is_stopped = self.requests.is_draining and isinstance(error, CallAborted | StageFailed)
-            return ShuttingDown(STOPPING) if is_stopped else error
-        # Of the pipeline, or a defect of ours: not the client's fault, whatever its class.
-        logger.error("request %s failed", request_id, exc_info=error)
-        where = "; ".join(getattr(error, "__notes__", ()))
-        return OmniError(f"the pipeline failed: {error!r}" + (f" {where}" if where else ""))
+        with self.queue_limits.hold(stages, num_answers(params[self.config.stages[0].name])):
+            call = await self._open(context, prompt, plan, frozenset(outputs.values()), record)
+            continued = {name: source.stage for name, source in self._cache_sources.items()}
+            latency = RequestLatency(record, self.config.stages[0].name, slos, self.latency_metrics, continued)
+            answer = Answer(self.pipeline, plan, request_id, record, outputs, latency)
+            self.requests.enter()
+            try:
+                async for frame in call:
+                    with UserAway(call):
+                        yield answer.output_of(frame)
+            except Exception as exc:
+                trace.error = str(exc)
+                if isinstance(exc, VLLMError):
+                    raise
+                latency.fail(exc)
+                if (failed := self.requests.error_for_client(request_id, exc)) is exc:
+                    raise
+                raise failed from exc
+            finally:
+                # A task of its own: where a client leaves, anyio cancels the reader again at each of its awaits.
+                await asyncio.shield(asyncio.ensure_future(self._end(call, record)))
 
     async def _end(self, call: GraphCall, record: RequestRecord) -> None:
         """Release what a request holds, whether it has ended or is left early."""
         await call.aclose()
         if call.session is not None and self.sessions is not None:
             self.sessions.leave(call.session)
+        record.end(self.traces)
         await self._release(record.published)
         self.streamed_replies.forget(call.call_id)
         self.gate.leave(call.call_id)
@@ -471,18 +481,3 @@ class Orchestrator:
     def resume(self) -> None:
         """Admit the requests that wait before the first stage."""
         self.gate.open()
-
-
-def _load_pipeline(config: OmniConfig) -> Pipeline:
-    args = config.stages[0].engine_args
-    revision, trust = args.get("revision"), bool(args.get("trust_remote_code", False))
-    try:
-        load_general_plugins()  # ours registers diffusers' layout with vLLM
-        config_format = DIFFUSERS if has_model_index(config.model, revision=revision) else "auto"
-        hf_config = get_config(config.model, trust, revision=revision, config_format=config_format)
-        pipeline_cls = config.pipeline or find_pipeline_cls(config.model_type)
-        return pipeline_cls(config.model, hf_config, revision)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{config.model}: {exc}") from exc

@@ -15,11 +15,11 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
-from vllm_omni.engine.metrics import RESULTS
+from vllm_omni.engine.stage_log import RESULTS
 from vllm_omni.errors import RelayError
 from vllm_omni.messages.failure import make_failure
 from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
-from vllm_omni.messages.payload import Payload, decode, unpack
+from vllm_omni.messages.payload import NUM_CACHED, Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
 from vllm_omni.messages.stage_step import STAGE_ARGS
 from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
@@ -113,6 +113,9 @@ class MultimodalOutputProcessor(OutputProcessor):
         num_results: counts the results, by their name in a payload: one for each picture, video or piece of sound.
         has_slo: whether the deployment has latency targets, so that every request is watched.
         clock: the engine's (``StreamScheduler.clock``).
+
+    Attributes:
+        num_cached_rows: rows that were published for tokens found in the prefix cache.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class MultimodalOutputProcessor(OutputProcessor):
         self._num_results: Counter[str] = Counter() if num_results is None else num_results
         self._has_slo = has_slo
         self._clock = clock
+        self.num_cached_rows = 0
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, prompt, *args, **kwargs)
@@ -171,6 +175,7 @@ class MultimodalOutputProcessor(OutputProcessor):
             if output.pooling_output is not None:
                 assert isinstance(output.pooling_output, torch.Tensor)
                 payload = unpack(output.pooling_output)
+                self.num_cached_rows += payload.values.get(NUM_CACHED, 0)
                 output.pooling_output = None
                 self._take(payload, state)
                 if state is not None:

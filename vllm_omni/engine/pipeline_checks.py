@@ -47,6 +47,8 @@ def check_pipeline(pipeline: Pipeline) -> None:
     check_function(f"{where}.mm_processor_kwargs", pipeline.mm_processor_kwargs, "modalities")
     if pipeline.extra_outputs:
         _check_overridden(pipeline, "extra_output", "extra_outputs", "name", "output")
+    if pipeline.continues_answers:
+        _check_overridden(pipeline, "continue_answer", "continues_answers", "ids", "image")
     if pipeline.speech_stage is not None:
         if not pipeline.speaks_prompts:
             _check_overridden(pipeline, "speech_prompt", "speech_stage", "text", "instructions")
@@ -218,20 +220,21 @@ _ATTRIBUTES: _Attributes = {
     "speakers": (lambda value: _is_sequence(str, value), "a sequence of names"),
     "session_ttl_s": (_is_ttl, "a number of seconds above 0, or None for no sessions"),
     "speech_stage": (lambda value: value is None or _is_name(value), "the name of a stage, or None"),
-    **dict.fromkeys(("converses", "hears_voices"), (lambda value: isinstance(value, bool), "True or False")),
+    **dict.fromkeys(
+        ("converses", "hears_voices", "continues_answers"), (lambda value: isinstance(value, bool), "True or False")
+    ),
     "chat_template": (lambda value: value is None or _is_name(value), "a template, or None"),
 }
 _SPEC_FIELDS: _Attributes = {
     "name": (_is_name, "the name of a role"),
     "architecture": (lambda value: isinstance(value, str), "the name of a class that is registered with vLLM, or ''"),
     "output_type": (_is_name, f"one of {', '.join(HANDLERS)}"),
-    "publishing_fields": (
-        lambda value: isinstance(value, frozenset) and all(map(_is_name, value)),
-        "a frozenset of names of fields",
-    ),
-    "frame_fields": (
-        lambda value: isinstance(value, frozenset) and all(map(_is_name, value)),
-        "a frozenset of names of fields",
+    **dict.fromkeys(
+        ("publishing_fields", "frame_fields", "cache_fields"),
+        (
+            lambda value: isinstance(value, frozenset) and all(map(_is_name, value)),
+            "a frozenset of names of fields",
+        ),
     ),
     **dict.fromkeys(("combine", "route"), (_is_named_mapping, "a mapping from interfaces to functions")),
     "frames": (_is_named_mapping, "a mapping from fields to what makes a Framing"),

@@ -19,14 +19,16 @@ import vllm_omni.model_executor.generation_executor
 import vllm_omni.worker.cpu_worker  # noqa: F401
 
 
-def _remove_socket() -> None:
+def _remove_socket(parent: int) -> None:
     """Python leaves this to the parent, which may have been killed."""
+    if os.getppid() == parent:
+        return
     address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     with contextlib.suppress(OSError):
         os.unlink(address)
         Path(address).parent.rmdir()
 
 
-atexit.register(_remove_socket)
+atexit.register(_remove_socket, os.getppid())
 set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share

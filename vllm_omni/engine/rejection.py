@@ -23,6 +23,8 @@ def rejection(exc: BaseException, stage: str = "") -> InvalidRequest:
         raise exc
     if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
         raise Overloaded(f"the media of the prompt cannot be read now: {exc}") from exc
+    if isinstance(exc, InvalidRequest):
+        return type(exc)(f"stage {stage!r}: {exc}", param=exc.param) if stage else exc
     said = str(exc) or type(exc).__name__
     if not isinstance(exc, ValueError | VLLMClientError) or isinstance(exc, binascii.Error):
         said = f"the prompt or its media cannot be read: {said}"

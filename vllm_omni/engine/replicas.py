@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Balance, EPDDeployment, Instance, Tasks
 from vllm_omni.engine.group import EngineGroup
+from vllm_omni.engine.prompt_names import names_of_prompt
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.router import MAX_TERMINATIONS, Recovery, RequestState, Router
@@ -27,16 +28,19 @@ from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import decode, encode
 from vllm_omni.messages.report import Reporter, ignore
+from vllm_omni.messages.token_names import TokenNames, decode_names
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 
 logger = logging.getLogger(__name__)
 
+NO_REPLICA = "no replica admits requests"
+
 
 def make_replicas(config: StageConfig) -> list[Instance]:
-    """List the replicas of a stage; its ``device_ids`` are divided among them."""
+    """List the replicas that a stage may have, those of its start first; ``device_ids`` are divided among all."""
     devices = config.engine_args.get("device_ids") or []
-    size = len(devices) // config.replicas
-    slices = [devices[number * size : (number + 1) * size] for number in range(config.replicas)]
+    size = len(devices) // config.max_engines
+    slices = [devices[number * size : (number + 1) * size] for number in range(config.max_engines)]
     return [
         Instance(config.name, None, number, {"device_ids": own} if own else {}, is_front=number == 0)
         for number, own in enumerate(slices)
@@ -54,12 +58,31 @@ class _Request:
     prompt: Any
     params: SamplingParams
     state: RequestState
+    reply: list[int] = field(default_factory=list)  # its tokens, where the stage's prompts have tokens of this kind
+
+    def note_tokens(self, output: OmniRequestOutput) -> None:
+        """Note the tokens of an output: the prompt of a session's next turn has them."""
+        if not _reads_rows(self.stage_request) and self.params.n == 1:
+            self.reply += (token for completion in output.outputs for token in completion.token_ids)
 
     @property
     def task_id(self) -> str:
         """Id of the request to the engine, one for each replica that gets it."""
         number = self.state.num_assignments
         return self.request_id if number == 1 else f"{self.request_id}-t{number}"
+
+
+def _reads_rows(request: StageRequest) -> bool:
+    """Whether the prompt is rows of another stage, and its ids are fillers."""
+    return "payloads" in request.args
+
+
+def _names_of(request: StageRequest, prompt: Any, context: RequestContext) -> TokenNames | None:
+    """The names of the tokens, or rows, of a prompt."""
+    if not _reads_rows(request):
+        return names_of_prompt(prompt, context.lora_request)
+    names: bytes | None = request.args.get("row_names")
+    return None if names is None else decode_names(names)
 
 
 class ReplicaGroup(EngineGroup):
@@ -70,7 +93,21 @@ class ReplicaGroup(EngineGroup):
 
     def __init__(self, config: StageConfig, engines: Sequence[StageEngine], balance: Balance) -> None:
         super().__init__(config, engines)
-        self.router = Router(dict.fromkeys(self.engines, Tasks.EPD), EPDDeployment(balance=balance), self.is_available)
+        kinds = dict.fromkeys(self.engines, Tasks.EPD)
+        has_pool = config.pool is not None
+        self.router = Router(kinds, EPDDeployment(balance=balance), self.is_available, has_pool=has_pool)
+
+    def add(self, engine: StageEngine) -> None:
+        """Give requests to one more replica, which runs."""
+        self.engines[engine.name] = engine
+        self.router.kinds = dict.fromkeys(self.engines, Tasks.EPD)
+
+    def remove(self, name: str) -> None:
+        """A replica that has no requests ends; it is not the front."""
+        del self.engines[name]
+        self._num_restarts.pop(name, None)
+        self.router.kinds = dict.fromkeys(self.engines, Tasks.EPD)
+        self.router.forget_pages(name)
 
     async def generate(
         self,
@@ -90,23 +127,32 @@ class ReplicaGroup(EngineGroup):
         self.check_health()
         routed = await self._make_request(request, context, wanted, suffix)
         state, failure = routed.state, None
-        while (assignment := self.router.assign(state)) is not None:
+        while (assignment := self.assign(state)) is not None:
             engine = self.engines[assignment.instance]
             try:
                 async with aclosing(self._run(routed, engine, report)) as outputs:
                     async for output in outputs:
+                        if not state.num_given:
+                            self.router.note_found(state, assignment, output.num_cached_tokens or 0)
                         state.num_given += 1
+                        routed.note_tokens(output)
                         yield output
+                self.router.note_reply(state, assignment, routed.reply[:-1])
                 return
             except StageFailed as exc:
                 if self.is_alive(engine.name):
-                    raise failure or exc from exc  # without the replica that died, it would not have failed here
+                    if failure is None:
+                        raise
+                    # Without the replica that died, it would not have failed here.
+                    raise StageFailed(failure.stage, f"{failure.reason}; then {engine.name!r}: {exc.reason}") from exc
                 self._check_repeatable(routed, exc)
                 failure = exc
             finally:
                 self.router.release(assignment)
             await self._renew_rows(routed, failure, report)
-        raise failure or StageUnavailable(self.name, "no replica admits requests")
+        if failure is None:
+            raise StageUnavailable(self.name, NO_REPLICA)
+        raise StageFailed(failure.stage, f"{failure.reason}; {NO_REPLICA}") from failure
 
     async def _make_request(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str], suffix: str
@@ -114,9 +160,11 @@ class ReplicaGroup(EngineGroup):
         prompt, params = await self.front.prepare(request, context, wanted)
         state = RequestState(
             RequestSize.of(prompt, params.max_tokens, params.n),
-            prompt,
+            _names_of(request, prompt, context),
             # The requests of a call without a session, which a loop may make, belong together.
             session=context.session_id or context.request_id,
+            reads_pool=not (self.spec.publishes_rows and self.spec.publishing_fields & wanted),
+            reads_cache=not params.skip_reading_prefix_cache,
         )
         request_id = f"{context.request_id}-{self.name}{suffix}"
         return _Request(request, context, wanted, request_id, prompt, params, state)

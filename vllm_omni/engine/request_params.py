@@ -25,7 +25,9 @@ def check_params(
             of_stage.validate(config.stage(name).diffusion_config.limits)
     slos = {}
     for engine in engines:
-        of_engine = params.get(engine.config.name)
+        if engine.spec.cache_fields:  # its readers make the tokens of the reply
+            continue
+        of_engine = params.get(engine.config.name if engine.cache_source is None else engine.cache_source.stage)
         if isinstance(of_engine, SamplingParams) and (slo := slo_of(of_engine.extra_args, engine.default_slo)):
             slos[engine.config.name] = slo
     return slos

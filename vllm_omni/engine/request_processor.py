@@ -17,7 +17,7 @@ from vllm.multimodal.media.connector import global_thread_pool
 from vllm.renderers.base import BaseRenderer
 
 from vllm_omni.engine.media_budget import MediaBudget
-from vllm_omni.engine.media_connector import BudgetedConnector
+from vllm_omni.engine.media_connector import BudgetedConnector, video_threads
 from vllm_omni.vllm_patches import limit_media_threads, replace_media_connector, wrap_renderer
 
 WARM_TIMEOUT_S = 10.0
@@ -48,7 +48,8 @@ class RequestProcessor:
         limit_media_threads()
         # A pool starts its threads when it is first given work, and the event loop waits until each runs: with all
         # cores busy decoding images, that is a tenth of a second per thread.
-        start_threads(global_thread_pool, global_thread_pool._max_workers)
+        for pool in (global_thread_pool, video_threads()):
+            start_threads(pool, pool._max_workers)
         start_threads(renderer._executor, renderer.model_config.renderer_num_workers)
 
     def _bound(self, render_prompts: Any, render_chats: Any) -> tuple[Any, Any]:

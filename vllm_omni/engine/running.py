@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from vllm_omni.errors import ShuttingDown
+from vllm_omni.errors import CallAborted, GraphError, OmniError, ShuttingDown, StageFailed
+
+logger = logging.getLogger(__name__)
 
 STOPPING = "the server is shutting down"
 
@@ -67,6 +70,11 @@ class RunningRequests:
             _has_arrived.reset(token)
             self.leave()
 
+    @staticmethod
+    def note_arrived() -> None:
+        """Note that the current task works for a request that a further front end has counted at its arrival."""
+        _has_arrived.set(True)
+
     def drain(self) -> None:
         """Reject new requests from now on."""
         self.is_draining = True
@@ -74,6 +82,16 @@ class RunningRequests:
     def end(self) -> None:
         """Reject all requests from now on."""
         self.is_draining = self.is_over = True
+
+    def error_for_client(self, request_id: str, error: Exception) -> OmniError:
+        """The error that the client of a failed request gets: itself, if it is one of ours, or what it means."""
+        if isinstance(error, OmniError) and not isinstance(error, GraphError):
+            is_stopped = self.is_draining and isinstance(error, CallAborted | StageFailed)
+            return ShuttingDown(STOPPING) if is_stopped else error
+        # Of the pipeline, or a defect of ours: not the client's fault, whatever its class.
+        logger.error("request %s failed", request_id, exc_info=error)
+        where = "; ".join(getattr(error, "__notes__", ()))
+        return OmniError(f"the pipeline failed: {error!r}" + (f" {where}" if where else ""))
 
     async def wait_until_none(self) -> None:
         while self._num_running:

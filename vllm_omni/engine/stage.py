@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 from vllm.exceptions import VLLMClientError
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -27,26 +26,32 @@ from vllm.v1.executor.abstract import Executor
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance
-from vllm_omni.config.vllm_args import make_sampling_params
 from vllm_omni.engine.adapters import load_adapter
+from vllm_omni.engine.cache_edges import CacheSource
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
+from vllm_omni.engine.engine_run import EngineRun
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.node import StageNode
+from vllm_omni.engine.pool_args import with_adapter
 from vllm_omni.engine.reading import Reading
 from vllm_omni.engine.rejection import raise_reported, rejection
+from vllm_omni.engine.remote_processes import RemoteProcesses, make_processes
+from vllm_omni.engine.rendering import render_prompt
+from vllm_omni.engine.request_caches import RequestCaches, check_given, check_prompt
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
-from vllm_omni.errors import ConfigError, InvalidRequest, StageFailed
+from vllm_omni.engine.transfer_params import KV_CONFIG
+from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.hosts.remote_engine import RemoteEngine
 from vllm_omni.messages.outputs import OmniRequestOutput
-from vllm_omni.messages.report import NodeReport, Reporter, ignore
-from vllm_omni.messages.timeline import TIMELINES, TaskNotes, TaskTimes, task_of
+from vllm_omni.messages.report import Reporter, ignore
+from vllm_omni.messages.timeline import TIMELINES
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec, client_checks
-from vllm_omni.process.fork_server import forked_stages
 from vllm_omni.process.stage_processes import StageProcesses, ended_early, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
-from vllm_omni.process.watchdog import StepWatchdog
+from vllm_omni.process.watchdog import Watchdog
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import keep_media_in_front_end
 
@@ -73,9 +78,12 @@ class StageEngine(StageNode):
 
     Attributes:
         num_requests: that run here.
+        start_s: how long the start took, in seconds.
         is_drained: see ``set_drained``.
         was_ended: see ``Supervised``.
         reader: bounds how many prompts are read at a time; for the engine that reads the user's prompts.
+        cache_source: of the requests that bring a KV cache.
+        remote: the engine on another host, if the deployment places it there.
     """
 
     def __init__(
@@ -86,28 +94,29 @@ class StageEngine(StageNode):
         log_stats: bool = False,
         instance: Instance | None = None,
         reader: RequestProcessor | None = None,
+        cache_source: CacheSource | None = None,
     ) -> None:
         self.config = config if instance is None else config_of_instance(config, instance)
         self.kind = ENGINE_KINDS[config.engine_type]
         self.spec = replace(spec, sampling_params={**spec.sampling_params, **self.kind.sampling_params})
         self.name = config.name if instance is None else instance.name
         self.instance = instance
+        self.cache_source = cache_source
+        self.remote: RemoteEngine | None = None
         self.vllm_config = config.vllm_config or create_vllm_config(self.config, spec, instance, log_stats=log_stats)
         self.default_slo = default_slo(self.vllm_config)
-        self._check_default_params()
         self._is_first = config.stage_id == 0
         self._log_stats = log_stats
         self._reader = reader
         self._status = StageStatus()
         self.on_status: Callable[[], None] = lambda: None  # called after each change of status, by the supervisor
         self._llm: StageLLM | None = None
-        self._processes: StageProcesses | None = None
+        self._processes: StageProcesses | RemoteProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
-        self.num_requests = 0
-        self._has_ended = asyncio.Event()  # set when one of them ends
+        self.num_requests, self.start_s = 0, 0.0
         self.is_drained = False
         self.was_ended = False
-        self._watchdog = StepWatchdog(self)
+        self._watchdog = Watchdog(self)
         self._stuck: str | None = None  # why the watchdog has ended the engine, until it is restarted
 
     @property
@@ -127,13 +136,12 @@ class StageEngine(StageNode):
         Raises:
             StageFailed: the engine did not start; the cause is attached.
         """
-        self._processes = processes = StageProcesses(tether)
-        tether.update(self.vllm_config.additional_config)
-        tether[TIMELINES] = self.kind.generates_tokens
-        self.vllm_config.additional_config = tether
+        self._processes = processes = make_processes(tether, self.remote, log_stats=self._log_stats)
+        self._hub = hub
+        self.bind_config(tether)
         logger.info("stage %s: starting", self.name)
         started = time.monotonic()
-        with self._media_cache(), forked_stages(self.vllm_config.device_config.device_type):
+        with self._media_cache(), processes.starting(self.vllm_config.device_config.device_type):
             # A start writes what the engine measured into its configuration; a restart needs it as it was.
             self._fresh_config = copy.deepcopy(self.vllm_config)
             try:
@@ -141,6 +149,7 @@ class StageEngine(StageNode):
                     self.vllm_config,
                     self.spec.output_type,
                     hub,
+                    client_addresses=processes.launch(),
                     has_own_vocabulary=self.spec.has_own_vocabulary,
                     log_stats=self._log_stats,
                     generates_tokens=self.kind.generates_tokens,
@@ -151,11 +160,18 @@ class StageEngine(StageNode):
         if self._reader is not None:
             self._reader.bind(self.llm.renderer)
         processes.note()
-        logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - started)
+        self.start_s = time.monotonic() - started
+        logger.info("stage %s: ready after %.1f s", self.name, self.start_s)
+
+    def bind_config(self, tether: ServerTether) -> None:
+        """Complete the configuration with which the engine's processes start: they live as long as the tether's."""
+        tether.update(self.vllm_config.additional_config)
+        tether[TIMELINES] = self.kind.generates_tokens
+        self.vllm_config.additional_config = tether
 
     def _media_cache(self) -> AbstractContextManager[None]:
-        if self.instance is None:
-            return nullcontext()
+        if self.instance is None and not self.spec.publishes_pictures:
+            return nullcontext()  # a prompt is sent once, and with pictures again behind each of them
         return keep_media_in_front_end(self.vllm_config.model_config, lambda: self.llm.renderer)
 
     def restart(self) -> None:
@@ -171,9 +187,10 @@ class StageEngine(StageNode):
         try:
             processes.end()
             config = copy.deepcopy(self._fresh_config)
-            with forked_stages(self.vllm_config.device_config.device_type):
+            with processes.starting(self.vllm_config.device_config.device_type):
                 make_client = EngineCoreClient.make_async_mp_client
-                engine_core = make_client(config, Executor.get_class(config), self.llm.log_stats)
+                executor = Executor.get_class(config)
+                engine_core = make_client(config, executor, self.llm.log_stats, processes.launch())
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:
@@ -215,8 +232,15 @@ class StageEngine(StageNode):
         if self._llm is not None:
             self._llm.shutdown(timeout=envs.VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S)
 
+    def remove(self) -> None:
+        """End the engine's processes and remove what they left; the server runs on."""
+        if self._llm is not None:
+            self._llm.shutdown(timeout=0)
+        if self._processes is not None:
+            self._processes.end()
+
     @property
-    def _started(self) -> StageProcesses:
+    def _started(self) -> StageProcesses | RemoteProcesses:
         assert self._processes is not None, "the stage has not been started"
         return self._processes
 
@@ -225,7 +249,10 @@ class StageEngine(StageNode):
     @property
     def has_died(self) -> bool:
         """Whether requests on the engine fail."""
-        return self.llm.has_failed
+        return self.llm.has_failed or self._started.has_ended
+
+    def can_start(self) -> bool:
+        return self._started.can_start()
 
     def pids(self) -> list[int]:
         """Process ids of the engine core and its workers that live."""
@@ -251,14 +278,6 @@ class StageEngine(StageNode):
         """Whether others of its group (``EngineGroup``) get its new requests; those that run here end here."""
         self.is_drained = is_drained
         self.on_status()
-
-    async def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until no request runs here, or the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.num_requests:
-                    self._has_ended.clear()
-                    await self._has_ended.wait()
 
     def termination_reason(self) -> str:
         """Why the engine died: "its engine has died: ..."."""
@@ -287,13 +306,13 @@ class StageEngine(StageNode):
         except Exception as exc:  # upstream's clients raise bare exceptions with the engine's message
             raise StageFailed(self.name, str(exc) or repr(exc)) from exc
 
-    async def relay_statistics(self) -> list[dict[str, dict[str, int]]]:
+    async def relay_statistics(self, timeout_s: float = ANSWER_TIMEOUT_S) -> list[dict[str, dict[str, int]]]:
         """Fetch ``RelayStatistics`` of each of the stage's ranks, by backend.
 
         Raises:
-            StageFailed: the engine does not answer.
+            StageFailed: the engine does not answer in time.
         """
-        return await self.ask(self.llm.collective_rpc("relay_statistics"))
+        return await self.ask(self.llm.collective_rpc("relay_statistics"), timeout_s)
 
     # -- for the watchdog (``Watched``) -------------------------------------------------------------------------------
 
@@ -306,9 +325,9 @@ class StageEngine(StageNode):
     def cpu_s(self) -> float:
         return self._started.cpu_s()
 
-    def end_stuck(self, reason: str) -> None:
-        logger.error("stage %s: %s", self.name, reason)
-        self._stuck = reason
+    def end_stuck(self, after_s: float) -> None:
+        self._stuck = f"its engine made no step for {after_s:g} s, with requests"
+        logger.error("stage %s: %s", self.name, self._stuck)
         self.kill()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -338,6 +357,7 @@ class StageEngine(StageNode):
         Raises:
             InvalidRequest: the engine cannot honour one.
         """
+        check_given(self.config.name, self.cache_source, given)
         self.spec.check_sampling_params(params, given)
         config = self.vllm_config
         if not self.kind.generates_tokens:
@@ -362,11 +382,15 @@ class StageEngine(StageNode):
         """
         is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
         if self.kind.renders_prompt and (self._is_first or not is_rendered):
-            request = structs.replace(request, prompt=await self._render(request.prompt))
+            request = structs.replace(request, prompt=await self.render(request.prompt))
+        request = with_adapter(request, self.config.pool, context.lora_request)
         if request.given:
             ids = [*request.prompt["prompt_token_ids"], *request.given]
             request = structs.replace(request, prompt={**request.prompt, "prompt_token_ids": ids})
-        given = context.params[self.config.name]
+        source = self.config.name if request.cache is None or self.cache_source is None else self.cache_source.stage
+        given = context.params[source]
+        if self.spec.cache_fields & wanted:
+            check_prompt(self.config.name, request.prompt)
         if self.spec.make_args is not None:
             with client_checks(f"stage {self.name!r}: make_args"):
                 more = self.spec.make_args(request, context, wanted, self.vllm_config)
@@ -375,34 +399,13 @@ class StageEngine(StageNode):
 
     @property
     def _transfers_fail_requests(self) -> bool:
-        """Whether a transfer that fails may end a request. Connectors of instances compute what they cannot pull."""
+        """Whether a transfer that fails may end a request. Ours compute what they cannot pull."""
         transfers = self.vllm_config.kv_transfer_config, self.vllm_config.ec_transfer_config
-        return self.instance is None and transfers != (None, None)
+        return self.instance is None and KV_CONFIG not in self.spec.engine_args and transfers != (None, None)
 
-    def _check_default_params(self) -> None:
-        given = self.config.default_sampling_params
-        if not self.config.is_diffusion:
-            try:
-                self.check_params(make_sampling_params(given), given)
-            except InvalidRequest as exc:
-                raise ConfigError(f"default_sampling_params: {exc}") from exc
-
-    async def _render(self, prompt: Any) -> Any:
-        """Tokenize a prompt and process its media; one that vLLM's handlers have rendered is only checked."""
-        if not (isinstance(prompt, dict) and "type" in prompt):  # else it is rendered already
-            try:
-                parsed = parse_model_prompt(self.llm.model_config, prompt)
-                (prompt,) = await self.llm.renderer.render_cmpl_async([parsed])
-            except Exception as exc:
-                raise rejection(exc, self.name) from exc
-        # A value of another type would end the engine core's thread that receives requests.
-        wrong = [token for token in prompt.get("prompt_token_ids") or () if type(token) is not int]
-        if wrong:
-            raise InvalidRequest(f"prompt_token_ids: {wrong[0]!r} is not an int")
-        if self.spec.check_prompt is not None:
-            with client_checks(f"stage {self.name!r}: check_prompt"):
-                self.spec.check_prompt(prompt)
-        return prompt
+    async def render(self, prompt: Any) -> Any:
+        """See ``render_prompt``."""
+        return await render_prompt(self.llm, self.spec, self.name, prompt)
 
     async def run(
         self, prompt: Any, params: SamplingParams, request_id: str, context: RequestContext, report: Reporter
@@ -419,47 +422,48 @@ class StageEngine(StageNode):
             StageFailed: the engine died, or the model failed on this request.
         """
         self._loop = asyncio.get_running_loop()
-        lora_request = await load_adapter(self, context.lora_request) if self._is_first else None
+        answers_user = self._is_first or self.cache_source is not None
+        lora_request = await load_adapter(self, context.lora_request) if answers_user else None
         reading = Reading(self.llm, request_id, params, generates_tokens=self.kind.generates_tokens)
+        run = EngineRun(
+            self.config.name,
+            self.name,
+            self.llm,
+            request_id,
+            params,
+            report,
+            generates_tokens=self.kind.generates_tokens,
+        )
         outputs = self.llm.generate(
             prompt,
             params,
             request_id,
             lora_request=lora_request,
             priority=context.priority,
-            trace_headers=context.trace_headers,
-            **(context.engine_kwargs if self._is_first else {}),
+            trace_headers=run.headers(context.trace_headers),
+            **(context.engine_kwargs if answers_user else {}),
         )
-        sent_at, is_noted = time.time(), False
+        caches = RequestCaches(self.cache_source, self.spec, prompt, params, self._hub, lora_request)
         is_constrained = params.structured_outputs is not None and not self._transfers_fail_requests
         self.num_requests += 1
         self._watchdog.start()
-
-        def note() -> None:
-            notes = self.llm.notes.pop(request_id, TaskNotes())
-            if self.kind.generates_tokens:
-                timelines, now = list(notes.timelines.values()), time.time()
-                times = TaskTimes(task_of(params.extra_args), sent_at, now, timelines, notes.token_times)
-                report(NodeReport(self.config.name, task=times))
-
+        error: BaseException | None = None
         try:
             async with self._translate_errors(), aclosing(outputs):
                 async for output in outputs:
                     assert isinstance(output, OmniRequestOutput)
                     raise_reported(output, self.name, is_constrained=is_constrained)
-                    if output.finished:
-                        note()
-                        is_noted = True
+                    run.note_output(output)
+                    caches.note_output(output)
                     reading.note_pulled()
                     yield output
                     await reading.report()
+        except BaseException as exc:
+            error = exc
+            raise
         finally:
             self.num_requests -= 1
-            self._has_ended.set()
-            if not is_noted:
-                note()
-            if published := self.llm.published.pop(request_id, None):
-                report(NodeReport(self.config.name, published=published))
+            run.end(error)
 
     @asynccontextmanager
     async def _translate_errors(self) -> AsyncIterator[None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import structs
 from vllm.config import VllmConfig
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
@@ -22,12 +24,14 @@ from vllm_omni.core.sched.read_window import report_of
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.media_budget import HOLDING
 from vllm_omni.engine.media_cache import SenderCache
-from vllm_omni.engine.metrics import StageLoggingStatLogger, StagePrometheusStatLogger, StepStatLogger
+from vllm_omni.engine.media_names import keeps_media, of_tenant
+from vllm_omni.engine.metrics import StagePrometheusStatLogger
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
+from vllm_omni.engine.stage_log import StageStatLogger
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.timeline import TaskNotes
 from vllm_omni.relay.hub import RelayHub
-from vllm_omni.vllm_patches import replace_sender_cache
+from vllm_omni.vllm_patches import name_media_by_content, replace_sender_cache
 
 T = TypeVar("T")
 
@@ -38,10 +42,12 @@ class StageLLM(AsyncLLM):
     Args:
         has_own_vocabulary: see ``StageSpec``.
         generates_tokens: False: its log lines count steps and results.
+        client_addresses: where to bind for an engine core that is started elsewhere; None: it is started here.
         profiles_front_end: whether ``start_profile`` also profiles this process; torch allows one profiler in it.
     """
 
     output_handler: asyncio.Task[None] | None
+    _keeps_media = False  # in the host's pool
 
     def __init__(
         self,
@@ -53,16 +59,24 @@ class StageLLM(AsyncLLM):
         log_stats: bool = False,
         profiles_front_end: bool = True,
         generates_tokens: bool = True,
+        client_addresses: dict[str, str] | None = None,
     ) -> None:
         num_results: Counter[str] = Counter()
-        log_logger = StageLoggingStatLogger if generates_tokens else partial(StepStatLogger, num_results=num_results)
+        self.stat_loggers: list[StageStatLogger] = []  # one for each data-parallel rank; none without ``log_stats``
+
+        def make_logger(vllm_config: VllmConfig, engine_index: int) -> StageStatLogger:
+            results = None if generates_tokens else num_results
+            self.stat_loggers.append(StageStatLogger(vllm_config, engine_index, num_results=results))
+            return self.stat_loggers[-1]
+
         super().__init__(
             vllm_config,
             Executor.get_class(vllm_config),
             log_stats=False,  # upstream's own loggers; statistics are collected all the same for the loggers below
-            stat_loggers=[StagePrometheusStatLogger, log_logger] if log_stats else None,
+            stat_loggers=[StagePrometheusStatLogger, make_logger] if log_stats else None,
             usage_context=UsageContext.ENGINE_CONTEXT,
             log_requests=False,
+            client_addresses=client_addresses,
         )
         # Upstream's output loop keeps the processor it starts with, and inside an event loop it starts at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
@@ -72,6 +86,8 @@ class StageLLM(AsyncLLM):
         if not profiles_front_end:
             self.profiler = None
         self._sender_cache = replace_sender_cache(self.renderer, SenderCache)
+        self._keeps_media = keeps_media(vllm_config)
+        name_media_by_content(self.renderer, trusts_uuids=not self._keeps_media)
         self.published: dict[str, list[Payload]] = {}  # see MultimodalOutputProcessor
         self.notes: dict[str, TaskNotes] = {}  # likewise
         self._extend = partial(
@@ -96,8 +112,12 @@ class StageLLM(AsyncLLM):
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """As upstream, which adds end ids of the tokenizer and the checkpoint even where the model's vocabulary ends
-        before them: ``min_tokens`` would index past it.
+        before them: ``min_tokens`` would index past it. A tenant's media have names of their own in the pool.
         """
+        if self._keeps_media and request.cache_salt and request.mm_features:
+            salt = request.cache_salt
+            features = [replace(one, identifier=of_tenant(one.identifier, salt)) for one in request.mm_features]
+            request = structs.replace(request, mm_features=features)
         if request.sampling_params is not None:
             stop_ids, size = request.sampling_params.all_stop_token_ids, self.model_config.get_vocab_size()
             stop_ids.difference_update({one for one in stop_ids if not 0 <= one < size})
@@ -115,6 +135,12 @@ class StageLLM(AsyncLLM):
             request_id: the engine's id of one sequence.
         """
         await self.engine_core.add_request_async(report_of(request_id, num_read))
+
+    @property
+    def num_cached_rows(self) -> int:
+        """See ``MultimodalOutputProcessor``."""
+        assert isinstance(self.output_processor, MultimodalOutputProcessor)
+        return self.output_processor.num_cached_rows
 
     @property
     def has_failed(self) -> bool:

@@ -51,17 +51,21 @@ class ServedPayloads:
 
     That is what msgpack has, tuples, tensors (as references whose bytes are inline), arrays, images, and vLLM's
     parameters and rendered prompts; nested in any way. A value comes back as the type that it was.
+
+    Args:
+        more: further structs and named tuples, by codes from 32; the same at both ends.
     """
 
-    def __init__(self) -> None:
-        self._codes = {kind: code for code, kind in _STRUCTS.items()}
-        self._open = {kind: _open_fields(kind) for kind in _STRUCTS.values()}
+    def __init__(self, more: Mapping[int, type] | None = None) -> None:
+        structs = {**_STRUCTS, **(more or {})}
+        self._codes = {kind: code for code, kind in structs.items()}
+        self._open = {kind: _open_fields(kind) for kind in structs.values()}
         self._inline = InlineRelay()
         self._encoder = msgpack.Encoder(enc_hook=self._encode_other)
         self._decoder = msgpack.Decoder(ext_hook=self._decode_ext)
         self._decoders: dict[int, msgpack.Decoder[Any]] = {
             code: msgpack.Decoder(kind, ext_hook=self._decode_ext, dec_hook=_decode_other)
-            for code, kind in _STRUCTS.items()
+            for code, kind in structs.items()
         }
 
     def encode(self, value: Any) -> bytes:

@@ -12,11 +12,11 @@ from vllm.v1.engine import PauseMode
 
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.engine.adapters import without_adapters
+from vllm_omni.engine.draining import DrainedEngine
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.scaling import DRAIN_TIMEOUT_S, StageScale
 from vllm_omni.engine.stage import StageEngine, StageLLM
 from vllm_omni.errors import InvalidRequest, StageFailed
-from vllm_omni.names import suggest
-from vllm_omni.process.status import StageState
 
 Reply = TypeVar("Reply")
 Call = Callable[[StageLLM], Coroutine[Any, Any, Reply]]
@@ -158,40 +158,39 @@ class StageAdmin(EngineClient):
         replies = await self._call(lambda llm: llm.collective_rpc(method, timeout, args, kwargs), self._first_engines())
         return [rank for ranks in replies for rank in ranks]
 
-    # -- one engine ---------------------------------------------------------------------------------------------------
+    # -- some engines --------------------------------------------------------------------------------------------------
 
-    async def drain_engine(self, name: str, timeout_s: float) -> int:
-        """Give an engine no new requests until ``undrain_engine``, and wait for those that run there.
+    async def drain(self, name: str, timeout_s: float) -> list[DrainedEngine]:
+        """Give an engine, or all engines of a host, no new requests until ``undrain``, and wait until they are idle.
 
-        It stays drained through a restart. Another engine of its stage must get requests meanwhile.
-
-        Returns:
-            The number of requests that still run there after ``timeout_s``.
+        They stay drained through a restart of theirs or of the host. Other engines of their stages must get requests
+        meanwhile.
 
         Raises:
-            InvalidRequest: there is no such engine, or no other that would get its requests.
+            InvalidRequest: there is no such engine or host, or a stage without another engine that gets requests.
         """
-        engine = self._engine(name)
-        engine.set_drained(True)
-        if self.orchestrator.nodes[engine.config.name].current_status().state is not StageState.RUNNING:
-            engine.set_drained(False)
-            raise InvalidRequest(f"engine {name!r} cannot be drained: no other engine of its stage gets requests")
-        await engine.wait_until_idle(timeout_s)
-        return engine.num_requests
+        return await self.orchestrator.draining.drain(name, timeout_s)
 
-    def undrain_engine(self, name: str) -> None:
-        """Give a drained engine requests again.
+    def undrain(self, name: str) -> list[DrainedEngine]:
+        """Give a drained engine, or all engines of a host, requests again.
 
         Raises:
-            InvalidRequest: there is no such engine.
+            InvalidRequest: there is no such engine or host.
         """
-        self._engine(name).set_drained(False)
+        return self.orchestrator.draining.undrain(name)
 
-    def _engine(self, name: str) -> StageEngine:
-        engines = self.orchestrator.engines
-        if name not in engines:
-            raise InvalidRequest(f"no engine {name!r}: {suggest(name, engines)}")
-        return engines[name]
+    async def scale(self, stage: str, replicas: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> StageScale:
+        """Start or end replicas of a stage that has ``max_replicas``; returns when there are so many.
+
+        Args:
+            drain_timeout_s: how long a replica that is to end may have requests; then it stays.
+
+        Raises:
+            InvalidRequest: the stage cannot have so many.
+            StageFailed: a replica did not start, or has requests that do not end.
+        """
+        self.orchestrator.scaling.set_target(stage, replicas, drain_timeout_s)
+        return await self.orchestrator.scaling.wait(stage)
 
     # -- the engines --------------------------------------------------------------------------------------------------
 
@@ -211,7 +210,7 @@ class StageAdmin(EngineClient):
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
     async def _call_adapters(self, call: Call[Reply]) -> list[Reply]:
-        engines = [engine for engine in self._first_engines() if engine.vllm_config.lora_config is not None]
+        engines = [engine for engine in self._read_adapters() if engine.vllm_config.lora_config is not None]
         if not engines:
             first = self.config.stages[0]
             raise StageFailed(first.name, f"it {without_adapters(first)}")
@@ -226,6 +225,11 @@ class StageAdmin(EngineClient):
 
     def _can_sleep(self) -> list[StageEngine]:
         return self._engines(lambda stage: stage.is_autoregressive or stage.is_diffusion)
+
+    def _read_adapters(self) -> list[StageEngine]:
+        """Those of the first stage, and those that continue what another stage has read."""
+        continuing = [one for one in self.orchestrator.engines.values() if one.cache_source is not None]
+        return list(dict.fromkeys([*self._first_engines(), *continuing]))
 
     def _first_engines(self) -> list[StageEngine]:
         return self.orchestrator.engines_of(self.config.stages[0].name)

@@ -19,11 +19,14 @@ from vllm.tasks import SupportedTask
 from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.layers import find_config
+from vllm_omni.deploy.needs import place_here
+from vllm_omni.deploy.workers import RayWorkers
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.stage_log import StageLogs
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.entrypoints.deadline import Deadline
-from vllm_omni.entrypoints.pictures import join, one_each, read_picture_request
+from vllm_omni.entrypoints.pictures import alternate, join, one_each, read_picture_request
 from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
 from vllm_omni.entrypoints.text_to_speech import Speaking, TextToSpeech, Voice, speaker_option
 from vllm_omni.entrypoints.voice_cloning import Recording
@@ -45,13 +48,17 @@ class AsyncOmni(StageAdmin):
         model: directory or hub name of the checkpoint.
         config: the whole deployment, as ``load_config`` returns it; instead of a model.
         stage_configs: the stages themselves, instead of those of the deployment files.
-        pipeline, deploy_config, overrides, stage_overrides, epd, engine_args: see ``vllm_omni.config.load_config``.
+        pipeline, deploy_config, overrides, stage_overrides, epd, kv_pool, engine_args (``listen`` and ``token_file``
+            among them): see
+            ``vllm_omni.config.load_config``. So are ``worker_backend`` and ``ray_address``.
         log_stats: collect vLLM's metrics of every stage, and those of the graph.
 
     Raises:
         ConfigError: the deployment is wrong.
         StageFailed: a stage did not start; nothing is left running.
     """
+
+    _workers: RayWorkers | None = None
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class AsyncOmni(StageAdmin):
         overrides: Mapping[str, Any] | None = None,
         stage_overrides: Sequence[str] = (),
         epd: str | Mapping[str, Any] | None = None,
+        kv_pool: int | Mapping[str, Any] | None = None,
         log_stats: bool = False,
         **engine_args: Any,
     ) -> None:
@@ -73,11 +81,29 @@ class AsyncOmni(StageAdmin):
             "overrides": overrides,
             "stage_overrides": stage_overrides,
             "epd": epd,
+            "kv_pool": kv_pool,
             **engine_args,
         }
-        self.config = find_config(model, config, stage_configs, changes)
-        self.orchestrator = Orchestrator(self.config, log_stats=log_stats)
-        self.orchestrator.start()
+        config = find_config(model, config, stage_configs, changes)
+        if config.worker_backend == "ray":
+            self._workers = RayWorkers(config)
+            config = self._workers.config
+        try:
+            self.config = place_here(config)
+            on_listening = None if self._workers is None else self._workers.start
+            self._serve_by(Orchestrator(self.config, log_stats=log_stats, on_listening=on_listening))
+        except BaseException:
+            self._end_workers()
+            raise
+
+    def _end_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    def _serve_by(self, orchestrator: Orchestrator) -> None:
+        """Start the orchestrator, and serve requests by it."""
+        self.orchestrator = orchestrator
+        orchestrator.start()
         # The first stage reads the user's prompt, so it answers what vLLM's server asks of an engine. These objects
         # outlive the stage's engine when that is restarted.
         first = self.config.stages[0]
@@ -94,6 +120,7 @@ class AsyncOmni(StageAdmin):
             self.config, self.orchestrator, self.params, self.model_config, self.renderer, self.generate
         )
         self.voices = self.speech.voices
+        self._stage_logs = StageLogs()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +163,7 @@ class AsyncOmni(StageAdmin):
         Raises:
             InvalidRequest: the request is malformed.
             StageUnavailable: a stage that the request needs is being restarted, or could not be.
+            Overloaded: a stage that it needs has as many requests as it may (``max_num_queued_reqs``).
             ShuttingDown: the server is being stopped.
             StageFailed: a stage failed it.
         """
@@ -150,7 +178,6 @@ class AsyncOmni(StageAdmin):
         wanted = list(self.orchestrator.modalities_of(graph)) if modalities is None else modalities
         run = partial(
             self.orchestrator.generate,
-            prompt,
             modalities=wanted,
             graph=graph,
             options={**(options or {}), **speaker_option(speaker)},
@@ -158,15 +185,20 @@ class AsyncOmni(StageAdmin):
             priority=priority,
             trace_headers=trace_headers,
             engine_kwargs=engine_kwargs,
-            deadline_s=deadline_s,
         )
-        request_id = request_id or uuid4().hex
-        each = one_each(params[first], wanted) if self.draws else ()
+        request_id, deadline = request_id or uuid4().hex, Deadline(deadline_s)
+        pipeline, of_first = self.orchestrator.pipeline, params[first]
+        each = one_each(of_first, wanted, alternates=pipeline.continues_answers) if self.draws else ()
+
+        def run_one(prompt: Any, one: SamplingParams, one_id: str) -> AsyncGenerator[OmniRequestOutput, None]:
+            return run(prompt, {**params, first: one}, one_id, deadline_s=deadline.left_s())
+
+        if len(each) > 1 and "text" not in wanted:
+            return join([run_one(prompt, one, f"{request_id}-{i}") for i, one in enumerate(each)], request_id)
         if len(each) > 1:
-            many = {f"{request_id}-{index}": {**params, first: one} for index, one in enumerate(each)}
-            return join([run(of_one, one_id) for one_id, of_one in many.items()], request_id)
-        outputs = run(params, request_id)
-        of_first = params[first]
+            outputs = alternate(run_one, self.orchestrator.front(first), pipeline, prompt, each, request_id)
+        else:
+            outputs = run(prompt, params, request_id, deadline_s=deadline_s)
         is_final_only = isinstance(of_first, SamplingParams) and of_first.output_kind is RequestOutputKind.FINAL_ONLY
         return _only_final(outputs) if is_final_only else outputs
 
@@ -298,6 +330,7 @@ class AsyncOmni(StageAdmin):
 
         Raises:
             StageUnavailable: one of them is not.
+            Overloaded: one of them has as many requests as it may.
             ShuttingDown: the server is being stopped.
             InvalidRequest: an unknown modality or speaker.
         """
@@ -305,7 +338,9 @@ class AsyncOmni(StageAdmin):
         if speaker is not None:
             self.orchestrator.pipeline.check_options({"speaker": speaker})
         outputs = self.orchestrator.outputs_of(modalities, graph)
-        self.orchestrator.check_health(self.orchestrator.stages_of(outputs.values(), graph))
+        stages = self.orchestrator.stages_of(outputs.values(), graph)
+        self.orchestrator.check_health(stages)
+        self.orchestrator.queue_limits.check(stages)
 
     def stage_report(self) -> dict[str, StageStatus]:
         """The state of every engine: ``thinker``; of a stage with several ``thinker/PD0``, ``talker/1``. And of every
@@ -345,20 +380,32 @@ class AsyncOmni(StageAdmin):
                 logger.warning("requests were not aborted within %g s; ending the stages anyway", ABORT_TIMEOUT_S)
         requests.end()
         self.orchestrator.shutdown()
+        self._end_workers()
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return await self.entry.get_supported_tasks()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Upstream's, of requests for text.
+
+        Raises:
+            Overloaded: a stage that writes texts has as many requests as it may.
+        """
         self.entry.check_admission(n, request_id)
+        if "text" in self.orchestrator.modalities_of():
+            outputs = self.orchestrator.outputs_of(["text"])
+            self.orchestrator.queue_limits.check(self.orchestrator.stages_of(outputs.values()), n)
 
     async def is_tracing_enabled(self) -> bool:
         return await self.entry.is_tracing_enabled()
 
     async def do_log_stats(self) -> None:
+        """Log a line for each stage (``StageLogs``); vLLM's server calls this every ``VLLM_LOG_STATS_INTERVAL``."""
         for engine in self.orchestrator.engines.values():
-            await engine.llm.do_log_stats()
-        self.orchestrator.latency_metrics.log()
+            await engine.llm.do_log_stats()  # of loggers that other plugins of vLLM add
+        engines = {stage.name: self.orchestrator.engines_of(stage.name) for stage in self.config.stages}
+        loggers = {stage: [one for engine in of for one in engine.llm.stat_loggers] for stage, of in engines.items()}
+        self._stage_logs.log(loggers, self.orchestrator.latency_metrics.take())
 
 
 def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_omni.config.epd import Tasks
+from vllm_omni.config.epd import REPLIES, Tasks
 from vllm_omni.epd.cost import CostModel, LanguageLoad
 
 NUM_TOKENS_UNKNOWN = 256
@@ -29,13 +29,15 @@ def find_candidates(todo: Tasks, kinds: Mapping[str, Tasks], *, keeps_together: 
     instance encodes.
 
     Args:
-        todo: EPD, PD (the prompt is text, or the embeddings of its images exist) or D (the KV cache exists).
+        todo: EPD, PD (the prompt is text, or the embeddings of its images exist) or D (the KV cache exists); with G in
+            the place of D for a reply that only some instances generate.
         kinds: instance -> kind, of those that run.
-        keeps_together: prefill and decode stay on one instance.
+        keeps_together: prefill and reply stay on one instance.
     """
-    found = [
-        Candidate(name, tasks) for name, kind in kinds.items() if (tasks := _tasks_for(kind, todo, keeps_together))
-    ]
+    # Once for each kind, not for each instance: most of a choice among many replicas would be operations on flags.
+    tasks_of = {kind: _tasks_for(kind, todo, keeps_together) for kind in set(kinds.values())}
+    found = [Candidate(name, tasks_of[kind]) for name, kind in kinds.items()]
+    found = found if all(tasks_of.values()) else [one for one in found if one.tasks]
     if found:
         return found
     first = todo.first
@@ -51,7 +53,7 @@ def _tasks_for(kind: Tasks, todo: Tasks, keeps_together: bool) -> Tasks:
     if todo.first == Tasks.E and Tasks.P not in kind:
         return kind & Tasks.E  # an ED instance does not prefill, so its decode comes later
     tasks = todo.leading(kind)
-    return Tasks(0) if keeps_together and Tasks.P in tasks and Tasks.D not in tasks else tasks
+    return Tasks(0) if keeps_together and Tasks.P in tasks and not tasks & REPLIES else tasks
 
 
 class RequestSize(NamedTuple):
@@ -70,11 +72,17 @@ class RequestSize(NamedTuple):
         )
         return cls(num_embeds, len(prompt.get("prompt_token_ids") or ()), num_reply_tokens)
 
-    def work(self, tasks: Tasks, cost: CostModel | None) -> float:
-        """Estimate the work of these tasks: seconds by a cost model; without one, tokens plus embeddings."""
+    def work(self, tasks: Tasks, cost: CostModel | None, num_cached: int = 0) -> float:
+        """Estimate the work of these tasks: seconds by a cost model; without one, tokens plus embeddings.
+
+        Args:
+            num_cached: tokens of the prompt that are not computed; of an encode alone, embeddings.
+        """
         encode = self.num_embeds if Tasks.E in tasks else 0
-        prefill = self.num_prompt_tokens if Tasks.P in tasks else 0
-        decode = self.num_reply_tokens if Tasks.D in tasks else 0
+        prefill = max(self.num_prompt_tokens - num_cached, 0) if Tasks.P in tasks else 0
+        if Tasks.P not in tasks:
+            encode = max(encode - num_cached, 0)
+        decode = self.num_reply_tokens if tasks & REPLIES else 0
         if cost is None:
             return float(encode + prefill + decode)
         work = cost.images_s(encode)

@@ -239,7 +239,7 @@ class EncodePlanner:
             self.cache.finish(identifier)
             self.on_end(identifier)
             started_for = self._in_flight.pop(identifier, "")
-            if self.relay is not None and started_for in alive:
+            if self.relay is not None and started_for in alive and identifier not in report.loaded:
                 self.relay.count_encode(started_for)
 
     def _fail(self, identifier: str, message: str, *, was_alone: bool, alive: Collection[str]) -> None:

@@ -41,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -343,3 +344,9 @@ def _paged_caches(
         tp_rank=rank,
         tp_size=tp_size,
     )
+
+
+def relay_connector(connector: KVConnectorBase_V1 | None) -> RelayKVConnector | None:
+    """The connector by which pages migrate between instances: of several, the first."""
+    of = connector._connectors if isinstance(connector, MultiConnector) else (connector,)
+    return next((one for one in of if isinstance(one, RelayKVConnector)), None)

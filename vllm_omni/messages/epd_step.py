@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.messages.images import EncodeItem, EncodeReport
+from vllm_omni.messages.media_counts import MediaCounts
 from vllm_omni.messages.stage_step import StreamSchedulerOutput
 
 
@@ -58,3 +59,5 @@ class EPDModelRunnerOutput(ModelRunnerOutput):
     encode_report: EncodeReport | None = None
     # Start and end (``time.time``) of the encodes in front of the step's forward; None: there were none.
     encode_times: tuple[float, float] | None = None
+    # What the pool of encoded media has done since the last step that says so.
+    media_counts: MediaCounts | None = None

@@ -32,6 +32,7 @@ class EncodeReport:
     num_layers_of_batch: int  # from the first to the last
     seconds: float  # that this step spent on the batch
     failed: dict[str, str] = field(default_factory=dict)  # identifier -> error, of a batch that the encoder failed on
+    loaded: frozenset[str] = frozenset()  # identifiers of the batch that were found in the pool instead
 
 
 class Put(NamedTuple):

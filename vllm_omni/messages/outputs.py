@@ -18,7 +18,9 @@ from vllm_omni.media.audio import AUDIO_FORMATS, AUDIO_SUFFIXES, encode_audio
 from vllm_omni.media.image import IMAGE_FORMATS, IMAGE_SUFFIXES, encode_image, to_image
 from vllm_omni.media.video import DEFAULT_FPS, VIDEO_FORMATS, VIDEO_SUFFIXES, encode_video
 from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.request import PromptCache
 from vllm_omni.messages.slo import SloReport
+from vllm_omni.messages.token_names import TokenNames
 from vllm_omni.names import suggest
 from vllm_omni.vllm_patches import adopt
 
@@ -43,6 +45,8 @@ class OmniRequestOutput(RequestOutput):
             [H, W, 3]). Of a second output of a kind, by another stage, the same under ``sketch.images``, where
             "sketch" is its modality. Deltas while streaming, everything in a final output.
         payloads: references for the next stage; empty in a user's output.
+        row_names: of the prompt's rows, with payloads that have them; None in a user's output.
+        prompt_cache: where the prompt's KV cache lies, for the next stage; None in a user's output.
         stage_durations: seconds from a stage's request to its last output, by stage that has ended; in the last output
             also ``total``.
         latency_parts: in the last output, by autoregressive stage that has ended: its seconds by part (``Part`` of
@@ -52,6 +56,8 @@ class OmniRequestOutput(RequestOutput):
 
     multimodal_output: dict[str, Any]
     payloads: list[Payload]
+    prompt_cache: PromptCache | None
+    row_names: TokenNames | None
     stage_durations: dict[str, float]
     latency_parts: dict[str, dict[str, float]]
     slo_reports: dict[str, SloReport]
@@ -66,7 +72,7 @@ class OmniRequestOutput(RequestOutput):
     def add_fields(self) -> None:
         """Set the fields that vLLM's output has not to nothing."""
         self.multimodal_output, self.payloads, self.stage_durations = {}, [], {}
-        self.latency_parts, self.slo_reports = {}, {}
+        self.latency_parts, self.slo_reports, self.prompt_cache, self.row_names = {}, {}, None, None
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one; nothing of either is lost."""
@@ -74,6 +80,8 @@ class OmniRequestOutput(RequestOutput):
         if isinstance(next_output, OmniRequestOutput):
             merge_multimodal(self.multimodal_output, next_output.multimodal_output)
             self.payloads += next_output.payloads
+            self.prompt_cache = next_output.prompt_cache or self.prompt_cache
+            self.row_names = next_output.row_names or self.row_names
             self.stage_durations |= next_output.stage_durations
             self.latency_parts |= next_output.latency_parts
             self.slo_reports |= next_output.slo_reports

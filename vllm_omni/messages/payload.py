@@ -20,6 +20,7 @@ MAX_DIMS = 16
 MAX_NUM_BYTES = 1 << 40  # of one tensor
 MAX_PAYLOAD_BYTES = 1 << 30  # inline tensors included
 MAX_TENSORS = 65536  # in one payload
+NUM_CACHED = "num_cached_rows"  # how many of them were not computed, but kept (a value, if there are any)
 ROWS = "rows"  # the path of an autoregressive stage's rows, and the name of the stream of those that follow
 
 # Spelled out, not getattr(torch, name): a reference comes off a wire and must not reach other attributes of torch.

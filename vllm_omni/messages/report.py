@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.span import Span
 from vllm_omni.messages.timeline import TaskTimes
 
 
@@ -21,6 +22,8 @@ class NodeReport(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float | None = None  # that an activation has taken, without waits for its input; they add up
     task: TaskTimes | None = None  # a task of an autoregressive engine has ended, successfully or not
     published: list[Payload] = []  # leased by its engine; the front end releases them when the request is over
+    spans: list[Span] = []  # of what has ended
+    held_s: float = 0.0  # that an activation has waited for credit of its readers
 
 
 Reporter: TypeAlias = Callable[[NodeReport], None]

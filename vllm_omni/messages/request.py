@@ -27,6 +27,13 @@ class RequestContext(msgspec.Struct, frozen=True):
         return session_id
 
 
+class PromptCache(msgspec.Struct, frozen=True):
+    """The KV cache of a prompt that a stage has computed, for a stage that continues behind it (``pass_cache``)."""
+
+    prompt: Any  # rendered, as the stage has read it
+    pages: dict[str, Any]  # vLLM's ``kv_transfer_params``: where the pages lie
+
+
 class StageRequest(msgspec.Struct, frozen=True):
     """A stage's request, made by the pipeline."""
 
@@ -35,4 +42,6 @@ class StageRequest(msgspec.Struct, frozen=True):
     # Of an ar stage: fields of the sampling parameters that follow from the request, whatever is given for the stage.
     sampling_params: dict[str, Any] = {}
     given: tuple[int, ...] = ()  # tokens behind the prompt: those of a reply whose rows are computed again
+    # ``PromptCache.pages``: the prompt's KV cache is pulled, and the sampling parameters are those of its stage.
+    cache: dict[str, Any] | None = None
     is_read_whole: bool = False  # set by the stage's node: nothing reads pieces of the reply, so it comes as one

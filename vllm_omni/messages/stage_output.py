@@ -15,6 +15,8 @@ from vllm.v1.metrics.stats import RequestStateStats
 from vllm_omni.media.image import to_image
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
+from vllm_omni.messages.request import PromptCache
+from vllm_omni.messages.token_names import TokenNames
 
 
 class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,6 +42,8 @@ class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cache_creation_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+    prompt_cache: PromptCache | None = None  # of a stage that passes its KV cache on; with the last output
+    row_names: TokenNames | None = None  # of the prompt's rows, with the payloads that have them
 
     @classmethod
     def of(cls, output: OmniRequestOutput) -> StageOutput:
@@ -60,6 +64,8 @@ class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
             output.num_cache_creation_tokens,
             output.kv_transfer_params,
             output.ec_transfer_params,
+            output.prompt_cache,
+            output.row_names,
         )
 
     def to_request_output(self, request_id: str) -> OmniRequestOutput:

@@ -20,9 +20,12 @@ STAGE_ARGS = "omni"
 
 ``publish`` (bool)            publish the stage's rows for other stages; of media, keep the references
 ``readers`` (list[str])       nodes of the graph that read what is published; each gets its own references
+``cached_rows`` (bool)        with ``publish``: rows of a prefix found in the cache may be published, too
 ``unopened`` (bool)           the front end does not fetch published media: only other stages read them
 ``payloads`` (list[bytes])    encoded ``relay.Payload`` of the previous stage, in order; where one has a stream, its
                               rows follow those of the payloads while the request runs
+``row_names`` (bytes)         encoded ``TokenNames`` of the prompt's rows, by which they are found in the prefix cache;
+                              without them it is not read
 ``num_own_tokens`` (int)      with a stream: tokens of the prompt that need no row of the previous stage; a step needs
                               that many rows fewer than tokens
 ``frame_chunks`` (dict)       of a stage that decodes a talker's frames (``FRAME_CHUNKS``)

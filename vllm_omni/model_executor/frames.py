@@ -55,6 +55,7 @@ class Whole:
             piece.outputs = [one if one.index in known else copy_completion(one) for one in output.outputs]
             RequestOutput.add(whole, piece, aggregate=True)
         whole.payloads = [payload for output in self._outputs for payload in output.payloads]
+        whole.prompt_cache = self._outputs[-1].prompt_cache
         whole.multimodal_output = join_multimodal([output.multimodal_output for output in self._outputs])
         return StageOutput.of(whole)
 

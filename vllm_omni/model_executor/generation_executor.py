@@ -6,10 +6,12 @@ From: vLLM-Omni design document, section 9.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -21,8 +23,10 @@ from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload, decode
 from vllm_omni.messages.stage_step import STAGE_ARGS, Readers, StreamSchedulerOutput, StreamUpdate, readers_of
 from vllm_omni.model_executor.generation_model import GenerationModel
+from vllm_omni.model_executor.shared_weights import shared_weights
 from vllm_omni.model_executor.stage_device import select_device
 from vllm_omni.model_executor.workerless_executor import WorkerlessExecutor
+from vllm_omni.process.shared_weights import SHARED_WEIGHTS
 
 
 class _Open(NamedTuple):
@@ -41,10 +45,27 @@ class GenerationExecutor(WorkerlessExecutor):
         model_cls, _ = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)
         model = model_cls(vllm_config=self.vllm_config)
         assert isinstance(model, GenerationModel), f"{model_cls.__name__} is not a GenerationModel"
-        model.load_weights(DefaultModelLoader(self.load_config).get_all_weights(model_config, model))
+        if self.vllm_config.additional_config.get(SHARED_WEIGHTS):
+            self._share_weights(model)
+        else:
+            self._load_weights(model, self.load_config)
         self.model: GenerationModel = model.to(device).eval()
         self.model.prepare()
         self._open: dict[str, _Open] = {}
+
+    def _load_weights(self, model: GenerationModel, load_config: LoadConfig) -> None:
+        model.load_weights(DefaultModelLoader(load_config).get_all_weights(self.model_config, model))
+
+    def _share_weights(self, model: GenerationModel) -> None:
+        """Load and publish the weights, or adopt what another engine has published (``SharedWeightsLoader``)."""
+        weights = shared_weights(self.vllm_config)
+        with weights.claim() as must_load:
+            if must_load:
+                weights.prepare(model)
+                self._load_weights(model, replace(self.load_config, load_format="safetensors"))
+                weights.publish(model)
+            else:
+                weights.adopt(model)
 
     def _networks(self) -> Iterable[nn.Module]:
         return [self.model]

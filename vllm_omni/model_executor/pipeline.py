@@ -62,6 +62,8 @@ class StageSpec:
     # Graph fields whose readers get frames of codes with the tokens, in the front end: they read one answer. The frames
     # are also state of the engine, so that a request stays on it.
     frame_fields: frozenset[str] = frozenset()
+    # Graph fields that carry the KV cache of the stage's prompt to a stage that continues behind it (``pass_cache``).
+    cache_fields: frozenset[str] = frozenset()
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # what the model needs; a deployment cannot unset it
     sampling_params: Mapping[str, Any] = field(default_factory=dict)  # likewise, e.g. the codec's end tokens
     check_prompt: Callable[[Any], None] | None = None  # first stage: raises InvalidRequest for a rendered prompt
@@ -102,6 +104,11 @@ class StageSpec:
             if name != "stop_token_ids" and given.get(name, value) != value:  # those are added to the given ones
                 said = f"{name} = {given[name]!r}: the model of this stage needs {name} = {value!r}; leave it out"
                 raise InvalidRequest(f"sampling parameters of stage {self.name!r}: {said}", param=name)
+
+    @property
+    def publishes_rows(self) -> bool:
+        """Whether other stages read a row of it for each token."""
+        return bool(self.publishing_fields) and not self.publishes_pictures and not self.publishes_frames
 
     @property
     def has_own_vocabulary(self) -> bool:
@@ -159,6 +166,7 @@ class Pipeline(ABC):
     # that (``speech_prompt``, without a reply). False: its prompts are texts to speak.
     converses: bool = False
     hears_voices: bool = False  # whether such a prompt can have the recording of a voice (``voice_prompt``)
+    continues_answers: bool = False  # whether a text may follow a picture of an answer (``continue_answer``)
     chat_template: str | None = None  # of chats, unless the deployment gives one; None: the checkpoint's
     # The one of ``extra_outputs`` that has the features of a recording; requests then have the option ``cloned_voice``
     # (``entrypoints/voice_cloning.py``). None: the model clones no voices.
@@ -274,6 +282,18 @@ class Pipeline(ABC):
 
     def picture_prompt(self, text: str, images: Sequence[Any]) -> Any:
         """Make a prompt of the first stage that asks for a picture, of a text and PIL images; for models that draw."""
+        raise NotImplementedError
+
+    def continue_answer(self, ids: Sequence[int], image: Any) -> tuple[list[int], Any]:
+        """Continue an answer behind a picture of it; for models with ``continues_answers``.
+
+        Args:
+            ids: tokens that the first stage has generated for the text and the picture.
+            image: the picture, PIL.
+
+        Returns:
+            Those of the ids that are the text, and a prompt behind them: the picture, and what starts the next text.
+        """
         raise NotImplementedError
 
     def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_omni import envs
+from vllm_omni.model_executor.row_cache import bytes_with_rows
 from vllm_omni.process.host_memory import host_memory
 from vllm_omni.process.memory import UNPROFILED_DIVISOR, Device, StageMemory, name_rank
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision, MemorySection
@@ -32,7 +33,7 @@ class RankMemory:
         self._section = section = msgspec.convert(tether[MEMORY], MemorySection)
         self._device = section.devices[rank]
         self._name = name_rank(tether.stage, rank, len(section.devices))
-        self._division = MemoryDivision(tether.directory, self._device, section.ranks[self._device])
+        self._division = MemoryDivision(tether.directory, self._device, section.ranks[self._device], section.division)
         self._vllm_config = vllm_config
 
     @classmethod
@@ -104,15 +105,15 @@ def parameter_bytes(modules: Iterable[nn.Module]) -> int:
 
 
 def cache_bounds(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> tuple[int, int]:
-    """Bytes for one request of ``max_model_len``, and for ``max_num_seqs`` of them, on one rank.
+    """Bytes for one request of ``max_model_len``, and for ``max_num_seqs`` of them, on one rank, with kept rows.
 
     Args:
         specs: of the rank's layers.
     """
     if not specs:
         return 0, 0
-    block = bytes_per_block(specs)  # vLLM keeps one block empty
-    request = max_memory_usage_bytes(vllm_config, specs.values())
+    block = bytes_with_rows(vllm_config, specs, bytes_per_block(specs))  # vLLM keeps one block empty
+    request = bytes_with_rows(vllm_config, specs, max_memory_usage_bytes(vllm_config, specs.values()))
     is_auto = vllm_config.model_config.original_max_model_len == AUTO_LENGTH
     return 2 * block if is_auto else block + request, block + vllm_config.scheduler_config.max_num_seqs * request
 
@@ -133,7 +134,7 @@ def configured_cache(
     """
     cache = vllm_config.cache_config
     if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override * bytes_per_block(specs)
+        return cache.num_gpu_blocks_override * bytes_with_rows(vllm_config, specs, bytes_per_block(specs))
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     return None if memory_share is None else int(total * memory_share) - loaded

@@ -13,6 +13,7 @@ from vllm_omni.names import suggest
 KINDS: Mapping[str, Callable[[StageOutput], bool]] = {
     "text": lambda output: bool(output.outputs),
     "rows": lambda output: bool(output.payloads),
+    "cache": lambda output: output.prompt_cache is not None,
     "image": lambda output: "images" in output.multimodal_output,
     "video": lambda output: "frames" in output.multimodal_output,
     "audio": lambda output: "audio" in output.multimodal_output,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
-from vllm_omni.messages.payload import ROWS, Payload
+from vllm_omni.messages.payload import NUM_CACHED, ROWS, Payload
 from vllm_omni.relay import StreamWriter
 from vllm_omni.relay.hub import RelayHub
 
@@ -47,12 +47,14 @@ class RowPublisher:
     Attributes:
         readers: nodes of the graph that read them.
         next_row: earlier rows were added; a preempted request computes them a second time.
+        num_cached: of those that are not published yet, the rows that were not computed for this request, but kept.
     """
 
     hub: RelayHub
     request_id: str
     readers: list[str]
     next_row: int = 0
+    num_cached: int = 0
     _pending: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, until the first token
     _streams: dict[str, RowStream] = field(default_factory=dict)  # by reader
     _unstreamed: list[str] = field(default_factory=list)
@@ -64,6 +66,11 @@ class RowPublisher:
         if num_known < len(rows):
             self._pending.append(rows[num_known:])
             self.next_row = start + len(rows)
+
+    def add_cached(self, rows: torch.Tensor) -> None:
+        """Add the rows of tokens that were found in the prefix cache, from ``next_row`` on."""
+        self.num_cached += len(rows)
+        self.add(rows, self.next_row)
 
     def publish(self, more: Callable[[], dict[str, torch.Tensor]]) -> Payload | None:
         """Send what was added; returns what the front end is notified of.
@@ -77,6 +84,8 @@ class RowPublisher:
         self._pending = []
         first_row = self.next_row - len(rows)
         tree = {ROWS: rows, "first_row": first_row, "num_rows": len(rows)}
+        if self.num_cached:
+            tree[NUM_CACHED], self.num_cached = self.num_cached, 0
         if not first_row:
             payload = self.hub.publish(self.request_id, {**tree, **more()}, self.readers)
             self._open_streams(rows[0])

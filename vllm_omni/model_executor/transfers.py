@@ -36,3 +36,13 @@ class pass_tensors:
         ]
         if payloads:
             yield Chunk(StageRequest(self._prompt, {"payloads": payloads, "inputs": self._inputs}), last=True)
+
+
+async def pass_cache(chunks: AsyncIterator[Chunk], call: CallInfo | None = None) -> AsyncIterator[Chunk]:
+    """Hand the KV cache of a stage's prompt to a stage that continues behind it: one request with the same prompt.
+
+    The stage pulls the pages and computes what it cannot pull. The field is one of ``StageSpec.cache_fields``.
+    """
+    async for chunk in chunks:
+        if chunk.payload is not None and (cache := chunk.payload.prompt_cache) is not None:
+            yield Chunk(StageRequest(cache.prompt, cache=cache.pages), last=True)

@@ -82,6 +82,8 @@ class WorkerlessExecutor(Executor):
             return self.hub.plain_statistics()
         if method == "release_payloads":
             return self.hub.release_encoded(*args)
+        if method == "abort_published":
+            return self.hub.abort_all()
         if method in _NOTHING_TO_DO:
             return None
         raise ValueError(f"this stage has no workers to call {method!r} on")

@@ -3,20 +3,24 @@
 Importing vLLM takes a core about ten seconds, in each process of each stage and again after each restart. Python's fork
 server imports it once, and its children share that memory. It starts with the first stage, computes nothing, and ends
 with the last process that it could serve. What is read while modules are imported is the same for all of its children,
-so a ``StageProcess`` is spawned instead where the environment has changed since.
+so where the environment has changed since, another one takes its place.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+import psutil
 
 from vllm_omni import envs
 from vllm_omni.vllm_patches import start_engine_cores_in
@@ -24,12 +28,17 @@ from vllm_omni.vllm_patches import start_engine_cores_in
 UNREAD = ("PYTEST_CURRENT_TEST",)
 """Environment variables that no process of a stage reads, and that change in a program that starts several servers."""
 
-READ_LATE = ("TMPDIR", "VLLM_RPC_BASE_PATH")
-"""Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's."""
+READ_LATE = ("TMPDIR", "VLLM_RPC_BASE_PATH", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
+"""Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
+
+vLLM sets the last two for each engine on a CPU.
+"""
+
+POLL_S = 1.0
 
 
 class ForkServer:
-    """The fork server of this process.
+    """The fork server of this process, in the environment that it has.
 
     Args:
         preloaded: modules that it imports before it serves.
@@ -41,19 +50,47 @@ class ForkServer:
         self._environment: Mapping[str, str] | None = None  # in which it was started
 
     def ensure_running(self) -> None:
-        """Start it if it does not run, in the environment of the first start.
+        """Start it if it does not run, or if the one that runs was started in another environment.
 
         It and its children keep the calling thread's signal mask.
         """
         with self._lock:
-            if self._environment is None:
-                forkserver.set_forkserver_preload(self._preloaded)
-                self._environment = _read_early()
+            environment = _read_early()
+            if self._environment is not None and (self._environment != environment or not _has_directory()):
+                self._leave()
+            forkserver.set_forkserver_preload(self._preloaded)
             forkserver.ensure_running()
+            self._environment = environment
 
-    def can_serve(self) -> bool:
-        """Whether it was started in the environment that this process has."""
-        return self._environment == _read_early()
+    def _leave(self) -> None:
+        """Leave the one that runs to its children: only it can tell how they end."""
+        running: Any = forkserver._forkserver
+        if running._forkserver_pid is None:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(running._forkserver_address)
+        left = running._forkserver_pid, running._forkserver_alive_fd
+        threading.Thread(target=_end, args=left, name="fork server's end", daemon=True).start()
+        running._forkserver_address = running._forkserver_alive_fd = running._forkserver_pid = None
+
+
+def _end(pid: int, alive: int) -> None:
+    """End a fork server once it has no children: it ends when the file descriptor is closed."""
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).children():
+            time.sleep(POLL_S)
+    os.close(alive)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _has_directory() -> bool:
+    """Whether multiprocessing's directory of sockets was still there: some machines clean their /tmp. Now it is."""
+    directory = multiprocessing.util.get_temp_dir()
+    if os.path.isdir(directory):
+        return True
+    os.mkdir(directory, 0o700)
+    return False
 
 
 def _read_early() -> dict[str, str]:
@@ -68,19 +105,16 @@ FORK_SERVER = ForkServer(["vllm_omni.engine.preloaded"])
 
 
 class StageProcess(BaseProcess):
-    """A process that the fork server forks, or, in another environment than its own, one that is spawned."""
+    """A process that the fork server forks."""
 
     _start_method = "spawn"
 
     @staticmethod
     def _Popen(process: BaseProcess) -> Any:
-        if FORK_SERVER.can_serve():
-            from multiprocessing.popen_forkserver import Popen as Forked
+        from multiprocessing.popen_forkserver import Popen
 
-            return Forked(process)
-        from multiprocessing.popen_spawn_posix import Popen as Spawned
-
-        return Spawned(process)
+        FORK_SERVER.ensure_running()
+        return Popen(process)
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, str]]:
         return self.__dict__, {name: value for name, value in os.environ.items() if _is_read_late(name)}

@@ -8,8 +8,8 @@ import os
 from vllm_omni.vllm_patches import filter_logs, name_processes
 
 KEPT = ("vllm.v1.metrics", "vllm.v1.core.kv_cache_utils", "vllm.entrypoints.serve.utils.request_logger")
-"""Modules of vLLM whose lines of level INFO are kept: throughput, the size of a stage's KV cache, and the lines that
-``--enable-log-requests`` and ``--enable-log-outputs`` ask for."""
+"""Modules of vLLM whose lines of level INFO are kept: the size of a stage's KV cache, and the lines that
+``--enable-logging-iteration-details``, ``--enable-log-requests`` and ``--enable-log-outputs`` ask for."""
 
 ABOUT_SETTINGS = ("vllm.config", "vllm.platforms", "vllm.v1.worker.cpu_worker")
 """Modules of vLLM whose warnings describe the machine and the deployment: one of each is enough. Those of the first two

@@ -7,7 +7,9 @@ maximum. A cache that the configuration sizes is taken off first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,6 +23,7 @@ HOST_SHARE = 0.5
 UNPROFILED_DIVISOR = 4
 """A stage without a profile run, a vocoder or a pipeline of diffusers, is estimated to need weights / 4 for a step."""
 LENGTH_STEP = 256  # of a suggested max_model_len
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class StageMemory(Struct, frozen=True, kw_only=True):
@@ -52,7 +55,11 @@ class Device(Struct, frozen=True, kw_only=True):
 
     def room(self, stages: Iterable[StageMemory], *, are_loaded: bool) -> int:
         """Bytes for the caches of the stages; negative if there is too little memory without any."""
-        left = self.free - sum(stage.activations + (0 if are_loaded else stage.weights) for stage in stages)
+        return self.room_beside(sum(stage.activations + (0 if are_loaded else stage.weights) for stage in stages))
+
+    def room_beside(self, num_bytes: int) -> int:
+        """Bytes for caches beside weights and activations of that size; negative if these have too little memory."""
+        left = self.free - num_bytes
         if self.is_host:
             return int(left * HOST_SHARE) if left > 0 else left
         return left - int(self.total * (1 - DEVICE_SHARE))
@@ -131,16 +138,24 @@ def _in_proportion(room: int, stages: Sequence[StageMemory]) -> dict[str, int]:
 
 def _describe(device: Device, room: int, stages: Sequence[StageMemory], *, are_loaded: bool) -> str:
     missing = _missing(room, stages)
-    needs = "; ".join(map(_needs, stages))
+    elsewhere = (
+        (f"give {stage.stage} another device (device_ids)", [one for one in stages if one is not stage])
+        for stage in stages
+    )
     fitting = (
         change
-        for change, changed in _changes(missing, stages)
+        for change, changed in chain(changes(missing, stages), elsewhere)
         if not _missing(device.room(changed, are_loaded=are_loaded), changed)
     )
+    change = next(fitting, "give some stages another device (device_ids), or use a larger one")
+    return f"{describe_shortage(device.name, device, missing, stages)}: {change}"
+
+
+def describe_shortage(place: str, device: Device, missing: int, stages: Iterable[StageMemory]) -> str:
+    """For an error message, which continues with a change that helps."""
     return (
-        f"device {device.name}: {format_bytes(missing)} of memory are missing for its stages: {needs}; it has "
-        f"{format_bytes(device.free)} free of {format_bytes(device.total)}: "
-        f"{next(fitting, 'give some stages another device (device_ids), or use a larger one')}"
+        f"device {place}: {format_bytes(missing)} of memory are missing for its stages: "
+        f"{'; '.join(map(_needs, stages))}; it has {format_bytes(device.free)} free of {format_bytes(device.total)}"
     )
 
 
@@ -153,15 +168,13 @@ def _needs(stage: StageMemory) -> str:
     return f"{stage.stage}: {', '.join(needs)}"
 
 
-def _changes(missing: int, stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[StageMemory]]]:
-    """Changes, the nearest first, with the stages as they would be then."""
+def changes(missing: int, stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[StageMemory]]]:
+    """Changes of settings that may save so many bytes, the nearest first, with the stages as they would be then."""
     by_size = sorted(stages, key=lambda stage: -stage.cache_min)
     for make in (_larger_cache, _smaller_cache, _shorter, _fewer):
         yield from _changes_of_one(make, missing, by_size)
     yield from _all_shorter(missing, stages)
     yield from _changes_of_one(_smaller_weights, missing, by_size)
-    for stage in stages:
-        yield f"give {stage.stage} another device (device_ids)", [one for one in stages if one is not stage]
 
 
 _Change = tuple[str, StageMemory]
@@ -239,3 +252,11 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Read "24GiB", "80GB" or a number of bytes; raises ``ValueError``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|)", text, re.IGNORECASE)
+    if found is None or not (size := int(float(found[1]) * _UNITS[found[2].upper()])):
+        raise ValueError(f"{text!r} is not a size: give for example 24GiB, 80GB or 512MiB")
+    return size

@@ -29,6 +29,7 @@ class MemorySection(msgspec.Struct, frozen=True):
     devices: list[str]  # of its ranks
     ranks: dict[str, list[str]]  # device -> names of all ranks on it, of every stage
     memory_share: float | None = None  # of each device, for this stage: gpu_memory_utilization, if that is configured
+    division: str = ""  # of an engine that starts later and divides what is free then: its own
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -48,13 +49,14 @@ class MemoryDivision:
 
     Args:
         directory: the server's ``RunDirectory``.
-        ranks: the names of all ranks on the device.
+        ranks: the names of all ranks on the device that divide it.
+        division: which division it is, where engines start later.
     """
 
-    def __init__(self, directory: Path, device: str, ranks: Sequence[str]) -> None:
+    def __init__(self, directory: Path, device: str, ranks: Sequence[str], division: str = "") -> None:
         self.device = device
         self.ranks = ranks
-        self._directory = directory / MEMORY / device.replace(":", "-")
+        self._directory = directory / MEMORY / division / device.replace(":", "-")
 
     def publish(self, measured: StageMemory) -> None:
         """Report what a rank has allocated and will allocate; it allocates nothing more before it has its share."""

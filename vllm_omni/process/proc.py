@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +72,13 @@ def cpu_s(pids: Collection[int]) -> float:
         family |= new
         new = {pid for pid, one in fields.items() if int(one[PARENT]) in new} - family
     return sum(int(ticks) for pid in family for ticks in fields[pid][CPU_TIMES]) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Resident memory of processes that live; what several of them share counts for each."""
+    statuses = (_read(pid, "status") or "" for pid in pids)
+    fields = (status.partition("VmRSS:")[2].split(maxsplit=1) for status in statuses)  # one that exits has none
+    return 1024 * sum(int(field[0]) for field in fields if field)
 
 
 def mapped_shared_memory(pid: int) -> set[Path]:

@@ -14,12 +14,16 @@ from pathlib import Path
 
 from vllm_omni import envs
 from vllm_omni.errors import ConfigError
+from vllm_omni.process.block_holder import BlockHolder
+from vllm_omni.process.memory import format_bytes
 from vllm_omni.process.proc import SHM
 
 PREFIX = "vllm-omni-"
 NUM_RANDOM = 8  # characters, in the name of a block
+ROOM_BYTES = 4 << 20  # that must be free: logs, measurements, files by which vLLM's processes find one another
 OWNER = "owner"  # the file that the server keeps locked while it lives
 ENDING = "ending"  # the file that it creates when it ends its stages
+WEIGHTS = "-weights-"  # in the names of blocks with weights (``WeightsFile``), which no single stage owns
 # vLLM's sockets and, through tempfile, its rendezvous files; children inherit both.
 _VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 _environment_lock = threading.Lock()
@@ -36,7 +40,8 @@ class RunDirectory:
     ``flock``, or an open pipe, would survive in children that the user's program forks.
 
     Raises:
-        ConfigError: the directory cannot be created, or its path is too long for sockets.
+        ConfigError: the directory cannot be created, there is no room for its files, or its path is too long for
+            sockets.
     """
 
     def __init__(self) -> None:
@@ -45,6 +50,7 @@ class RunDirectory:
         if wrong := path_too_long(parent):
             raise ConfigError(f"{wrong}: set VLLM_OMNI_RUNTIME_DIR to a directory with a short path")
         self.server_pid = os.getpid()
+        self._holder: BlockHolder | None = None
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._lock: int | None = os.open(self.path / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
@@ -54,6 +60,12 @@ class RunDirectory:
                 "VLLM_OMNI_RUNTIME_DIR to a writable directory"
             ) from exc
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        if (free := shutil.disk_usage(self.path).free) < ROOM_BYTES:
+            self.remove()
+            raise ConfigError(
+                f"the file system of {parent} has {format_bytes(free)} free, and a server's files there need "
+                f"{format_bytes(ROOM_BYTES)}: make room, or set VLLM_OMNI_RUNTIME_DIR to another directory"
+            )
         self._semprefix = f"/{self.path.name}"  # multiprocessing's prefix for the names of semaphores
 
     @contextlib.contextmanager
@@ -75,6 +87,11 @@ class RunDirectory:
                     else:
                         os.environ[name] = value
 
+    def hold_blocks(self) -> None:
+        """Hold the blocks of GPU memory that the stages' processes share, until the directory is removed."""
+        if self._holder is None:
+            self._holder = BlockHolder(self.path)
+
     def announce_end(self) -> None:
         """Let the stages' processes end at SIGTERM, which they ignore before (``enter_stage_process``)."""
         with contextlib.suppress(OSError):  # they are killed a little later
@@ -94,6 +111,9 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Remove the directory and its contents; stages that still run end. A second call does nothing."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
         remove_directory(self.path, has_tracker=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -139,12 +159,22 @@ def blocks_of(directory: Path) -> list[Path]:
     return [block for name in names for block in SHM.glob(f"{name}-*")]
 
 
+def weights_file(directory: Path, key: str) -> Path:
+    """The block with a server's weights of some key; it is removed with the server."""
+    return SHM / f"{directory.name}{WEIGHTS}{key}"
+
+
+def has_weights(block: Path) -> bool:
+    return block.name.startswith(PREFIX) and WEIGHTS in block.name
+
+
 def remove_block(block: Path, *, has_tracker: bool) -> None:
     """Remove a block of /dev/shm; see ``remove_directory``."""
     try:
         block.unlink()
     except FileNotFoundError:
         return
-    if has_tracker and not block.name.startswith("vllm_dist_"):  # made by C++: the tracker does not know it
+    # Those that were not made by Python's classes (but by C++, or by ``WeightsFile``) are unknown to the tracker.
+    if has_tracker and not block.name.startswith(("vllm_dist_", "vllm_offload_")) and not has_weights(block):
         kind = "semaphore" if block.name.startswith("sem.") else "shared_memory"
         resource_tracker.unregister(f"/{block.name.removeprefix('sem.')}", kind)

@@ -8,14 +8,17 @@ import re
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from vllm_omni.process.fork_server import forked_stages
 from vllm_omni.process.proc import ProcessId, bound_sockets, cpu_s, mapped_shared_memory
-from vllm_omni.process.run_directory import remove_block
+from vllm_omni.process.run_directory import has_weights, remove_block
 from vllm_omni.process.tether import ServerTether
 
 KILL_TIMEOUT_S = 10.0
 MEMORY_HINT = "by the system if memory ran out: see dmesg"
+NO_REPORT = f"its process ended without a report (killed {MEMORY_HINT})"
 
 
 class StageProcesses:
@@ -33,6 +36,19 @@ class StageProcesses:
             return self._tether.failure_file.read_text(encoding="utf-8") or None
         except OSError:
             return None
+
+    has_ended = False  # beyond what vLLM's client of the engine notices
+
+    def starting(self, device_type: str) -> AbstractContextManager[None]:
+        """Encloses a start by vLLM's client."""
+        return forked_stages(device_type)
+
+    def launch(self) -> None:
+        """Nothing: vLLM's client starts them."""
+
+    def can_start(self) -> bool:
+        """Whether there is a host for them: this one."""
+        return True
 
     def note(self) -> None:
         """Remember the processes and their shared memory, which cannot be found once they have died."""
@@ -105,7 +121,7 @@ class StageProcesses:
 
     def _note_shared_memory(self, processes: list[ProcessId]) -> None:
         for process in processes:
-            self._shared_memory |= mapped_shared_memory(process.pid)
+            self._shared_memory |= {one for one in mapped_shared_memory(process.pid) if not has_weights(one)}
 
 
 def killed_by(exit_codes: Iterable[int]) -> str | None:
@@ -119,9 +135,12 @@ def killed_by(exit_codes: Iterable[int]) -> str | None:
 def ended_early(error: Exception) -> str | None:
     """Describe the end of a process that left no report, from upstream's error, if that is one.
 
-    It ends in "Failed core proc(s): {'EngineCore_DP0': -9}", or in "{}" where the exit code was not there yet.
+    It ends in "Failed core proc(s): {'EngineCore_DP0': -9}", or in "{}" where the exit code was not there yet. Where a
+    process ends before it has read what to do, it is that of a pipe.
     """
+    if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
+        return NO_REPORT
     found = re.search(r"Failed core proc\(s\): \{(?:.*?: (-?\d+))?", str(error))
     if found is None:
         return None
-    return killed_by([int(found[1])]) if found[1] else f"its process ended without a report (killed {MEMORY_HINT})"
+    return killed_by([int(found[1])]) if found[1] else NO_REPORT

@@ -57,6 +57,10 @@ class Supervised(Protocol):
         """Kill its processes."""
         ...
 
+    def can_start(self) -> bool:
+        """Whether it has a host; one on another host waits until that has joined again."""
+        ...
+
     def restart(self) -> None:
         """Start another engine in its place; blocks until that is ready, and raises ``StageFailed``."""
         ...
@@ -152,7 +156,7 @@ class Supervisor:
             num_restarts += 1
             engine.set_status(StageStatus(StageState.RESTARTING, reason, num_restarts))
             logger.error("stage %s: %s; restart in %g s", engine.name, reason, delay_s)
-            if self._stopping.wait(delay_s):
+            if self._stopping.wait(delay_s) or not self._wait_for_host():
                 return False
             failure = self._attempt()
             if failure is None:
@@ -167,6 +171,13 @@ class Supervisor:
         logger.error("stage %s: %s", engine.name, reason)
         return False
 
+    def _wait_for_host(self) -> bool:
+        """Wait until the engine has a host; returns False after ``stop``."""
+        while not self._engine.can_start():
+            if self._stopping.wait(POLL_S):
+                return False
+        return True
+
     def _attempt(self) -> str | None:
         """Restart the engine once; returns why it failed, if it did."""
         try:
@@ -179,25 +190,9 @@ class Supervisor:
         return None
 
     def _restart_within_deadline(self) -> None:
-        """Restart the engine; killed at the deadline, and when the supervisor is stopped."""
         deadline = time.monotonic() + self._ready_timeout_s
         self._wait_for_descriptors(deadline)
-        with self._run_directory.inherited():
-            attempt = in_thread(self._engine.restart)
-            while not self._stopping.is_set() and time.monotonic() < deadline:
-                if wait([attempt], POLL_S).done:
-                    return attempt.result()
-            self._end(attempt)
-            late = f"not ready after {self._ready_timeout_s:g} s"
-            raise StageFailed(self._engine.name, "the server is shut down" if self._stopping.is_set() else late)
-
-    def _end(self, attempt: Future[None]) -> None:
-        """Kill what the attempt starts until it has failed: its process may not be there yet, or not be tethered."""
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while not wait([attempt], POLL_S).done and time.monotonic() < deadline:
-            self._engine.kill()
-            if self._stopping.is_set():  # otherwise it may be another stage's
-                self._run_directory.kill_starting()
+        run_within_deadline(self._engine.restart, self._engine, self._run_directory, deadline, self._stopping)
 
     def _wait_for_descriptors(self, deadline: float) -> None:
         is_logged = False
@@ -211,6 +206,43 @@ class Supervisor:
                     is_logged = True
                 if self._stopping.wait(POLL_S) or time.monotonic() > deadline:
                     raise StageFailed(self._engine.name, f"cannot be restarted: {exc}") from exc
+
+
+def run_within_deadline(
+    start: Callable[[], None],
+    engine: Supervised,
+    run_directory: RunDirectory,
+    deadline: float,
+    stopping: threading.Event,
+) -> None:
+    """Start an engine; killed at the deadline, and when the server is stopped.
+
+    Args:
+        start: blocks until the engine is ready.
+        deadline: by ``time.monotonic``.
+        stopping: set when the server is.
+
+    Raises:
+        StageFailed: it did not start, or not in time.
+    """
+    began = time.monotonic()
+    with run_directory.inherited():
+        attempt = in_thread(start)
+        while not stopping.is_set() and time.monotonic() < deadline:
+            if wait([attempt], POLL_S).done:
+                return attempt.result()
+        _end(attempt, engine, run_directory, stopping)
+        late = f"not ready after {time.monotonic() - began:.0f} s (VLLM_OMNI_STAGE_READY_TIMEOUT_S)"
+        raise StageFailed(engine.name, "the server is shut down" if stopping.is_set() else late)
+
+
+def _end(attempt: Future[None], engine: Supervised, run_directory: RunDirectory, stopping: threading.Event) -> None:
+    """Kill what the attempt starts until it has failed: its process may not be there yet, or not be tethered."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while not wait([attempt], POLL_S).done and time.monotonic() < deadline:
+        engine.kill()
+        if stopping.is_set():  # otherwise it may be another stage's
+            run_directory.kill_starting()
 
 
 def in_thread(function: Callable[..., None], *args: object) -> Future[None]:

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,6 +75,11 @@ class ServerTether(dict[str, Any]):
 
 
 _tether: ServerTether | None = None  # of this process, if it belongs to a stage
+
+
+def stage_sections() -> Mapping[str, Any]:
+    """The ``additional_config`` of the stage to which this process belongs; empty if it belongs to none."""
+    return _tether or {}
 
 
 def _bind(tether: ServerTether) -> None:

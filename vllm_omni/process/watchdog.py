@@ -1,4 +1,6 @@
-"""``StepWatchdog``: notices an engine that has work and makes no step, though its processes live."""
+"""``Watchdog``: notices an engine that has work and makes no step, or a front end that stands still, though its
+processes live.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,22 @@ BUSY_SHARE = 0.1  # of one core, from which on processes count as computing; a p
 
 
 class Watched(Protocol):
-    """The engine that is watched, by its requests' event loop."""
+    """The engine or front end that is watched, by its requests' event loop."""
 
-    def has_requests(self) -> bool: ...
+    def has_requests(self) -> bool:
+        """Whether it is to answer."""
 
     def answer(self) -> Coroutine[Any, Any, Any]:
-        """A call that the engine answers between two steps, however little these do."""
+        """A call that it answers between two steps, however little these do."""
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used, seconds."""
 
-    def end_stuck(self, reason: str) -> None:
-        """Kill its processes; ``reason`` is a clause that says why."""
+    def end_stuck(self, after_s: float) -> None:
+        """Kill its processes, which have not answered for so many seconds."""
 
 
-class StepWatchdog:
+class Watchdog:
     """Asks the engine for an answer while it has requests, and ends it if none comes.
 
     An engine whose requests all wait for other stages makes empty steps, and answers at once. A process that is
@@ -87,5 +90,5 @@ class StepWatchdog:
             else:
                 idle_s += TICK_S
             if idle_s + busy_s / BUSY_FACTOR >= self._stuck_s:
-                self._engine.end_stuck(f"its engine made no step for {idle_s + busy_s:g} s, with requests")
+                self._engine.end_stuck(idle_s + busy_s)
                 return False

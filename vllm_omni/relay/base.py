@@ -94,8 +94,12 @@ class Relay(ABC):
         return torch.empty(shape, dtype=dtype)
 
     @abstractmethod
-    def abort(self, request_id: str) -> None:
-        """Take back everything that was put for a request; a tensor that is being read is freed afterwards."""
+    def abort(self, request_id: str | None) -> None:
+        """Take back everything that was put for a request; a tensor that is being read is freed afterwards.
+
+        Args:
+            request_id: None: for every request.
+        """
 
     def renew(self, ref: TensorRef) -> bool:
         """Restart the expiry time of a lease of this relay; False: it has ended, and its memory may be in other use."""

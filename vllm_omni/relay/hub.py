@@ -53,6 +53,7 @@ class RelayOptions(msgspec.Struct, frozen=True):
     num_bytes: int = NUM_BYTES  # of the slab of each backend
     edges: dict[str, EdgeOptions] = {}  # by reading stage
     host: str = "127.0.0.1"  # where a transport between hosts listens
+    secret_file: str = ""  # of a deployment on several hosts; its path on the host of the process
     inline_bytes: int = INLINE_BYTES  # a tensor of at most this size travels in its reference
 
     def edge(self, node: str) -> EdgeOptions | None:
@@ -188,6 +189,13 @@ class RelayHub:
         """See ``Relay.abort``."""
         self._publisher.abort(request_id)
 
+    def abort_all(self) -> None:
+        """Take back everything that this process has published, whichever request it belongs to."""
+        with self._lock:
+            relays = list(self._relays.values())
+        for relay in relays:
+            relay.abort(None)
+
     def open_stream(self, request_id: str, row: torch.Tensor, reader: str) -> StreamWriter | None:
         """Open a stream of rows like this one for a node of the graph; None if nothing is streamed to it, its transport
         has no streams, or no room for one."""
@@ -287,7 +295,13 @@ class RelayHub:
                     raise RelayBroken(f"a reference names the backend {backend!r}; known: {', '.join(BACKENDS)}")
                 num_bytes = self.options.num_bytes if backend in self.options.transports else 0
                 try:
-                    relay = make_relay(backend, num_bytes, prefault=self._prefault, host=self.options.host)
+                    relay = make_relay(
+                        backend,
+                        num_bytes,
+                        prefault=self._prefault,
+                        host=self.options.host,
+                        secret_file=self.options.secret_file,
+                    )
                 except OSError as exc:  # no file descriptor is free, or no memory
                     raise RelayBroken(f"this process cannot use the {backend} relay: {exc}") from exc
                 self._relays[backend] = relay

@@ -40,7 +40,7 @@ class InlineRelay(Relay):
     def release(self, ref: TensorRef, *, for_all: bool = False) -> None:
         pass
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str | None) -> None:
         pass
 
     def statistics(self) -> RelayStatistics:

@@ -105,9 +105,9 @@ class LocalRelay(Relay):
         if held.version is not None and held.tensor._version != held.version:
             raise RelayBroken(f"request {held.request_id}: a tensor was changed between put and release")
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str | None) -> None:
         with self.lock:
-            for lease in [lease for lease, held in self.held.items() if held.request_id == request_id]:
+            for lease in [lease for lease, held in self.held.items() if request_id in (None, held.request_id)]:
                 del self.held[lease]
 
     def statistics(self) -> RelayStatistics:

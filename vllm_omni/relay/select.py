@@ -32,6 +32,8 @@ LOCAL = "local"
 WITHOUT_SLAB = (LOCAL, "inline")
 BETWEEN_HOSTS = ("nixl", "mooncake", "tcp")
 STREAMING = ("shm", *BETWEEN_HOSTS)
+ASKING_FOR_NO_SECRET = ("nixl", "mooncake")
+OPEN = "its ports ask for no secret, and the hosts may have different devices: name it where the network is trusted"
 PROBE_TIMEOUT_S = 10.0
 PROBE_BYTES = 1 << 20
 
@@ -45,22 +47,28 @@ class Placement(NamedTuple):
     same_gpu: bool = False
 
 
-def make_relay(backend: str, num_bytes: int, *, prefault: bool = True, host: str = "127.0.0.1") -> Relay:
+def make_relay(
+    backend: str, num_bytes: int, *, prefault: bool = True, host: str = "127.0.0.1", secret_file: str = ""
+) -> Relay:
     """Make a relay with a slab of ``num_bytes``, or with 0 one that only reads.
 
     Args:
         prefault: map slabs whole when connecting; a process that mostly forwards should not.
         host: where a transport between hosts listens.
+        secret_file: of a deployment on several hosts; empty: it is on one.
 
     Raises:
         MissingDependency: a package that it needs is not installed.
+        ConfigError: the secret cannot be read.
     """
     module, _, name = BACKENDS[backend].partition(":")
     relay_cls: Callable[..., Relay] = getattr(import_module(module), name)
     if backend in WITHOUT_SLAB:
         return relay_cls()
     if backend in BETWEEN_HOSTS:
-        return relay_cls(num_bytes, host=host)
+        from vllm_omni.relay.secret import Secret  # needs zmq
+
+        return relay_cls(num_bytes, host=host, secret=Secret.read(secret_file) if secret_file else None)
     return relay_cls(num_bytes, prefault=prefault) if backend == "shm" else relay_cls(num_bytes)
 
 
@@ -81,7 +89,8 @@ def choose_backend(transport: str, placement: Placement, edge: str, *, streams: 
         return transport
     skipped_reasons: list[str] = []
     for backend in BACKENDS:
-        reason = why_not(backend, placement, streams=streams)
+        is_open = backend in ASKING_FOR_NO_SECRET and not placement.same_host
+        reason = OPEN if is_open else why_not(backend, placement, streams=streams)
         if reason is None:
             skipped = f" (not {'; not '.join(skipped_reasons)})" if skipped_reasons else ""
             logger.info("edge %s: tensors travel by %s%s", edge, backend, skipped)
@@ -99,7 +108,7 @@ def unsuitable(backend: str, placement: Placement, *, streams: bool = False) -> 
     """Return why a backend cannot carry an edge, by where its ends run; empty: it can."""
     if backend == LOCAL and not placement.same_process:
         return "source and target are different processes"
-    if backend == "shm" and not placement.same_host:
+    if backend in (LOCAL, "shm") and not placement.same_host:
         return "source and target are on different hosts"
     if backend == "cuda_ipc":
         if placement.devices != ("cuda", "cuda"):

@@ -91,12 +91,12 @@ class SlabRelay(Relay):
             self._buffers[block.offset] = request_id
             return self.view(block.offset, layout)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str | None) -> None:
         with self.lock:
             # A scan: aborts are rare, and an index by request would cost something for each lease.
-            for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+            for lease in [lease for lease in self._leases.values() if request_id in (None, lease.request_id)]:
                 self._end(lease)
-            for offset in [offset for offset, owner in self._buffers.items() if owner == request_id]:
+            for offset in [offset for offset, owner in self._buffers.items() if request_id in (None, owner)]:
                 del self._buffers[offset]
                 self._free_at(offset)
             self.notify_room()

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from vllm_omni.errors import ConfigError
 from vllm_omni.speech.frame_graphs import FrameGraphs
+from vllm_omni.speech.joined_linears import JoinedLinears, store_by_column
 from vllm_omni.speech.residual_sampling import SamplingBatch
 from vllm_omni.speech.window_transformer import GatedMlp
 
@@ -93,18 +94,22 @@ class CodePredictor(nn.Module):
         hidden, first_embedding = inputs
         num_residual = self.config.num_code_groups - 1
         cache = self.model.new_cache(hidden)
-        x = self.small_to_mtp_projection(torch.stack((hidden, first_embedding), dim=1))
+        # One position at a time, as all others are, and not the first two at once: that is what is compiled.
+        self.model.advance(self.small_to_mtp_projection(hidden)[:, None], cache, position=0)
+        x = self.small_to_mtp_projection(first_embedding)[:, None]
         codes: list[Tensor] = []
         for group, (head, table) in enumerate(zip(self.lm_head, self.model.codec_embedding, strict=True)):
-            y = self.model.advance(x, cache, position=group + 1 if group else 0)
+            y = self.model.advance(x, cache, position=group + 1)
             codes.append(sampling.sample(head(y[:, -1]), None if noise is None else noise[group]))
             if group + 1 < num_residual:
-                x = self.small_to_mtp_projection(table(codes[-1]))[:, None]
+                # Not table(codes), whose kernel on CUDA reads row after row.
+                x = self.small_to_mtp_projection(table.weight[codes[-1]])[:, None]
         return torch.stack(codes, dim=1)
 
     def compile_frames(self, max_rows: int) -> None:
         """Compile the passes of a frame; on CUDA, capture the frames of up to ``max_rows`` requests."""
         self.model.compile_pass()
+        store_by_column(*self.lm_head, self.small_to_mtp_projection)
         weight = self.model.codec_embedding[0].weight
         row = weight.new_zeros(1, weight.shape[1])
         self._frames.prepare((row, row), max_rows)
@@ -119,9 +124,11 @@ class Places(NamedTuple):
     """Where rows of a pass stand."""
 
     positions: Tensor  # [n] int64
+    all_positions: Tensor  # [num_code_groups] int64
     cos: Tensor  # [n, head_dim]
     sin: Tensor  # the same
     mask: Tensor  # [n, num_code_groups] bool: which positions a row attends to
+    tables: tuple[Tensor, Tensor, Tensor]  # cos and sin, float32, and mask of all positions
 
 
 class FrameTransformer(nn.Module):
@@ -146,28 +153,36 @@ class FrameTransformer(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.register_buffer("mask", mask.tril() if config.is_causal else mask, persistent=False)
         self.register_buffer("positions", torch.arange(length), persistent=False)
-        self._compiled: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self._compiled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of one row
+        self._compiled_batch: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self._has_batch = False  # whether that has been compiled
 
     def new_cache(self, like: Tensor) -> Tensor:
-        """Keys and values of a batch: [num_layers, 2, B, num_kv_heads, num_code_groups, head_dim]."""
+        """Keys and values of a batch: [B, num_layers, 2, num_kv_heads, num_code_groups, head_dim]."""
         config = self.config
-        shape = (config.num_hidden_layers, 2, len(like), config.num_key_value_heads)
+        shape = (len(like), config.num_hidden_layers, 2, config.num_key_value_heads)
         return like.new_zeros(*shape, config.num_code_groups, config.head_dim)
 
     def compile_pass(self) -> None:
-        """Compile a pass of one row at one position, when it is first made; others stay as they are.
+        """Compile a pass of one position, when it is first made: for one row, and for any more.
 
-        A pass of one request is bound by what its many small operations cost beside their arithmetic, which is most of
-        the time in a batch.
+        A pass is bound by what its many small operations cost beside their arithmetic.
         """
-        # Without guards, which would cost as much as a small pass: only one kind of shapes comes, and the model does
-        # not change. Compilations of each model are counted alone, however many a process has.
-        self._compiled = torch.compile(
-            self._advance,
-            fullgraph=True,
-            dynamic=False,
-            isolate_recompiles=True,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        for layer in self.layers:
+            assert isinstance(layer, PredictorLayer)
+            layer.join_weights()
+        # Without guards, which would cost as much as a small pass: only one kind of shapes comes to each, and the model
+        # does not change. Compilations of each model are counted alone, however many a process has. Loops take one
+        # thread: they are short, and to start another one takes longer.
+        self._compiled, self._compiled_batch = (
+            torch.compile(
+                self._advance,
+                fullgraph=True,
+                dynamic=dynamic,
+                isolate_recompiles=True,
+                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "cpp.threads": 1},
+            )
+            for dynamic in (False, None)
         )
 
     def advance(self, x: Tensor, cache: Tensor, position: int) -> Tensor:
@@ -177,18 +192,29 @@ class FrameTransformer(nn.Module):
         """
         num_rows, num_new, _ = x.shape
         assert self.config.is_causal or num_new == self.config.num_code_groups, "rows would attend to empty positions"
-        positions = self.positions[position : position + num_new]
-        if self._compiled is None or num_rows > 1 or num_new > 1:
-            return self._advance(x, cache, positions)
-        return self._compiled(x, cache, positions)
+        run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = self._advance
+        if num_new == 1 and self._compiled is not None and self._compiled_batch is not None:
+            run = self._compiled if num_rows == 1 else self._compiled_batch
+            if num_rows > 1 and not self._has_batch:
+                self._has_batch = True
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.mark_dynamic(cache, 0)
+        new = slice(position, position + num_new)
+        y, cache[..., new, :] = run(x, cache, self.positions[new])
+        return y
 
-    def _advance(self, x: Tensor, cache: Tensor, positions: Tensor) -> Tensor:
+    def _advance(self, x: Tensor, cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Also returns keys and values, [B, num_layers, 2, num_kv_heads, n, head_dim]. The cache is not written here: a
+        compiler would copy all of it for each layer.
+        """
         cos, sin = self.cos[positions].to(x.dtype), self.sin[positions].to(x.dtype)
-        places = Places(positions, cos, sin, self.mask[positions])
-        for layer, kept in zip(self.layers, cache.unbind(), strict=True):
+        tables, made = (self.cos, self.sin, self.mask), []
+        places = Places(positions, self.positions, cos, sin, self.mask[positions], tables)
+        for index, layer in enumerate(self.layers):
             assert isinstance(layer, PredictorLayer)
-            x = layer.advance(x, kept, places)
-        return self.norm(x)
+            x, new = layer.advance(x, cache[:, index], places)
+            made.append(new)
+        return self.norm(x), torch.stack(made, dim=1)
 
 
 class PredictorLayer(nn.Module):
@@ -200,9 +226,14 @@ class PredictorLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.mlp = GatedMlp(size, config.intermediate_size)
 
-    def advance(self, x: Tensor, kept: Tensor, places: Places) -> Tensor:
-        x = x + self.self_attn.advance(self.input_layernorm(x), kept, places)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def join_weights(self) -> None:
+        self.self_attn.join_weights()
+        self.mlp.join_weights()
+
+    def advance(self, x: Tensor, kept: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        y, new = self.self_attn.advance(self.input_layernorm(x), kept, places)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), new
 
 
 class PredictorAttention(nn.Module):
@@ -219,20 +250,53 @@ class PredictorAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias and has_norms)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
-        self.has_groups = config.num_attention_heads != config.num_key_value_heads
+        self._joined: JoinedLinears | None = None
+        self._attend: Callable[..., tuple[Tensor, Tensor]] | None = None  # frame_kernels.attend, on CUDA
 
-    def advance(self, x: Tensor, kept: Tensor, places: Places) -> Tensor:
+    def join_weights(self) -> None:
+        self._joined = JoinedLinears(self.q_proj, self.k_proj, self.v_proj)
+        store_by_column(self.o_proj)
+        if self.o_proj.weight.is_cuda and self.head_dim.bit_count() == 1:  # Triton's blocks are powers of two
+            from vllm_omni.speech.frame_kernels import attend  # Triton, which torch has for CUDA alone
+
+            self._attend = attend
+
+    def advance(self, x: Tensor, kept: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Attend from new rows to those in ``kept``, [B, 2, num_kv_heads, num_code_groups, head_dim], and to new ones.
+
+        Returns:
+            [B, n, hidden_size]; their keys and values, as in ``kept``.
+        """
         num_rows, num_new, _ = x.shape
-        query, key, value = (
-            projection(x).view(num_rows, num_new, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        if num_new == 1 and self._joined is not None and self._attend is not None:
+            norms = None if isinstance(self.q_norm, nn.Identity) else (self.q_norm, self.k_norm)
+            y, new = self._attend(self._joined.product(x)[:, 0], kept, norms, places.positions, *places.tables)
+            return self.o_proj(y[:, None]), new
+        made = (self.q_proj(x), self.k_proj(x), self.v_proj(x)) if self._joined is None else self._joined(x)
+        query, key, value = (one.view(num_rows, num_new, -1, self.head_dim).transpose(1, 2) for one in made)
         query, key = (rotate(y, places.cos, places.sin) for y in (self.q_norm(query), self.k_norm(key)))
-        keys, values = kept.unbind()
-        keys.index_copy_(2, places.positions, key)
-        values.index_copy_(2, places.positions, value)
-        y = functional.scaled_dot_product_attention(query, keys, values, places.mask, enable_gqa=self.has_groups)
-        return self.o_proj(y.transpose(1, 2).reshape(num_rows, num_new, -1))
+        new = torch.stack((key, value), dim=1)
+        attend = attend_in_loops if num_new == 1 and torch.compiler.is_compiling() else attend_by_kernel
+        y = attend(query, kept, new, places).transpose(1, 2).reshape(num_rows, num_new, -1)
+        return self.o_proj(y), new
+
+
+def attend_by_kernel(query: Tensor, kept: Tensor, new: Tensor, places: Places) -> Tensor:
+    """[B, heads, n, head_dim] -> the same."""
+    keys, values = kept.index_copy(3, places.positions, new).unbind(1)
+    has_groups = query.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(query, keys, values, places.mask, enable_gqa=has_groups)
+
+
+def attend_in_loops(query: Tensor, kept: Tensor, new: Tensor, places: Places) -> Tensor:
+    """The same from one row, in sums, which a compiler makes loops of, beside those around it: there is little to
+    compute, and calling a kernel takes longer.
+    """
+    both = torch.where((places.all_positions == places.positions)[:, None], new, kept)
+    keys, values = both[:, 0, :, None], both[:, 1, :, None]  # with unbind() torch compiles for one size of batch alone
+    grouped = query.unflatten(1, (keys.shape[1], -1)) * query.shape[-1] ** -0.5  # [B, kv_heads, heads of each, 1, dim]
+    scores = (grouped * keys).sum(-1).masked_fill(~places.mask, float("-inf"))
+    return (scores.softmax(-1)[..., None] * values).sum(-2, keepdim=True).flatten(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

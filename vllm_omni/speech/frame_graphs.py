@@ -25,7 +25,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Sequence[Tensor]  # [num_rows, size] each
     sampling: SamplingBatch
-    noise: Tensor | None  # [num_draws, num_rows, vocab_size] float32; None: greedy
+    noise: Tensor | None  # [num_rows, num_draws, vocab_size] float32; None: greedy
     codes: Tensor  # [num_rows, ...] int64
 
 
@@ -50,29 +50,30 @@ class FrameGraphs:
         Args:
             inputs: [B, size] each.
         """
-        num_rows, noise = len(inputs[0]), None
-        if not sampling.is_greedy:
-            noise = sampling.noise(self._num_draws, self._vocab_size, inputs[0].device)
+        num_rows = len(inputs[0])
         captured = self._captured.get((_padded(num_rows), sampling.is_greedy))
         if captured is None:
+            size = (self._num_draws, self._vocab_size)
+            noise = None if sampling.is_greedy else sampling.noise(*size, inputs[0].device)
             return self._predict(inputs, sampling, noise)
         for fixed, given in zip(captured.inputs, inputs, strict=True):
             fixed[:num_rows] = given
-        if noise is not None:
-            assert captured.noise is not None
-            captured.noise[:, :num_rows] = noise
+        if captured.noise is not None:
+            sampling.draw_noise(captured.noise)
             captured.sampling.replace(sampling)
         captured.graph.replay()
         return captured.codes[:num_rows].clone()
 
     def prepare(self, row: Sequence[Tensor], max_rows: int) -> None:
-        """Predict a frame, so that what compiles at a first call is compiled; on CUDA, make the graphs of batches of up
-        to ``max_rows`` and ``MAX_ROWS`` requests.
+        """Predict a frame of one row and of two, so that what compiles at a first call is compiled; on CUDA, make the
+        graphs of batches of up to ``max_rows`` and ``MAX_ROWS`` requests.
 
         Args:
             row: one row of each input, [1, size].
         """
-        self(row, SamplingBatch([CodeSampling()], [None], row[0].device))
+        for num_rows in range(1, min(max_rows, 2) + 1):
+            rows = [one.repeat(num_rows, 1) for one in row]
+            self(rows, SamplingBatch([CodeSampling()] * num_rows, [None] * num_rows, row[0].device))
         if row[0].is_cuda:
             self._capture_all(row, max_rows)
 
@@ -85,7 +86,7 @@ class FrameGraphs:
 
     def _capture(self, row: Sequence[Tensor], num_rows: int, is_greedy: bool, pool: tuple[int, int]) -> _Captured:
         inputs = [one.repeat(num_rows, 1) for one in row]
-        params = CodeSampling() if is_greedy else CodeSampling(1.0, top_k=1, top_p=0.5)
+        params = CodeSampling() if is_greedy else CodeSampling(1.0)  # replaced before each replay
         sampling = SamplingBatch([params] * num_rows, [None] * num_rows, row[0].device)
         noise = None if is_greedy else sampling.noise(self._num_draws, self._vocab_size, row[0].device)
         stream = torch.cuda.Stream()
@@ -96,7 +97,7 @@ class FrameGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             codes = self._predict(inputs, sampling, noise)
-        return _Captured(graph, inputs, sampling, noise, codes)
+        return _Captured(graph, inputs, sampling, None if noise is None else noise.transpose(0, 1), codes)
 
 
 def _padded(num_rows: int) -> int:

@@ -1,33 +1,23 @@
 """``VoiceStore``: recordings of voices that users have uploaded, in a private directory.
 
-A voice is a folder with two files, created and removed by a rename, so a listing of the directory contains only
-complete voices. Servers that share a directory see each other's voices; their changes take turns by a lock on a file in
-it.
+A voice is a folder with two files (``files/private.py``). Servers that share a directory see each other's voices.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from vllm_omni.errors import ConfigError, InvalidRequest, UnknownVoice, VoiceExists
+from vllm_omni.errors import InvalidRequest, UnknownVoice, VoiceExists
+from vllm_omni.files.private import PrivateDirectory, is_full
 from vllm_omni.names import suggest
 
 ABOUT, RECORDING = "voice.json", "recording"  # files of a voice
-LOCK = ".lock"
-UNFINISHED = ".unfinished-"  # start of a folder's name while it is written or removed
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
@@ -62,34 +52,19 @@ class VoiceStore:
     """
 
     def __init__(self, directory: Path, quota: Quota) -> None:
-        self.directory = directory
         self.quota = quota
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            about = directory.stat()
-        except OSError as exc:
-            raise ConfigError(
-                f"no directory for voices at {directory}: {exc.strerror}: set VLLM_OMNI_VOICES_DIR to a writable one"
-            ) from exc
-        if about.st_mode & 0o077 or about.st_uid != os.geteuid():
-            raise ConfigError(
-                f"VLLM_OMNI_VOICES_DIR: {directory} is open to other users, and recordings of voices are private: "
-                f"chmod 700 {directory}, or name another directory"
-            )
-        with self._locked():
-            for left in directory.glob(f"{UNFINISHED}*"):  # of a server that was killed
-                shutil.rmtree(left, ignore_errors=True)
+        self.directory = PrivateDirectory(directory, "VLLM_OMNI_VOICES_DIR", "voices")
 
     def voices(self) -> list[StoredVoice]:
         """All voices, the oldest first."""
-        folders = (path for path in self.directory.iterdir() if NAME.fullmatch(path.name))
-        voices = [voice for path in folders if (voice := self._read(path)) is not None]
+        names = filter(NAME.fullmatch, self.directory.names())
+        voices = [voice for name in names if (voice := self._read(name)) is not None]
         return sorted(voices, key=lambda voice: (voice.created_at, voice.name))
 
     def find(self, name: str) -> StoredVoice | None:
         """The voice of a name, if there is one; any text may be asked for."""
         name = name.lower()
-        return self._read(self.directory / name) if NAME.fullmatch(name) else None
+        return self._read(name) if NAME.fullmatch(name) else None
 
     def recording(self, voice: StoredVoice) -> bytes:
         """The file as it was uploaded.
@@ -98,7 +73,7 @@ class VoiceStore:
             UnknownVoice: it has been deleted meanwhile.
         """
         try:
-            return (self.directory / voice.name / RECORDING).read_bytes()
+            return self.directory.read(voice.name, RECORDING)
         except OSError as exc:
             raise UnknownVoice(f"voice {voice.name!r} has been deleted", param="voice") from exc
 
@@ -113,7 +88,7 @@ class VoiceStore:
         """
         digest = hashlib.sha256(recording).hexdigest()
         voice = StoredVoice(name, transcript, seconds, len(recording), digest, int(time.time()), consent)
-        with self._locked():
+        with self.directory.locked():
             if self.find(name) is not None:
                 raise VoiceExists(
                     f"name: there is a voice {name!r}: choose another name, or delete it first", param="name"
@@ -128,14 +103,12 @@ class VoiceStore:
         Raises:
             UnknownVoice: there is none of this name.
         """
-        with self._locked():
+        with self.directory.locked():
             voice = self.find(name)
             if voice is None:
                 known = [one.name for one in self.voices()]
                 raise UnknownVoice(f"no uploaded voice {name!r}: {suggest(name, known)}", param="name")
-            gone = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.directory))
-            (self.directory / voice.name).rename(gone / voice.name)
-            shutil.rmtree(gone, ignore_errors=True)
+            self.directory.remove(voice.name)
         return voice
 
     def _check_quota(self, num_bytes: int) -> None:
@@ -153,33 +126,18 @@ class VoiceStore:
             )
 
     def _write(self, voice: StoredVoice, recording: bytes) -> None:
-        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.directory))
         try:
-            for name, data in ((RECORDING, recording), (ABOUT, msgspec.json.encode(voice))):
-                with (made / name).open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            made.rename(self.directory / voice.name)
+            self.directory.create(voice.name, {RECORDING: recording, ABOUT: msgspec.json.encode(voice)})
         except OSError as exc:
-            shutil.rmtree(made, ignore_errors=True)
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise InvalidRequest(f"the disk of {self.directory} is full: delete a voice first") from exc
+            if is_full(exc):
+                raise InvalidRequest(f"the disk of {self.directory.path} is full: delete a voice first") from exc
             raise
 
-    @staticmethod
-    def _read(folder: Path) -> StoredVoice | None:
+    def _read(self, name: str) -> StoredVoice | None:
         try:
-            return msgspec.json.decode((folder / ABOUT).read_bytes(), type=StoredVoice)
+            return msgspec.json.decode(self.directory.read(name, ABOUT), type=StoredVoice)
         except (OSError, msgspec.MsgspecError):  # deleted since the listing, or not a voice
             return None
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One change at a time, of all servers."""
-        with (self.directory / LOCK).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def check_name(name: object) -> str:

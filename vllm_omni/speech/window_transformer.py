@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_omni.speech.codec_config import CodecConfig
+from vllm_omni.speech.joined_linears import JoinedLinears, store_by_column
 from vllm_omni.speech.stream import Step, StreamLayer
 
 
@@ -90,9 +91,15 @@ class GatedMlp(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self._joined: JoinedLinears | None = None
+
+    def join_weights(self) -> None:
+        self._joined = JoinedLinears(self.gate_proj, self.up_proj)
+        store_by_column(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if self._joined is None else self._joined(x)
+        return self.down_proj(functional.silu(gate) * up)
 
 
 class WindowLayer(nn.Module):

@@ -18,7 +18,7 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.config.budgets import EPD_CONFIG, encodes_in_thread
 from vllm_omni.errors import ConfigError, RelayBroken
@@ -36,8 +36,6 @@ from vllm_omni.model_executor.stage_model import (
     Denoises,
     HasOwnPositions,
     PredictsFrames,
-    PublishesLayers,
-    PublishesRows,
     RequestInfo,
     StepRequest,
     WritesPictures,
@@ -48,13 +46,16 @@ from vllm_omni.unified.spans import spans_of_media
 from vllm_omni.worker.attention_pieces import build_by_pieces
 from vllm_omni.worker.canvases import CanvasRunner, parts_of
 from vllm_omni.worker.encoders import Slice, SlicedEncoder, ThreadedEncoder
+from vllm_omni.worker.media_pool import MediaPool, open_media_pool
 from vllm_omni.worker.step_payloads import publish_frames, publish_pictures
+from vllm_omni.worker.step_rows import StepRows
 from vllm_omni.worker.token_pictures import PictureTokens
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class ARModelRunner(GPUModelRunner):
@@ -83,6 +84,7 @@ class ARModelRunner(GPUModelRunner):
         self._encode_report: EncodeReport | None = None  # of a step that is not sampled yet
         self._ec_output: ECConnectorOutput | None = None  # of the same step
         self._encode_times: tuple[float, float] | None = None  # of the same step
+        self.media: MediaPool | None = None  # once the model is loaded
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -91,13 +93,12 @@ class ARModelRunner(GPUModelRunner):
         # vLLM's own layers have none; its worker for the CPU measures encoders of the model with gradients enabled.
         model.requires_grad_(False)
         self.consumer = model if isinstance(model, ConsumesPayload) else None
-        self.publisher = model if isinstance(model, PublishesRows) else None
-        self.layer_publisher = model if isinstance(model, PublishesLayers) and model.row_layers else None
-        if self.layer_publisher is not None:
+        self.rows = StepRows(self, model)
+        if self.rows.layers:
             if self.use_aux_hidden_state_outputs:
                 raise ConfigError("speculative_config: it reads other layers than the model publishes; leave it out")
             # As for EAGLE-3: the model returns these layers beside its last one.
-            model.set_aux_hidden_state_layers(self.layer_publisher.row_layers)
+            model.set_aux_hidden_state_layers(self.rows.layers)
             self.use_aux_hidden_state_outputs = True
         self.own_positions = model if isinstance(model, HasOwnPositions) else None
         self.frame_predictor = model if isinstance(model, PredictsFrames) else None
@@ -108,6 +109,12 @@ class ARModelRunner(GPUModelRunner):
             self.hub.prepare()
         if self.vllm_config.additional_config.get(EPD_CONFIG) and self.supports_mm_inputs:
             self.encoder = self._make_encoder()  # an encoder that cannot be sliced fails at start, not with a request
+        self.media = open_media_pool(self.vllm_config)
+
+    @torch.inference_mode()
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self.rows.allocate(kv_cache_config)
 
     @torch.inference_mode()
     def compile_frames(self) -> None:
@@ -360,15 +367,21 @@ class ARModelRunner(GPUModelRunner):
             done = self._advance(self.encoder, step)
         except Exception as exc:  # only the request may fail: an exception here would end the engine
             logger.error("images %s cannot be encoded", ", ".join(images), exc_info=exc)
-            self._encode_batch = None
-            self._deferred_saves.clear()
+            self._drop_batch()
             return EncodeReport([], 0, 1, 0.0, dict.fromkeys(images, str(exc)))
+        report = EncodeReport([], done.num_layers, self.encoder.num_layers_of_batch, done.seconds)
+        report.loaded = self.media.loaded if self.media is not None else frozenset()
         if done.has_ended:
-            self._encode_batch = None
+            report.encoded = images
             self._save_deferred()
-        return EncodeReport(
-            images if done.has_ended else [], done.num_layers, self.encoder.num_layers_of_batch, done.seconds
-        )
+            self._drop_batch()
+        return report
+
+    def _drop_batch(self) -> None:
+        self._encode_batch = None
+        self._deferred_saves.clear()
+        if self.media is not None:
+            self.media.forget()
 
     def _advance(self, encoder: SlicedEncoder | ThreadedEncoder, step: EPDSchedulerOutput) -> Slice:
         if isinstance(encoder, ThreadedEncoder):
@@ -402,7 +415,8 @@ class ARModelRunner(GPUModelRunner):
         times, self._encode_times = self._encode_times, None
         ec_output, self._ec_output = self._ec_output, None
         has_ec_output = ec_output is not None and not ec_output.is_empty()
-        if report is None and times is None and not has_ec_output:
+        counts = self.media.take_counts() if self.media is not None else None
+        if report is None and times is None and not has_ec_output and counts is None:
             return output
         if report is None and not has_ec_output and not isinstance(output, ModelRunnerOutput):
             return output  # of an asynchronous runner, where the times are unknown
@@ -410,7 +424,7 @@ class ARModelRunner(GPUModelRunner):
         values = dict(vars(output))  # a copy, as upstream shares its empty output
         if has_ec_output:
             values["ec_connector_output"] = ec_output
-        return EPDModelRunnerOutput(**values, encode_report=report, encode_times=times)
+        return EPDModelRunnerOutput(**values, encode_report=report, encode_times=times, media_counts=counts)
 
     def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
         if not scheduler_output.scheduled_encoder_inputs:  # none, or a batch beside the language model
@@ -424,18 +438,35 @@ class ARModelRunner(GPUModelRunner):
     def _batch_mm_inputs_from_scheduler(self, scheduler_output: Any) -> Any:
         # Upstream finds a step's images by their requests, which may still wait when theirs are encoded here.
         if isinstance(scheduler_output, EncodeBatch):
-            return scheduler_output.inputs()
-        return super()._batch_mm_inputs_from_scheduler(scheduler_output)
+            batch = scheduler_output.inputs()
+        else:
+            batch = super()._batch_mm_inputs_from_scheduler(scheduler_output)
+        if self.media is None:
+            return batch
+        found, rest = self.media.split(batch)
+        for identifier, embeds in found.items():
+            metadata, freed = scheduler_output.ec_manager_metadata, scheduler_output.free_encoder_mm_hashes
+            super()._cache_encoder_output(identifier, embeds.to(self.device), metadata, freed)
+        return rest
+
+    def _cache_encoder_output(self, mm_hash: str, output: torch.Tensor, *args: Any) -> None:
+        super()._cache_encoder_output(mm_hash, output, *args)
+        if self.media is not None:
+            self.media.keep(mm_hash, output)
 
     def reset_encoder_cache(self) -> None:
         # The weights change: the batch in flight has the old ones. The scheduler has dropped it, too.
         if self.encoder is not None:
             self.encoder.cancel()
-            self._encode_batch = None
-            self._deferred_saves.clear()
+            self._drop_batch()
         if has_ec_transfer() and isinstance(connector := get_ec_transfer(), RelayECConnector):
             connector.forget_wanted()
         super().reset_encoder_cache()
+
+    def shutdown(self) -> None:
+        if self.media is not None:
+            self.media.close()
+        super().shutdown()
 
     def _publish_rows(self) -> dict[str, torch.Tensor]:
         """Publish the rows that this step completed: request id -> packed payload."""
@@ -444,18 +475,18 @@ class ARModelRunner(GPUModelRunner):
             return {}
         requests = self._step_requests(state.scheduler_output)
         step = [one for one in requests if isinstance(one.info.publisher, RowPublisher)]
-        if not step:
+        if not step and self.rows.cache is None:
             return {}
         # Every rank computes, as the embedding is vocabulary-parallel; only rank 0 publishes.
-        rows = self._finished_rows(state)
+        rows = self.rows.finish(state)
         if get_tensor_model_parallel_rank() != 0:
             return {}
         payloads = {}
-        for info, start, num_new, offset in step:
-            assert isinstance(info.publisher, RowPublisher)
-            info.publisher.add(rows[offset : offset + num_new], start)
-            if start + num_new >= info.num_prompt_tokens:
-                payload = info.publisher.publish(partial(self._positions, info))
+        for one in step:
+            info = one.info
+            publisher = self.rows.add_to_publisher(rows, one)
+            if one.start + one.num_tokens >= info.num_prompt_tokens:
+                payload = publisher.publish(partial(self._positions, info))
                 if payload is not None:
                     payloads[info.request_id] = pack(payload)
         return payloads
@@ -466,16 +497,3 @@ class ARModelRunner(GPUModelRunner):
             return {}
         positions = self.requests[info.request_id].mrope_positions[:, : info.num_prompt_tokens]
         return {"positions": positions.to(torch.int32)}
-
-    def _finished_rows(self, state: ExecuteModelState) -> torch.Tensor:
-        """In the next stage's form where the model knows it; otherwise what the last layer returned."""
-        num_tokens = state.scheduler_output.total_num_scheduled_tokens
-        input_ids, hidden_states = self.input_ids.gpu[:num_tokens], state.hidden_states[:num_tokens]
-        if self.layer_publisher is not None:
-            assert state.aux_hidden_states is not None
-            return self.layer_publisher.finished_layer_rows(
-                input_ids, [layer[:num_tokens] for layer in state.aux_hidden_states]
-            )
-        if self.publisher is not None:
-            return self.publisher.finished_rows(input_ids, hidden_states)
-        return hidden_states.clone()  # the next step overwrites them

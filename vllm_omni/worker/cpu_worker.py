@@ -23,10 +23,19 @@ from vllm_omni.model_executor.rank_memory import (
     no_memory_check,
     report_uncached,
 )
+from vllm_omni.model_executor.row_cache import bytes_without_rows
 from vllm_omni.model_executor.step_threads import StepThreads
-from vllm_omni.vllm_patches import quiet_groups_of_one_rank, torch_kernels_for_encoders, uncompiled_logprob_ranks
+from vllm_omni.model_executor.weight_tensors import published_bytes
+from vllm_omni.vllm_patches import (
+    quiet_groups_of_one_rank,
+    replace_zero_experts,
+    torch_kernels_for_encoders,
+    uncompiled_logprob_ranks,
+)
 from vllm_omni.worker.ar_runner import ARModelRunner
+from vllm_omni.worker.cache_on_demand import CacheOnDemand, is_sized
 from vllm_omni.worker.encoders import ThreadedEncoder
+from vllm_omni.worker.zero_experts import choose_experts, scale_by_zero_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +70,10 @@ class CPUARModelRunner(ARModelRunner, CPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with torch_kernels_for_encoders() if self.encodes_in_thread else nullcontext():
             super().load_model(*args, **kwargs)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        with CacheOnDemand() if is_sized(self.cache_config) else nullcontext():
+            super().initialize_kv_cache(*args, **kwargs)
 
     @torch.inference_mode()
     def check_encode_in_thread(self) -> None:
@@ -113,6 +126,7 @@ class CPUARWorker(CPUWorker):
 
     def init_device(self) -> None:
         uncompiled_logprob_ranks()
+        replace_zero_experts(choose_experts, scale_by_zero_experts)
         with quiet_groups_of_one_rank():
             super().init_device()
         # Upstream makes its own runner in init_device and loads weights later, so it holds none when it is replaced.
@@ -125,7 +139,8 @@ class CPUARWorker(CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         before = allocated_bytes(self.device)
         super().load_model(**kwargs)
-        self.weight_bytes = max(0, allocated_bytes(self.device) - before)
+        # Weights that engines share belong to the one that has written them, and are in no process's own memory.
+        self.weight_bytes = max(0, allocated_bytes(self.device) - before) + published_bytes()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = super().get_kv_cache_spec()
@@ -133,6 +148,10 @@ class CPUARWorker(CPUWorker):
         return specs
 
     def determine_available_memory(self) -> int:
+        # Upstream's arithmetic is for pages alone.
+        return bytes_without_rows(self.vllm_config, super().get_kv_cache_spec(), self._cache_bytes())
+
+    def _cache_bytes(self) -> int:
         memory = RankMemory.of(self.vllm_config, self.rank)
         if memory is None:
             return super().determine_available_memory()
@@ -156,3 +175,7 @@ class CPUARWorker(CPUWorker):
     def release_payloads(self, payloads: list[bytes]) -> None:
         """Release what this rank has published, for the front end."""
         self.model_runner.hub.release_encoded(payloads)
+
+    def abort_published(self) -> None:
+        """Take back what this rank has published, for ``HostedEngine``: no front end knows of it."""
+        self.model_runner.hub.abort_all()

@@ -8,6 +8,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.rank_memory import (
     RankMemory,
     activation_bytes,
@@ -15,6 +16,9 @@ from vllm_omni.model_executor.rank_memory import (
     no_memory_check,
     report_uncached,
 )
+from vllm_omni.model_executor.row_cache import bytes_without_rows
+from vllm_omni.model_executor.weight_tensors import published_bytes
+from vllm_omni.process.shared_weights import LOAD_FORMAT, SHARED_WEIGHTS
 from vllm_omni.worker.ar_runner import ARModelRunner
 
 if TYPE_CHECKING:
@@ -32,7 +36,16 @@ class CUDAARWorker(Worker):
     def load_model(self, **kwargs: Any) -> None:
         before = allocated_bytes(self.device)
         super().load_model(**kwargs)
-        self.weight_bytes = max(0, allocated_bytes(self.device) - before)
+        # Weights that engines share are counted by the one that has loaded them, and are no allocation of torch's.
+        self.weight_bytes = max(0, allocated_bytes(self.device) - before) + published_bytes()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        if SHARED_WEIGHTS in (self.vllm_config.additional_config or {}):
+            raise ConfigError(
+                f"weights cannot be reloaded with load_format = {LOAD_FORMAT!r}: the other engines of this GPU compute "
+                "with the same memory; restart the server, or leave load_format out"
+            )
+        super().reload_weights(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = super().get_kv_cache_spec()
@@ -41,6 +54,10 @@ class CUDAARWorker(Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
+        # Upstream's arithmetic is for pages alone.
+        return bytes_without_rows(self.vllm_config, super().get_kv_cache_spec(), self._cache_bytes())
+
+    def _cache_bytes(self) -> int:
         memory = RankMemory.of(self.vllm_config, self.rank)
         if memory is None:
             return super().determine_available_memory()
@@ -65,3 +82,7 @@ class CUDAARWorker(Worker):
     def release_payloads(self, payloads: list[bytes]) -> None:
         """See ``CPUARWorker``."""
         self.model_runner.hub.release_encoded(payloads)
+
+    def abort_published(self) -> None:
+        """See ``CPUARWorker``."""
+        self.model_runner.hub.abort_all()

@@ -114,7 +114,7 @@ class DiffusionModelRunner:
         self._update_cache(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outcomes = {} if new else self._step(scheduled, failures)
-        payloads = self._publish(outcomes, failures)
+        payloads = self._publish(outcomes, failures) or self._notify_started(new, failures)
         ended = [one for one, outcome in outcomes.items() if outcome.output is not None and one not in failures]
         pending = {
             request_id: CallSize(outcome.num_rows, outcome.num_bytes, outcome.num_cache_bytes)
@@ -171,6 +171,14 @@ class DiffusionModelRunner:
             except Exception as exc:  # the request fails, the engine must live
                 failures[request_id] = make_failure(request_id, exc)
         return payloads
+
+    def _notify_started(
+        self, new_requests: Sequence[NewRequestData], failures: Mapping[str, Failure]
+    ) -> dict[str, Payload]:
+        """Outputs of the requests that have started, where they ask for them."""
+        started = [new.req_id for new in new_requests if new.req_id not in failures]
+        notified = [one for one in started if self.requests[one].params.notify_start]
+        return {one: Payload(values={"step": 0, "num_steps": 0}) for one in notified}
 
     def _payload(self, request_id: str, outcome: StepOutcome) -> Payload | None:
         """Output of a step for the user: the result, a preview, the progress, or nothing."""

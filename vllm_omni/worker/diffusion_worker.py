@@ -80,6 +80,10 @@ class DiffusionWorker(Worker):
         """Read by ``StageEngine.relay_statistics``."""
         return self.model_runner.hub.plain_statistics()
 
+    def abort_published(self) -> None:
+        """See ``CPUARWorker``."""
+        self.model_runner.hub.abort_all()
+
     def diffusion_statistics(self) -> dict[str, Any]:
         """Statistics of the runner, as from ``DiffusersPipelineExecutor``."""
         return self.model_runner.statistics()

@@ -475,11 +475,23 @@ def test_branches_of_a_younger_picture_wait_until_the_older_ones_are_admitted() 
     world = World(make_request("a", make_plan()), make_request("b", make_plan()), make_request("c"))
     younger = [world.requests["b"], world.branch(WITHOUT_TEXT, "b"), world.branch(WITHOUT_IMAGES, "b")]
     assert all(world.canvases.is_held(one) for one in younger)
-    assert not any(world.canvases.is_held(world.requests[one]) for one in ("a", "a#text", "a#image", "c"))
+    assert not any(world.canvases.is_held(world.requests[one]) for one in ("a", "c"))
     world.step(budget=NUM_PROMPT)  # the older picture's other branches are left
+    assert not any(world.canvases.is_held(world.requests[one]) for one in ("a#text", "a#image"))
     assert all(world.canvases.is_held(one) for one in younger)
     world.step()
     assert not any(world.canvases.is_held(one) for one in younger)
+
+
+def test_branches_wait_while_the_request_waits_for_another_engine() -> None:
+    world = World(make_request("a", make_plan()))
+    own = world.requests["a"]
+    own.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    world.waiting.remove(own)
+    assert world.canvas_steps() == [] and not world.num_scheduled
+    own.status = RequestStatus.WAITING
+    world.waiting.insert(0, own)
+    assert world.canvas_steps() == [] and set(world.num_scheduled) == {"a", "a#text", "a#image"}
 
 
 def test_a_younger_picture_does_not_wait_for_branches_that_the_older_step_does_not_need() -> None:

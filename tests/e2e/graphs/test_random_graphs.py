@@ -102,9 +102,9 @@ class Batch:
 
     async def _drain(self, engine: str) -> None:
         try:
-            await self.omni.drain_engine(engine, self.rng.random())
+            await self.omni.drain(engine, self.rng.random())
         finally:
-            self.omni.undrain_engine(engine)
+            self.omni.undrain(engine)
 
     async def _pause(self) -> None:
         try:

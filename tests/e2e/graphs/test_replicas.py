@@ -32,10 +32,10 @@ async def ask_all(omni: AsyncOmni) -> list[Any]:
 
 async def test_two_replicas_of_each_stage_answer_as_one(omni: AsyncOmni) -> None:
     for name in STAGES:
-        await omni.drain_engine(f"{name}/1", 1)
+        await omni.drain(f"{name}/1", 1)
     expected = await ask_all(omni)
     for name in STAGES:
-        omni.undrain_engine(f"{name}/1")
+        omni.undrain(f"{name}/1")
     got = await ask_all(omni)
     for one, other in zip(got, expected, strict=True):
         assert [reply.token_ids for reply in one.outputs] == [reply.token_ids for reply in other.outputs]

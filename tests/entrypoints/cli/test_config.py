@@ -107,7 +107,7 @@ def test_config_rejects(capsys: pytest.CaptureFixture[str], tiny_checkpoint: Pat
         (["show", "m", "--model", "n"], "--model: give it without the flag"),
         (["show", "m", "--jsn"], "unknown flag '--jsn': did you mean '--json'?"),
         (["show", "/etc/passwd"], "it is a file; give the directory of a checkpoint"),
-        (["show", "TINY", "--stage=talker.enable_prefix_caching=true"], "this model runs with False only"),
+        (["show", "TINY", "--stage=talker.enable_prompt_embeds=false"], "this model runs with True only"),
         (["show", "TINY", '--stage-overrides={"voices": {"alloy": "Eathn"}}'], "voices.alloy = 'Eathn': did you mean"),
         (["show", "TINY", "--deploy-config", "."], "deployment file '.' cannot be read: Is a directory"),
     ]:

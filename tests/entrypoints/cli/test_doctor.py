@@ -15,10 +15,13 @@ import pytest
 
 import vllm_omni
 from tests.entrypoints.test_cli import rejected
+from tests.kv.pool.stores import fill, make_slab
 from tests.test_imports import run_without_vllm
 from vllm_omni.entrypoints.cli.doctor import machine, package
 from vllm_omni.entrypoints.cli.doctor.report import Report
+from vllm_omni.entrypoints.cli.doctor.shared_memory import examine_shared_memory
 from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.kv.pool import ownership
 from vllm_omni.process import run_directory
 from vllm_omni.process.leftovers import STARTING_S, find_leftovers, remove_leftover
 from vllm_omni.process.proc import SHM
@@ -252,6 +255,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A short directory in place of the machine's own, where servers create theirs."""
     with tempfile.TemporaryDirectory(prefix="d-") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
+        monkeypatch.setattr(ownership, "slab_directory", lambda: Path(directory) / "slabs")
         monkeypatch.setenv("VLLM_OMNI_RUNTIME_DIR", directory)
         yield Path(directory)
 
@@ -335,3 +339,31 @@ def test_directory_of_another_user_is_left_alone(elsewhere: Path, monkeypatch: p
     (path / run_directory.OWNER).touch()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     assert find_leftovers(elsewhere, 2e10) == ([], [])
+
+
+def test_slabs_without_an_engine_are_listed_and_removed(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with make_slab(elsewhere) as live:
+        with make_slab(elsewhere, layout="layout.2") as dead:
+            fill(dead, 1)
+        size = dead.path.stat().st_size
+        main(["doctor"])
+        out = capfd.readouterr().out
+        left = "KV pages without an engine, which the next engine of this layout adopts"
+        assert f"{left}: {dead.path} (24.0 KiB)\n" in out
+        assert "vllm-omni doctor --clean removes them" in out
+        assert str(live.path) not in out
+        main(["doctor", "--json", "--clean"])
+        section = json.loads(capfd.readouterr().out)["shared_memory"]
+        assert section["slabs"] == [{"path": str(dead.path), "num_bytes": size, "removed": True}]
+        assert (live.path.exists(), dead.path.exists()) == (True, False)
+
+
+def test_files_of_vllm_s_dead_engines_are_listed_and_removed(elsewhere: Path) -> None:
+    (elsewhere / "vllm_offload_dead.mmap").write_bytes(bytes(4096))
+    left = {"path": str(elsewhere / "vllm_offload_dead.mmap"), "num_bytes": 4096}
+    later_s = 2e10  # long after any file was made
+    for clean in (False, True):
+        report = Report()
+        examine_shared_memory(report, later_s, clean=clean, shm=elsewhere)
+        assert report.sections["shared_memory"]["vllm_files"] == [{**left, "removed": clean}]
+    assert list(elsewhere.iterdir()) == []

@@ -52,6 +52,13 @@ async def test_each_key_opens_the_routes(key: str) -> None:
     assert (await ask(app, "POST", "/invocations", key)).status_code != 401
 
 
+async def test_a_signed_address_needs_no_key() -> None:
+    """Its route checks the signature; here, there is none."""
+    app = make_app("--api-key", "secret")
+    assert (await ask(app, "GET", "/v1/files/file-1")).status_code == 404
+    assert (await ask(app, "GET", "/v1/files")).status_code == 401
+
+
 async def test_probes_and_documentation_need_no_key() -> None:
     app = make_app("--api-key", "secret")
     for path in ("/metrics/", "/docs", "/openapi.json", "/version"):

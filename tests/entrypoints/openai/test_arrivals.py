@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from starlette.requests import HTTPConnection
 
 from vllm_omni.engine.running import RunningRequests
-from vllm_omni.entrypoints.openai.arrivals import count_arrivals
+from vllm_omni.entrypoints.openai.arrivals import count_arrivals, priority_of
 from vllm_omni.entrypoints.openai.errors import add_error_handlers
+from vllm_omni.errors import InvalidRequest
 
 REJECTED = {"message": "the server is shutting down", "type": "ServiceUnavailableError", "param": None, "code": 503}
 
@@ -94,3 +96,19 @@ async def test_a_client_that_leaves_gets_no_answer(client: httpx.AsyncClient, re
     with pytest.raises(asyncio.CancelledError):
         await answer
     await requests.wait_until_none()
+
+
+def with_priority(given: str | None) -> HTTPConnection:
+    headers = [] if given is None else [(b"x-vllm-priority", given.encode())]
+    return HTTPConnection({"type": "http", "headers": headers})
+
+
+def test_a_header_gives_the_priority_as_it_does_for_texts() -> None:
+    assert priority_of(7, with_priority(None)) == 7
+    assert [priority_of(7, with_priority(given)) for given in ("-3", "0", str(2**63 - 1))] == [-3, 0, 2**63 - 1]
+
+
+@pytest.mark.parametrize("given", ["soon", "1.5", "", str(2**63), str(-(2**63) - 1)])
+def test_a_priority_that_is_no_64_bit_integer_is_rejected(given: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"header X-Vllm-Priority: .* must be an integer from -2\*\*63 to 2\*\*63"):
+        priority_of(0, with_priority(given))

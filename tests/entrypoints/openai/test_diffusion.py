@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest
 from vllm_omni.entrypoints.openai.errors import add_error_handlers
 from vllm_omni.entrypoints.openai.graph_media import GraphMediaServing
 from vllm_omni.entrypoints.openai.images import usage_of
+from vllm_omni.entrypoints.openai.video_protocol import VideoJobRequest
 from vllm_omni.errors import DeadlineExceeded, InvalidRequest
 
 
@@ -45,6 +46,11 @@ async def test_a_body_that_cannot_be_read_is_rejected(app: FastAPI) -> None:
         response = await post(app, **body)
         assert response.status_code == 400
         assert message in response.json()["error"]["message"]
+
+
+async def test_fields_of_an_object_in_a_form_have_its_name(app: FastAPI) -> None:
+    form = {"a": "1", "b[]": ["2", "3"], "c[x]": "4", "c[y]": "5", "d": "6"}
+    assert (await post(app, data=form)).json() == {"a": "1", "b": ["2", "3"], "c": {"x": "4", "y": "5"}, "d": "6"}
 
 
 def test_usage_counts_squares_of_pixels() -> None:
@@ -128,6 +134,12 @@ def test_settings_of_an_image_that_nothing_reads_are_rejected(role: str, given: 
     with pytest.raises(InvalidRequest, match=f"{name} = .* has no effect: '{role}' makes the image, and is no") as said:
         serving._stage_params(ImageRequest(prompt="a cat", **given))
     assert said.value.param == name
+
+
+def test_what_only_a_job_wishes_has_no_effect_where_nothing_reads_it() -> None:
+    serving = serve_images_of("crop")
+    assert serving._stage_params(VideoJobRequest(prompt="a cat")) is None
+    assert serve_images_of("painter")._stage_params(VideoJobRequest(prompt="a cat"))["painter"]["progress"]
 
 
 def test_an_image_of_a_graph_is_made_in_the_session_of_its_header() -> None:

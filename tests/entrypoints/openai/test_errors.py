@@ -30,11 +30,16 @@ async def speech(request: SpeechRequest) -> None:
 @APP.get("/raises/{name}")
 async def raises(name: str) -> None:
     raise {
-        "overloaded": Overloaded("later"),
+        "overloaded": Overloaded("later", retry_after_s=7),
         "failed": StageFailed("talker", "died"),
         "recursion": RecursionError("too deep"),
         "forbidden": HTTPException(403, "not for you"),
     }[name]
+
+
+@APP.delete("/raises/{name}")
+async def remove(name: str) -> None:
+    pass
 
 
 async def ask(method: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -121,13 +126,15 @@ async def test_an_unknown_route_or_method_is_answered_with_the_valid_ones() -> N
     assert "did you mean '/v1/chat/completions'?" in error["message"]
     status, error = await ask("GET", "/v1/chat/completions")
     assert (status, error["type"]) == (405, "MethodNotAllowedError")
-    assert "must be POST" in error["message"]
+    assert "must be one of POST" in error["message"]
+    status, error = await ask("PUT", "/raises/failed")
+    assert "must be one of DELETE, GET" in error["message"]
 
 
 @pytest.mark.parametrize(
     ("name", "status", "kind", "message"),
     [
-        ("overloaded", 503, "ServiceUnavailableError", "later"),
+        ("overloaded", 429, "TooManyRequestsError", "later"),
         ("failed", 500, "InternalServerError", "stage 'talker': died"),
         ("recursion", 400, "BadRequestError", "nested too deeply"),
         ("forbidden", 403, "ForbiddenError", "not for you"),
@@ -137,6 +144,12 @@ async def test_an_error_has_the_status_of_its_fault(name: str, status: int, kind
     code, error = await ask("GET", f"/raises/{name}")
     assert (code, error["code"], error["type"]) == (status, status, kind)
     assert message in error["message"]
+
+
+async def test_an_overloaded_server_says_when_to_try_again() -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://server") as client:
+        response = await client.get("/raises/overloaded")
+    assert response.headers["Retry-After"] == "7"
 
 
 def test_a_stream_ends_with_the_error_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import pytest
 import soundfile
 import torch
 
+from tests.media import oversized
 from tests.media.test_image import decode as decode_image
 from tests.media.test_image import make_pixels
 from tests.media.test_video import decode as decode_video
@@ -42,8 +43,8 @@ class Asked(NamedTuple):
 
 
 @asynccontextmanager
-async def started(path: Path, name: str) -> AsyncIterator[Asked]:
-    parsed = parse_serve_args([str(tiny.build(path, name)), "--served-model-name=tiny"])
+async def started(path: Path, name: str, *flags: str) -> AsyncIterator[Asked]:
+    parsed = parse_serve_args([str(tiny.build(path, name)), "--served-model-name=tiny", *flags])
     omni = await asyncio.to_thread(lambda: AsyncOmni(config=parsed.load_config()))
     try:
         transport = httpx.ASGITransport(await build_omni_app(omni, parsed.args))
@@ -54,9 +55,9 @@ async def started(path: Path, name: str) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def asked(path: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
+async def asked(path: Path, name: str, *flags: str) -> AsyncIterator[httpx.AsyncClient]:
     """The client alone."""
-    async with started(path, name) as one:
+    async with started(path, name, *flags) as one:
         yield one.client
 
 
@@ -155,9 +156,29 @@ async def test_chat_reads_the_images_of_its_last_message(editor: httpx.AsyncClie
     assert url.partition(",")[2] == await edit(editor, PICTURE)
 
 
+async def test_edited_images_are_answered_by_url(editor: httpx.AsyncClient) -> None:
+    expected = await edit(editor, PICTURE)
+    form = {**EDIT, "response_format": "url", "n": "2"}
+    answer = (await editor.post("/v1/images/edits", data=form, files={"image": PICTURE})).json()
+    first, second = [one["url"] for one in answer["data"]]
+    assert first.startswith("http://server/v1/files/file-") and f"expires={answer['expires_at']}&" in first
+    fetched = await editor.get(first)
+    assert (fetched.headers["content-type"], fetched.content) == ("image/png", base64.b64decode(expected))
+    assert (await editor.get(second)).content != fetched.content
+    assert [set(one) for one in answer["data"]] == [{"url"}, {"url"}]
+
+
+async def test_no_stream_answers_by_url(editor: httpx.AsyncClient) -> None:
+    form = {**EDIT, "response_format": "url", "stream": "true"}
+    response = await editor.post("/v1/images/edits", data=form, files={"image": PICTURE})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+
+
 BAD_EDITS: list[tuple[dict[str, bytes], dict[str, str], str, str]] = [
     ({}, {}, "image", "at least one image is needed"),
     ({"image": b"no image"}, {}, "image", "the image cannot be read"),
+    ({"image": oversized.png_that_says(20_000, 20_000)}, {}, "image", "400000000 pixels"),
+    ({"image": oversized.icon(16, 300)}, {}, "image", "it is none of AVIF"),
     ({"image": PICTURE, "mask": PICTURE}, {}, "mask", "not supported"),
     ({"image": PICTURE}, {"size": "64"}, "size", "must be 'auto' or WIDTHxHEIGHT"),
     ({"image": PICTURE}, {"n": "two"}, "n", "valid integer"),
@@ -211,7 +232,8 @@ async def test_images_beyond_the_budget_are_rejected(editing: Asked, monkeypatch
     monkeypatch.undo()
     monkeypatch.setattr(budget, "max_prompts", 0)
     response = await editing.client.post("/v1/images/edits", data=EDIT, files=files)
-    assert response.status_code == 503
+    assert response.status_code == 429
+    assert response.headers["Retry-After"]
     assert "raise VLLM_OMNI_MAX_WAITING_MEDIA" in response.json()["error"]["message"]
     assert (budget.num_held_bytes, budget.num_prompts) == (0, 0)
 
@@ -222,9 +244,13 @@ WITH_PICTURE = {"image_reference": {"image_url": url_of(PICTURE)}}
 FILM = {"prompt": "a tram", "size": "32x32", "seed": 1, "num_inference_steps": 2, "num_frames": 5, "fps": 8}
 
 
+MAX_NUM_SEQS = 4
+
+
 @pytest.fixture(scope="module")
 async def animator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    async with asked(tmp_path_factory.mktemp("video") / "tiny", "wan2.2-i2v") as client:
+    flag = f"--stage=diffusion.max_num_seqs={MAX_NUM_SEQS}"
+    async with asked(tmp_path_factory.mktemp("video") / "tiny", "wan2.2-i2v", flag) as client:
         yield client
 
 
@@ -285,6 +311,83 @@ async def test_the_reading_of_an_image_for_a_video_ends_at_the_deadline(animator
         check_late(await animator.post("/v1/videos/sync", json=body))
 
 
+async def test_a_job_makes_the_video_of_the_synchronous_route(animator: httpx.AsyncClient) -> None:
+    body = {**FILM, **WITH_PICTURE}
+    sync = await animator.post("/v1/videos/sync", json=body)
+    form = {name: str(value) for name, value in FILM.items()}
+    for created in (
+        await animator.post("/v1/videos", json=body),
+        await animator.post("/v1/videos", data=form, files={"input_reference": PICTURE}),
+    ):
+        assert created.status_code == 200, created.text
+        video = await until(animator, created.json()["id"], "completed")
+        assert (video["size"], video["seconds"], video["model"]) == ("32x32", "0.625", "tiny")
+        content = await animator.get(f"/v1/videos/{video['id']}/content")
+        assert content.content == sync.content
+
+
+async def until(client: httpx.AsyncClient, video_id: str, status: str) -> dict[str, Any]:
+    async with asyncio.timeout(60):
+        while (video := (await client.get(f"/v1/videos/{video_id}")).json())["status"] != status:
+            assert video["status"] in ("queued", "in_progress"), video  # not ended in another way
+            await asyncio.sleep(0.05)
+    found: dict[str, Any] = video
+    return found
+
+
+async def test_a_job_that_runs_counts_its_steps_and_is_aborted_by_its_deletion(animator: httpx.AsyncClient) -> None:
+    created = await animator.post("/v1/videos", json={**FILM, **WITH_PICTURE, "num_inference_steps": 900})
+    video = created.json()
+    assert video["status"] == "in_progress"
+    async with asyncio.timeout(60):
+        while not (await animator.get(f"/v1/videos/{video['id']}")).json()["progress"]:  # noqa: ASYNC110 as clients do
+            await asyncio.sleep(0.05)
+    assert (await animator.delete(f"/v1/videos/{video['id']}")).status_code == 200
+    assert (await animator.get(f"/v1/videos/{video['id']}")).status_code == 404
+    metrics = animator._transport.app.state.engine_client.orchestrator.runtime.statistics()  # type: ignore[attr-defined]
+    assert (metrics.num_open_calls, metrics.num_running_activations) == (0, 0)
+
+
+async def test_a_job_is_queued_while_the_engine_runs_as_many_as_it_can(animator: httpx.AsyncClient) -> None:
+    body = {**FILM, **WITH_PICTURE, "num_inference_steps": 900}
+    running = [(await animator.post("/v1/videos", json=body)).json() for _ in range(MAX_NUM_SEQS)]
+    assert {video["status"] for video in running} == {"in_progress"}
+    queued = (await animator.post("/v1/videos", json=body)).json()
+    assert (queued["status"], queued["progress"]) == ("queued", 0)
+    await animator.delete(f"/v1/videos/{running[0]['id']}")
+    await until(animator, queued["id"], "in_progress")
+    for video in (*running[1:], queued):
+        assert (await animator.delete(f"/v1/videos/{video['id']}")).status_code == 200
+
+
+async def test_a_job_fails_at_its_deadline(animator: httpx.AsyncClient) -> None:
+    body = {**FILM, **WITH_PICTURE, "num_inference_steps": 900, "num_frames": 33, "deadline_s": 2}
+    created = await animator.post("/v1/videos", json=body)
+    assert created.status_code == 200, created.text
+    video = await until(animator, created.json()["id"], "failed")
+    assert (video["error"]["code"], "deadline" in video["error"]["message"]) == ("gateway_timeout", True)
+
+
+BAD_JOBS: list[tuple[dict[str, Any], str]] = [
+    ({"size": "33x32"}, "size"),
+    ({"num_frames": 325}, "num_frames"),
+    ({"prompt": "a " * 100_000}, "prompt"),
+    ({"num_inference_steps": 10_000}, "num_inference_steps"),
+    ({"image_reference": {"image_url": "data:image/png;base64,AAAA"}}, "image_reference"),
+    ({"model": "other"}, "model"),
+]
+
+
+async def test_what_the_pipeline_rejects_is_an_error_of_the_request_for_a_job(animator: httpx.AsyncClient) -> None:
+    before = (await animator.get("/v1/videos")).json()["first_id"]
+    for change, param in BAD_JOBS:
+        response = await animator.post("/v1/videos", json={**FILM, **WITH_PICTURE, **change})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (404 if param == "model" else 400, param), (param, error)
+    assert "needs an input image" in (await animator.post("/v1/videos", json=FILM)).text
+    assert (await animator.get("/v1/videos")).json()["first_id"] == before
+
+
 async def test_no_chat_answers_with_a_video(animator: httpx.AsyncClient) -> None:
     response = await animator.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert response.status_code == 400
@@ -320,6 +423,15 @@ async def test_a_sound_is_a_file_of_both_channels(composer: Composer, name: str,
     assert response.headers["content-type"] == kind
     samples, sample_rate = soundfile.read(io.BytesIO(response.content))
     assert (samples.shape, sample_rate) == ((441, 2), 44100)
+
+
+@on_the_loop_of("composer")
+async def test_a_sound_is_answered_by_url(composer: Composer) -> None:
+    file = await composer.client.post("/v1/audio/generate", json=RAIN)
+    answer = (await composer.client.post("/v1/audio/generate", json={**RAIN, "return_url": True})).json()
+    fetched = await composer.client.get(answer["url"])
+    assert (fetched.headers["content-type"], fetched.content) == ("audio/wav", file.content)
+    assert answer["expires_at"] > answer["created"]
 
 
 @on_the_loop_of("composer")

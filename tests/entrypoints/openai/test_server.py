@@ -18,6 +18,7 @@ import openai
 import pytest
 import soundfile
 
+from tests.entrypoints.openai.test_schema import check_operations, check_references
 from tests.media.test_audio import LOSSLESS, decode
 from tests.processes import paused
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_wav
@@ -460,6 +461,17 @@ def test_a_schema_that_allows_no_token_is_the_requests_fault(client: openai.Open
 # -- the other routes, and clients that leave --------------------------------------------------------------------------
 
 
+def test_every_route_of_ours_is_described(server: Server) -> None:
+    schema = server.get("/openapi.json").json()
+    routes = ["POST /v1/chat/completions", "POST /v1/chat/completions/batch", "POST /v1/completions"]
+    routes += ["POST /v1/audio/speech", "POST /v1/audio/speech/batch", "GET /v1/audio/voices"]
+    check_operations(
+        schema, [*routes, "GET /health", "GET /replicas", "POST /drain", "POST /undrain", "GET /scale", "POST /scale"]
+    )
+    check_operations(schema, ["GET /omni/model", "GET /omni/state"])
+    check_references(schema)
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
@@ -472,16 +484,21 @@ def test_health(server: Server) -> None:
     assert response.json() == {"stages": dict.fromkeys(("thinker", "talker", "token2wav"), running)}
 
 
+def test_a_running_server_is_ready(server: Server) -> None:
+    response = server.get("/ready")
+    assert (response.status_code, response.json()) == (200, {"ready": True})
+
+
 @pytest.mark.parametrize(
     "route, body, message",
     [
         (
             "/drain",
-            {"engine": "talker"},
+            {"name": "talker"},
             "engine 'talker' cannot be drained: no other engine of its stage gets requests",
         ),
-        ("/drain", {"engine": "talker", "timeout": 1}, "unknown field 'timeout': did you mean 'timeout_s'?"),
-        ("/undrain", {"engine": "talkr"}, "no engine 'talkr': did you mean 'talker'?"),
+        ("/drain", {"name": "talker", "timeout": 1}, "unknown field 'timeout': did you mean 'timeout_s'?"),
+        ("/undrain", {"name": "talkr"}, "no engine 'talkr': did you mean 'talker'?"),
     ],
 )
 def test_an_engine_without_replicas_cannot_be_drained(server: Server, route: str, body: Any, message: str) -> None:
@@ -509,6 +526,68 @@ def test_metrics_count_the_tokens_of_each_stage(client: openai.OpenAI, server: S
     ask(client, modalities=["text", "audio"])
     for stage, number in numbers.items():
         wait_for(f"tokens of {stage}", lambda s=stage, n=number: server.num_tokens(s) == before[s] + n)
+
+
+def test_the_dashboard_shows_metrics_that_are_there(client: openai.OpenAI, server: Server) -> None:
+    ask(client, modalities=["text", "audio"])
+    metrics = server.get("/metrics").text
+    dashboard = Path(__file__).parents[3] / "examples" / "grafana.json"
+    names = set(re.findall(r"vllm(?:_omni)?:\w+", dashboard.read_text()))
+    assert len(names) == 20
+    assert {name for name in names if not re.search(rf"^{name}[{{ ]", metrics, flags=re.MULTILINE)} == set()
+
+
+def test_metrics_of_edges_tell_what_flowed(client: openai.OpenAI, server: Server) -> None:
+    edge = r'vllm_omni:edge_chunks_total\{edge="talker\.generate\.codes -> token2wav\.decode"\}'
+    ask(client, modalities=["text", "audio"])
+    before = server.metric(edge)
+    ask(client, modalities=["text", "audio"])
+    assert server.metric(edge) > before
+    assert server.metric(r'vllm_omni:published_bytes_total\{stage="thinker"\}') > 0
+    wait_for("the leases end", lambda: server.metric(r'vllm_omni:leased_bytes\{stage="thinker"\}') == 0)
+
+
+def test_a_trace_has_every_stage_its_parts_and_the_edges(client: openai.OpenAI, server: Server) -> None:
+    answer = ask(client, modalities=["text", "audio"])
+    events = server.get(f"/traces/{answer.id}").json()["traceEvents"]
+    spans = {kind: [one for one in events if one.get("cat") == kind] for kind in ("request", "stage", "part", "edge")}
+    (request,) = spans["request"]
+    assert {one["name"] for one in spans["stage"]} == {"thinker", "talker", "token2wav"}
+    assert {one["name"].partition(".")[0] for one in spans["edge"]} == {"thinker", "talker"}
+    assert {"prefill execution", "decode execution"} <= {one["name"] for one in spans["part"]}
+    (thinker,) = [one for one in spans["stage"] if one["name"] == "thinker"]
+    assert thinker["args"]["output_tokens"] == 6
+    for one in (*spans["stage"], *spans["part"], *spans["edge"]):
+        assert request["ts"] <= one["ts"] + 1 and one["ts"] + one["dur"] <= request["ts"] + request["dur"] + 1
+
+
+def test_the_latest_requests_are_listed(client: openai.OpenAI, server: Server) -> None:
+    answer = ask(client)
+    (listed,) = [one for one in server.get("/traces").json()["requests"] if one["id"] == answer.id]
+    assert listed["error"] is None
+    assert list(listed["stages"]) == ["thinker"]
+
+
+def test_an_unknown_trace_is_not_found(client: openai.OpenAI, server: Server) -> None:
+    answer = ask(client)
+    response = server.get(f"/traces/{answer.id[:-1]}")
+    assert response.status_code == 404
+    assert f"did you mean '{answer.id}'?" in response.json()["error"]["message"]
+
+
+def test_a_collector_gets_the_trace_below_that_of_the_client(client: openai.OpenAI, server: Server) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    ask(client, modalities=["text", "audio"], extra_headers=headers)
+    assert server.collector is not None
+    service = server.collector
+    expected = {"request", "thinker", "talker", "token2wav", "llm_request"}  # the last is vLLM's
+    wait_for("the spans", lambda: expected <= {span.name for span in service.spans(trace_id)})
+    spans = {span.name: span for span in service.spans(trace_id)}
+    assert spans["request"].parent_span_id.hex() == "00f067aa0ba902b7"
+    assert spans["thinker"].parent_span_id == spans["request"].span_id
+    of_engines = {span.parent_span_id for span in service.spans(trace_id) if span.name == "llm_request"}
+    assert spans["thinker"].span_id in of_engines
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
@@ -607,6 +686,17 @@ def test_a_deadline_counts_from_the_head_of_the_request(server: Server) -> None:
         answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
     assert answer.startswith("HTTP/1.1 504 "), answer
     assert "has passed during the reading of the text" in answer
+
+
+def test_a_header_gives_the_deadline_where_the_body_has_none(server: Server) -> None:
+    route, body = TIMED["chat"]
+
+    def status(given: str, **more: Any) -> int:
+        headers = {"X-Deadline-S": given}
+        return httpx.post(server.url + route, json={**body, **more}, headers=headers, timeout=60).status_code
+
+    assert [status(given) for given in ("soon", "0", "nan", "1e9", "1e-6")] == [400, 400, 400, 400, 504]
+    assert status("1e-6", deadline_s=60) == 200
 
 
 @pytest.mark.parametrize("name", TIMED)

@@ -48,6 +48,11 @@ class Picture:
     def has_ended(self) -> bool:
         return self.step >= self.plan.num_steps
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the request itself has been scheduled."""
+        return self.request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
     def needed(self) -> tuple[str, ...]:
         """The branches that the current step is computed with."""
         if self.has_ended:
@@ -229,12 +234,16 @@ class Canvases:
         return num_new_tokens
 
     def is_held(self, request: Request) -> bool:
-        """Whether a waiting branch is not needed now, or an older picture's must be admitted first."""
+        """Whether a waiting branch is not needed now, or an older picture's must be admitted first.
+
+        The request itself is computed first, as the worker reads the picture's plan from it: where it waits for a KV
+        cache or embeddings of another engine, its branches wait with it.
+        """
         place = self._places.get(request.request_id)
         if place is None:
             return False
         picture, name = place
-        if not picture.is_due(name):
+        if not picture.is_due(name) or (name != OWN and not picture.has_started):
             return True
         for older in self._pictures.values():
             if older is picture:

@@ -403,8 +403,9 @@ class EPDScheduler(StreamScheduler):
     def _observe(self, report: EncodeReport | None, now: float) -> None:
         assert self.budgets is not None
         load, seconds = self.iterations.end(now)
-        if report is not None and report.num_layers:
+        if report is not None:
             seconds -= report.seconds
+        if report is not None and report.num_layers and not report.loaded:
             self.budgets.observe_encode(
                 self.planner.num_embeds_in_flight, report.num_layers, report.num_layers_of_batch, report.seconds
             )

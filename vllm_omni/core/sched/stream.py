@@ -15,22 +15,29 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.cached_rows import CachedRows
 from vllm_omni.core.sched.canvases import Canvases, denoises
+from vllm_omni.core.sched.named_rows import NamedRows
 from vllm_omni.core.sched.read_window import ReadWindow, num_read_of
 from vllm_omni.core.sched.timeline import RequestTimelines
 from vllm_omni.core.sched.token_pictures import TokenPictures
 from vllm_omni.errors import RelayError
 from vllm_omni.kv.ec_connector import RelayECConnector
-from vllm_omni.kv.kv_connector import RelayKVConnector
+from vllm_omni.kv.kv_connector import RelayKVConnector, relay_connector
+from vllm_omni.messages.epd_step import EPDModelRunnerOutput
+from vllm_omni.messages.media_counts import MediaCounts
 from vllm_omni.messages.payload import ROWS, Payload, TensorRef, decode, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.messages.timeline import TIMELINES
+from vllm_omni.model_executor.row_cache import keeps_rows
 from vllm_omni.relay import StreamReader
 from vllm_omni.relay.hub import RelayHub, process_hub
 from vllm_omni.unified.layout import layout_of
@@ -202,6 +209,8 @@ class StreamScheduler(Scheduler):
 
     Attributes:
         gates: the streams of requests.
+        cached_rows: what requests whose rows are read may take from the prefix cache.
+        named_rows: the names of blocks of prompts that are rows of another stage.
         canvases: the pictures that requests ask for.
         token_pictures: those that are written as tokens.
         timelines: when what was done for a request, if the engine's ``additional_config`` asks for it.
@@ -215,7 +224,14 @@ class StreamScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         additional_config = self.vllm_config.additional_config
         self.hub = process_hub(additional_config)
+        self._media_counts: MediaCounts | None = None  # of the step that is being updated from
         self.gates = StreamGates(self.hub)
+        self.cached_rows = CachedRows(
+            self.block_size,
+            is_on=keeps_rows(self.vllm_config, self.kv_cache_config),
+            has_connector=self.connector is not None,
+        )
+        self.named_rows = NamedRows(self.vllm_config.cache_config, self.hash_block_size)
         self.canvases = Canvases(
             super().add_request,
             super().finish_requests,
@@ -233,6 +249,8 @@ class StreamScheduler(Scheduler):
             return
         if request.request_id not in self.requests:  # else a session's next input
             self.timelines.note_queued(request)
+            self.named_rows.add(request)
+        self.cached_rows.add(request)
         super().add_request(request)
         self.gates.add(request)
         self.canvases.add(request)
@@ -241,6 +259,7 @@ class StreamScheduler(Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         # Upstream calls this however a request ends, and sends what it returns with the request's last output.
         self.gates.remove(request.request_id)
+        self.cached_rows.release(request)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
         if timeline := self.timelines.end(request):
             kv_transfer_params = {**(kv_transfer_params or {}), **timeline}
@@ -253,7 +272,7 @@ class StreamScheduler(Scheduler):
         if finished_status is RequestStatus.FINISHED_ABORTED:
             # Upstream ignores requests that had just ended; their last output may never have been read.
             ids = {request_ids} if isinstance(request_ids, str) else set(request_ids or ())
-            for connector in (self.connector, self.ec_connector):
+            for connector in (relay_connector(self.connector), self.ec_connector):
                 if isinstance(connector, RelayKVConnector | RelayECConnector):
                     connector.abort_announced(ids - {request.request_id for request in finished})
         return finished
@@ -262,13 +281,37 @@ class StreamScheduler(Scheduler):
         """Tokens of a waiting request's prompt that are not computed here, as their KV pages will be pulled."""
         if self.connector is None or request.num_computed_tokens:
             return 0
-        if isinstance(self.connector, RelayKVConnector):
-            return self.connector.num_announced_tokens(request)
+        if (relay := relay_connector(self.connector)) is not None:
+            return relay.num_announced_tokens(request)
         # vLLM's own connectors remove the mark once they have started.
         is_external = (request.kv_transfer_params or {}).get("do_remote_prefill")
         return request.num_prompt_tokens if is_external else 0
 
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        if not self.cached_rows.has_connector:
+            return super()._get_local_prefix_cache_hit(request)
+        if not self.cached_rows.may_read(request):
+            hit = super()._get_local_prefix_cache_hit(request)
+            self.cached_rows.note_own(request, hit[1])
+            return hit
+        # Upstream reads no pages of a connector while this is set.
+        request.skip_reading_prefix_cache = False
+        blocks, num_tokens, boundary, has_diverged = super()._get_local_prefix_cache_hit(request)
+        request.skip_reading_prefix_cache = True
+        num_with_rows = self.cached_rows.num_tokens_with_rows(blocks.blocks[0])
+        if num_with_rows < num_tokens:
+            blocks, num_tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, num_with_rows), num_with_rows
+        return blocks, num_tokens, boundary, has_diverged
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        num_tokens = request.num_computed_tokens
+        super()._update_waiting_for_remote_kv(request)
+        if self.cached_rows.has_connector:
+            (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
+            self.cached_rows.note_loaded(request, blocks, num_tokens)
+
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.cached_rows.release(request)
         super()._preempt_request(request, *args, **kwargs)
         self.timelines.note_preempted(request)
 
@@ -382,9 +425,18 @@ class StreamScheduler(Scheduler):
             return output
         return StreamSchedulerOutput(**vars(output), token_step=step)
 
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._media_counts is not None:
+            # Upstream's field for what only an EC connector and its metrics read.
+            stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), **self._media_counts.to_statistics()}
+        return stats
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        runner = model_runner_output
+        self._media_counts = runner.media_counts if isinstance(runner, EPDModelRunnerOutput) else None
         self.timelines.note_step_end(scheduler_output, model_runner_output)
         self.gates.watch_outputs(model_runner_output, self.requests)
         for request_id in model_runner_output.req_ids:

@@ -78,7 +78,7 @@ def resolve(deployment: OmniConfig) -> list[Value]:
     specs = {spec.name: spec for spec in pipeline.stages}
     values = [_of_deployment(deployment, ("model_type",), deployment.model_type)]
     for stage in deployment.stages:
-        engines, _ = orchestrator.make_node(stage)
+        engines, _ = orchestrator.maker.make_node(stage)
         front = next((one for one in engines if one.instance is not None and one.instance.is_front), engines[0])
         values += _of_stage(deployment, stage, specs[stage.name], front.vllm_config)
     values += _of_edges(deployment, pipeline.chunks)
@@ -111,13 +111,15 @@ def _of_deployment(deployment: OmniConfig, path: tuple[str, ...], value: Any) ->
 
 def _of_stage(deployment: OmniConfig, stage: StageConfig, spec: StageSpec, vllm_config: VllmConfig) -> Iterator[Value]:
     at = ("stages", stage.name)
-    for key in ("engine_type", "model", "executor_class", "replicas", "balance"):
+    for key in ("engine_type", "model", "executor_class", "replicas", "max_replicas", "balance", "layer", "nodes"):
         yield _of_deployment(deployment, (*at, key), getattr(stage, key))
     yield from _engine_args(deployment, stage, spec, vllm_config)
     sections: dict[str, Mapping[str, Any]] = {}
     if stage.is_diffusion:
         sections["diffusion"] = dataclasses.asdict(stage.diffusion_config)
-    if stage.epd:
+    if spec.publishes_pictures:
+        yield _of_deployment(deployment, (*at, "unified"), stage.unified is not False)
+    if stage.epd or stage.unified is False:
         sections["epd"] = {**dataclasses.asdict(stage.deployment), **stage.budgets}
     for name, section in sections.items():
         for key, value in section.items():

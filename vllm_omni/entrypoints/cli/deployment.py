@@ -99,6 +99,11 @@ class Deployment(NamedTuple):
             overrides=self.args.stage_overrides,
             stage_overrides=self.args.stage,
             epd=self.args.epd,
+            kv_pool=self.args.kv_pool,
+            listen=getattr(self.args, "listen", None),
+            token_file=getattr(self.args, "token_file", None),
+            worker_backend=getattr(self.args, "worker_backend", None),
+            ray_address=getattr(self.args, "ray_address", None),
             **(engine_args | self.engine_args),
         )
 
@@ -189,6 +194,13 @@ def _add_deployment_group(parser: DeploymentParser) -> None:
         metavar="KIND:NUMBER,...",
         help="Instances of the first stage, for example E:1,PD:1: E encodes images, P prefills, D decodes; EP, ED, PD "
         "and EPD do several.",
+    )
+    group.add_argument(
+        "--kv-pool",
+        metavar="BYTES",
+        type=int,
+        help="Keep so many bytes of the first stage's KV pages in shared memory, where the next engine finds them; for "
+        "pages on disk see --stage NAME.kv_pool.disk=DIRECTORY.",
     )
 
 

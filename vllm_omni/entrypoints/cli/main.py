@@ -19,17 +19,21 @@ from vllm_omni.names import suggest
 COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
     "generate": "answer one prompt, media included, without a server",
+    "bench": "measure a running server under load: texts, speech, images and videos; compare two servers",
     "config": "show a model's deployment, and the origin of each value",
     "plan-memory": "print how the stages would share the memory of their devices",
     "replicas": "list the engines of running servers, and their load",
-    "drain": "give an engine of a running server no new requests, others of its stage get them",
+    "drain": "give an engine or a host of a running server no new requests, other engines get them",
     "undrain": "give it requests again",
+    "scale": "start or end replicas of the stages of a running server",
+    "trace": "show where the time of a request of a running server went",
+    "cache": "list, verify or remove the KV pages that engines keep on this host",
     "graph": "print the graph of a model, or of a Python file, and check it",
     "doctor": "check whether this machine can serve, and what is missing",
     "tiny": "write a tiny random checkpoint of a model type, for tests and demonstrations",
 }
 
-NEED_VLLM = ("serve", "generate", "plan-memory")
+NEED_VLLM = ("serve", "generate", "plan-memory", "bench")
 QUIET = ("generate", "config", "graph", "plan-memory")  # without the log lines of libraries
 
 HELP = f"""usage: vllm-omni COMMAND ...

@@ -1,22 +1,24 @@
 """``vllm-omni plan-memory MODEL``: how the stages would share the memory of their devices; loads no weights."""
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 
 from vllm.logger import configure_logging_from_args
 
-from vllm_omni.engine.memory import devices_of, find_device, plan_devices
+from vllm_omni.deploy.inventory import this_host
+from vllm_omni.deploy.needs import stages_of
+from vllm_omni.deploy.placement import PlacementPlan, plan
+from vllm_omni.deploy.resources import Host, Place
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, add_engine_flags, parse_deployment
 from vllm_omni.entrypoints.cli.quiet import only_the_answer_on_stdout
-from vllm_omni.process.memory import Device, DevicePlan, format_bytes
+from vllm_omni.entrypoints.cli.table import table_lines
+from vllm_omni.process.memory import DevicePlan, format_bytes, parse_bytes
 
 DESCRIPTION = """Print how the stages would share the memory of their devices: weights by the checkpoint's files,
 activations by an estimate, caches by what max_model_len and max_num_seqs declare. What cannot fit is an error with the
 nearest change that would. No stage is started, and no weights are loaded."""
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 HEADER = ("stage", "device", "weights", "activations", "cache min", "planned", "max")
 
 
@@ -48,18 +50,18 @@ def add_device_flag(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--device-memory",
         metavar="SIZE",
-        type=parse_bytes,
+        type=size,
         help="Plan for devices of this size, for example 24GiB, instead of those found; with the engine arguments of "
         "this machine's platform.",
     )
 
 
-def parse_bytes(text: str) -> int:
+def size(text: str) -> int:
     """For ``type`` of an argument: "24GiB", "80GB" or a number of bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|)", text, re.IGNORECASE)
-    if found is None or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give for example 24GiB, 80GB or 512MiB")
-    return size
+    try:
+        return parse_bytes(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def print_plan(parsed: Deployment) -> None:
@@ -69,35 +71,43 @@ def print_plan(parsed: Deployment) -> None:
         ConfigError: the deployment is wrong, or does not fit.
     """
     with only_the_answer_on_stdout() as stdout:
-        orchestrator = Orchestrator(parsed.load_config())
-        engines = [engine for stage in orchestrator.config.stages for engine in orchestrator.make_node(stage)[0]]
-        names = sorted({name for engine in engines for name in devices_of(engine.vllm_config)})
-        size = parsed.args.device_memory
-        devices = {
-            name: find_device(name) if size is None else Device(name=name, total=size, free=size) for name in names
-        }
-        print("\n".join(table(devices, plan_devices(engines, devices))), file=stdout)
+        made = place(parsed, [this_host(parsed.args.device_memory)])
+        rows: list[Sequence[str]] = [HEADER]
+        for place_, divided in made.memory().items():
+            rows += ((stage, place_.device, *cells) for stage, cells in memory_cells(divided).items())
+        print("\n".join([*table_lines(rows), *device_lines(made)]), file=stdout)
 
 
-def table(devices: Mapping[str, Device], plans: Mapping[str, DevicePlan]) -> list[str]:
-    """The lines of the answer: a row for each rank, and a line for each device."""
-    rows: list[Sequence[str]] = [HEADER]
-    for name, plan in plans.items():
-        for stage in plan.stages:
-            sizes = (
-                stage.weights,
-                stage.activations,
-                stage.cache_min,
-                plan.caches.get(stage.stage, 0),
-                stage.cache_max,
-            )
-            rows.append((stage.stage, name, *(format_bytes(size) if size else "-" for size in sizes)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for name, plan in plans.items():
-        device, kept = devices[name], devices[name].free - plan.planned
+def place(parsed: Deployment, hosts: Sequence[Host]) -> PlacementPlan:
+    """Place the deployment of a command line on hosts, by what can be known of its memory before a start.
+
+    Raises:
+        ConfigError: the deployment is wrong, or does not fit.
+    """
+    config = parsed.load_config()
+    return plan(stages_of(config, Orchestrator(config)), hosts)
+
+
+def memory_cells(divided: DevicePlan) -> Mapping[str, Sequence[str]]:
+    """Rank -> its weights, activations, least, planned and largest cache."""
+    return {
+        one.stage: [
+            format_bytes(size) if size else "-"
+            for size in (one.weights, one.activations, one.cache_min, divided.caches.get(one.stage, 0), one.cache_max)
+        ]
+        for one in divided.stages
+    }
+
+
+def device_lines(made: PlacementPlan) -> list[str]:
+    """A line for each device in use."""
+    devices = {Place(host.name, one.name): one for host in made.hosts for one in host.devices}
+    lines = []
+    for place_, divided in made.memory().items():
+        device = devices[place_]
+        name = place_.device if len(made.hosts) == 1 else f"{place_.host} {place_.device}"
         lines.append(
             f"{name}: {format_bytes(device.free)} free of {format_bytes(device.total)}, "
-            f"{format_bytes(plan.planned)} planned, {format_bytes(kept)} rest"
+            f"{format_bytes(divided.planned)} planned, {format_bytes(device.free - divided.planned)} rest"
         )
     return lines

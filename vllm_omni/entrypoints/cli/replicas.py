@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_omni.entrypoints.cli.server import ask_server, server_parser
+from vllm_omni.entrypoints.cli.table import print_table
 
 COLUMNS = ("address", "model", "engine", "state", "num_requests", "num_restarts", "reason")
 HEADER = ("SERVER", "MODEL", "ENGINE", "STATE", "REQUESTS", "RESTARTS", "REASON")
@@ -29,9 +30,7 @@ def replicas(args: Sequence[str]) -> None:
         HEADER,
         *(tuple(str(one[key] or ("" if key == "reason" else 0)) for key in COLUMNS) for one in report["replicas"]),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_table(rows)
     registry = report["registry"]
     if registry is not None and registry["error"] is not None:
         age = "never answered" if registry["age_s"] is None else f"other servers as of {registry['age_s']:g} s ago"

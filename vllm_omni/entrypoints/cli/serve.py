@@ -1,13 +1,18 @@
 """``vllm-omni serve MODEL``: serve over HTTP, with vLLM's flags and ours."""
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
+from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.logger import configure_logging_from_args
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser, parse_deployment
-from vllm_omni.entrypoints.cli.plan_memory import add_device_flag, print_plan
+from vllm_omni.entrypoints.cli.dry_run import add_flags, print_placement
+from vllm_omni.entrypoints.cli.headless import add_host_flags, check_host_flags, serve_headless
+from vllm_omni.errors import ConfigError
 from vllm_omni.process.logs import enter_front_end
 
 DESCRIPTION = """Serve an any-to-any model over HTTP, with OpenAI's API. Every flag of `vllm serve` is a flag of this
@@ -24,13 +29,38 @@ def serve(args: Sequence[str]) -> None:
     enter_front_end()
     parsed = parse_serve_args(args)
     configure_logging_from_args(parsed.args)
+    if parsed.args.headless:
+        serve_headless(parsed)
+        return
     if parsed.args.dry_run:
-        print_plan(parsed)
+        print_placement(parsed)
         return
     config = parsed.load_config()
-    from vllm_omni.entrypoints.openai.app import run_server
+    if parsed.args.fair_api_keys:
+        config = share_fairly(config)
+    if parsed.args.autoscale and all(stage.max_replicas is None for stage in config.stages):
+        raise ConfigError("--autoscale: no stage may have more replicas: give --stage STAGE.max_replicas=N")
+    from vllm_omni.entrypoints.front_ends.run import serve_front_ends
+    from vllm_omni.entrypoints.openai.app import run_server, serve_here
 
-    run_server(parsed.args, config)
+    has_several = parsed.args.api_server_count not in (None, 1)
+    run_server(parsed.args, config, serve_front_ends if has_several else serve_here)
+
+
+def share_fairly(config: OmniConfig) -> OmniConfig:
+    """The deployment with stages that run the lowest priority first, as diffusion stages do anyway.
+
+    Raises:
+        ConfigError: a stage is to run requests in another order.
+    """
+    stages = []
+    for stage in config.stages:
+        args = {"scheduling_policy": "priority", **stage.engine_args}
+        if stage.engine_type == "ar" and args["scheduling_policy"] != "priority":
+            said = f"scheduling_policy = {args['scheduling_policy']!r}"
+            raise ConfigError(f"--fair-api-keys: stage {stage.name!r} has {said}: leave it out")
+        stages.append(dataclasses.replace(stage, engine_args=args) if stage.engine_type == "ar" else stage)
+    return dataclasses.replace(config, stages=tuple(stages))
 
 
 def parse_serve_args(args: Sequence[str]) -> Deployment:
@@ -53,23 +83,39 @@ def _add_arguments(parser: DeploymentParser) -> None:
         metavar="redis://HOST:PORT/DB",
         help="A Redis server in which servers publish the state of their engines for each other: GET /replicas.",
     )
-    group = parser.add_argument_group("Memory", "Plan without a start.")
     group.add_argument(
-        "--dry-run", action="store_true", help="Print how the stages would share memory, as `vllm-omni plan-memory`."
+        "--autoscale",
+        action="store_true",
+        help="Start and end replicas of stages with max_replicas as the load needs them; without, that is only "
+        "proposed: GET /scale.",
     )
-    add_device_flag(group)
-    parser.own_groups = ["Omni", "Replicas", "Memory"]
+    group = parser.add_argument_group("Fairness", "How clients share the engines.")
+    group.add_argument(
+        "--fair-api-keys",
+        action="store_true",
+        help="Requests of different keys (--api-key, several) take turns, however many one of them sends. Stages "
+        "then have the scheduling policy of priorities, and requests no priorities of their own.",
+    )
+    add_flags(parser.add_argument_group("Placement", "Plan without a start."))
+    add_host_flags(parser.add_argument_group("Hosts", "Stages on other hosts: --stage NAME.host=HOST."))
+    parser.own_groups = ["Omni", "Replicas", "Fairness", "Placement", "Hosts"]
 
 
 def _check(parser: DeploymentParser, args: argparse.Namespace) -> None:
     """Reject features of vLLM's server that are unsupported here, and what vLLM's server rejects."""
-    if args.device_memory is not None and not args.dry_run:
-        parser.error("--device-memory: a plan's, with --dry-run; a start uses the devices that it finds")
-    if args.headless:
-        parser.error("--headless: not with --omni; the stages run beside the server")
+    if not args.dry_run and (args.device_memory is not None or args.inventory is not None):
+        flag = "--inventory" if args.device_memory is None else "--device-memory"
+        parser.error(f"{flag}: a plan's, with --dry-run; a start uses the devices that it finds")
+    if args.device_memory is not None and args.inventory is not None:
+        parser.error("--device-memory: cannot be combined with --inventory, which has the memory of each device")
+    if args.fair_api_keys and len(args.api_key or ()) < 2:
+        parser.error("--fair-api-keys: needs keys to be fair to: --api-key KEY KEY ...")
+    check_host_flags(parser, args)
     if args.grpc or args.grpc_port is not None:
         parser.error("--grpc, --grpc-port: not with --omni; it serves HTTP")
-    if args.api_server_count not in (None, 1):
-        count = f"--api-server-count {args.api_server_count}"
-        parser.error(f"{count}: not with --omni; one process serves and routes, give 1")
+    if args.api_server_count is not None and args.api_server_count < 1:
+        parser.error(f"--api-server-count {args.api_server_count}: must be at least 1")
+    if args.api_server_count not in (None, 1) and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        said = "adapters that one front end is given are unknown to the others"
+        parser.error(f"--api-server-count: not with VLLM_ALLOW_RUNTIME_LORA_UPDATING: {said}; name them at the start")
     validate_parsed_serve_args(args)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableSequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import uvloop
 import vllm.envs as envs
@@ -21,23 +22,28 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.chat_completion import api_router as upstream_chat
 from vllm.entrypoints.openai.completion import api_router as upstream_completion
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.deploy.autoscaling import Autoscaling
+from vllm_omni.engine.media_connector import check_recording
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.api_keys import require_api_keys
 from vllm_omni.entrypoints.openai.arrivals import count_arrivals
+from vllm_omni.entrypoints.openai.bodies import limit_bodies
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.diffusion_app import build_diffusion_app
 from vllm_omni.entrypoints.openai.draining import draining_router
 from vllm_omni.entrypoints.openai.engine import EngineWithArguments, serve_graphs
 from vllm_omni.entrypoints.openai.errors import add_error_handlers, body_of
+from vllm_omni.entrypoints.openai.fair_keys import FairShare, Turns, share_fairly, take_turns
 from vllm_omni.entrypoints.openai.graph_media import add_graph_media_routes
+from vllm_omni.entrypoints.openai.job_places import TakePlace
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics
 from vllm_omni.entrypoints.openai.mistakes import check_fields
+from vllm_omni.entrypoints.openai.page import page_router
 from vllm_omni.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     OmniBatchChatCompletionRequest,
@@ -47,19 +53,28 @@ from vllm_omni.entrypoints.openai.protocol import (
     SpeechRequest,
 )
 from vllm_omni.entrypoints.openai.replicas import Membership, address_of, open_registry, replicas_router
-from vllm_omni.entrypoints.openai.schema import describe_app
+from vllm_omni.entrypoints.openai.results import Results
+from vllm_omni.entrypoints.openai.scaling import scaling_router
+from vllm_omni.entrypoints.openai.schema import answers, describe_app
 from vllm_omni.entrypoints.openai.speech import OmniServingSpeech
 from vllm_omni.entrypoints.openai.speech_batch import create_batch
 from vllm_omni.entrypoints.openai.speech_stream import speak_stream
+from vllm_omni.entrypoints.openai.traces import traces_router
 from vllm_omni.entrypoints.openai.voices import OmniServingVoices, add_voice_routes
-from vllm_omni.errors import ConfigError, Unavailable
-from vllm_omni.vllm_patches import decline_chats
+from vllm_omni.errors import ConfigError, Unavailable, UnknownModel
+from vllm_omni.names import suggest
+from vllm_omni.vllm_patches import check_before_decoding, decline_chats
 
 if TYPE_CHECKING:
     from vllm_omni.flow.remote.registry.redis import RedisRegistry
 
+Serve: TypeAlias = "Callable[[AsyncOmni, Namespace, socket.socket, RedisRegistry | None], Coroutine[Any, Any, None]]"
+"""Serves a started model by HTTP on a socket, as a member of a registry."""
+
 router = APIRouter()  # of models with audio output
 common_router = APIRouter()
+COMMON_ROUTERS = (common_router, draining_router, scaling_router, replicas_router, traces_router, page_router)
+"""Of every model."""
 
 # How long clients have, once the stages have ended, to send and to receive what is left.
 CLOSE_TIMEOUT_S = 5
@@ -73,20 +88,14 @@ TEXT_HANDLERS = {
 }
 """vLLM's other handlers of requests for text that name a model, in the state of its application -> their method."""
 
+SOUND_HANDLERS = ("openai_serving_transcription", "openai_serving_translation")
+"""vLLM's handlers of uploaded sounds, where the model transcribes."""
+
 HTTP_ARGS = (
     "enable_ssl_refresh host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
     "h11_max_incomplete_event_size h11_max_header_count".split()
 )
 """Flags that vLLM's HTTP server takes under the same names."""
-
-
-def answers(*media_types: str) -> dict[int | str, dict[str, Any]]:
-    """Responses of a route for the OpenAPI schema: these media types, or upstream's errors."""
-    errors = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR)
-    return {
-        HTTPStatus.OK.value: {"content": {media_type: {} for media_type in media_types}},
-        **{status.value: {"model": ErrorResponse} for status in errors},
-    }
 
 
 @router.post(
@@ -172,16 +181,42 @@ async def voices(raw_request: Request) -> JSONResponse:
 async def health(raw_request: Request) -> JSONResponse:
     """The state of each engine; 200 while every stage has one that is alive, else 503 and which stage has not."""
     omni: AsyncOmni = raw_request.app.state.engine_client
-    stages = {name: asdict(status) for name, status in omni.stage_report().items()}
+    report: dict[str, Any] = {"stages": {name: asdict(status) for name, status in omni.stage_report().items()}}
+    if hosts := omni.orchestrator.draining.host_report():
+        report["hosts"] = {name: asdict(status) for name, status in hosts.items()}
+    if front_ends := raw_request.app.state.front_ends:
+        report["front_ends"] = {name: asdict(one.current_status()) for name, one in front_ends.items()}
     try:
         await omni.check_health()
     except Unavailable as exc:
-        return JSONResponse(body_of(exc) | {"stages": stages}, 503)
-    return JSONResponse({"stages": stages})
+        return JSONResponse(body_of(exc) | report, 503)
+    return JSONResponse(report)
 
 
-def run_server(args: Namespace, config: OmniConfig) -> None:
+@common_router.get("/ready", responses=answers())
+async def ready(raw_request: Request) -> JSONResponse:
+    """Whether a request of any kind would be accepted now."""
+    omni: AsyncOmni = raw_request.app.state.engine_client
+    await omni.check_health()
+    omni.orchestrator.queue_limits.check(omni.orchestrator.nodes, is_request=False)
+    return JSONResponse({"ready": True})
+
+
+@common_router.get("/v1/models/{model:path}", responses=answers())
+async def show_model(model: str, raw_request: Request) -> JSONResponse:
+    """One of the models of `/v1/models`."""
+    served = (await raw_request.app.state.openai_serving_models.show_available_models()).data
+    for one in served:
+        if one.id == model:
+            return JSONResponse(one.model_dump())
+    raise UnknownModel(f"no model {model!r}: {suggest(model, [one.id for one in served])}", param="model")
+
+
+def run_server(args: Namespace, config: OmniConfig, serve: Serve) -> None:
     """Start every stage, then serve until SIGINT or SIGTERM.
+
+    Args:
+        serve: ``serve_here``, or ``serve_front_ends``.
 
     Raises:
         ConfigError: the port is taken, or a parser of that name is not there.
@@ -195,7 +230,7 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     registry = open_registry(args.replica_registry)
     # The port first: if it is taken, no stage was started in vain.
     try:
-        _, sock = setup_server(args, reuse_port=False)
+        _, sock = setup_server(args, reuse_port=False)  # front ends share it
     except (OSError, OverflowError) as exc:  # the latter: a port beyond 65535
         where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
         said = exc.strerror or exc if isinstance(exc, OSError) else exc
@@ -207,7 +242,7 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
     try:
         omni = AsyncOmni(config=config, log_stats=not args.disable_log_stats)
         try:
-            uvloop.run(_serve(omni, args, sock, registry))
+            uvloop.run(serve(omni, args, sock, registry))
         finally:
             omni.shutdown()
     finally:
@@ -215,19 +250,53 @@ def run_server(args: Namespace, config: OmniConfig) -> None:
         sock.close()
 
 
-async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket, registry: RedisRegistry | None) -> None:
+async def serve_here(omni: AsyncOmni, args: Namespace, sock: socket.socket, registry: RedisRegistry | None) -> None:
+    """Serve in this process until SIGINT or SIGTERM; see ``serve_app``."""
     app = await build_omni_app(omni, args)
+    async with administered(app, omni, args, registry):
+        await serve_app(app, omni, args, sock)
+
+
+@asynccontextmanager
+async def administered(
+    app: FastAPI, omni: AsyncOmni, args: Namespace, registry: RedisRegistry | None
+) -> AsyncIterator[None]:
+    """Be a member of the registry inside the block, and propose how many replicas there should be."""
     name = (args.served_model_name or [args.model])[0]
-    app.state.membership = Membership(omni.orchestrator, registry, address_of(args), name)
+    orchestrator, state = omni.orchestrator, app.state
+    state.membership = Membership(orchestrator, registry, address_of(args), name)
+    state.autoscaling = Autoscaling(
+        orchestrator.scaling, orchestrator.engines_of, orchestrator.latency_metrics, is_automatic=args.autoscale
+    )
+    async with state.membership.joined(), state.autoscaling.running():
+        yield
+
+
+async def serve_app(
+    app: FastAPI,
+    omni: AsyncOmni,
+    args: Namespace,
+    sock: socket.socket,
+    peer_loads: tuple[MutableSequence[int], int] = ([0], 0),
+) -> None:
+    """Serve the application until SIGINT or SIGTERM, or until the first stage has died too often.
+
+    Args:
+        peer_loads: open connections of each front end, and which one this is.
+
+    Raises:
+        StageFailed: the latter.
+    """
+    results: Results = app.state.results
     log_config = get_uvicorn_log_config(args)
     more: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
-    async with app.state.membership.joined():
+    async with results.kept():
         stopped = await serve_http(
             app,
             sock=sock,
             # Upstream then accepts connections itself. libuv closes those for which no file descriptor is free, and
             # once it has lost the one that it keeps for this purpose, it uses a whole core until others are free.
-            peer_loads=([0], 0),
+            peer_loads=peer_loads,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
@@ -235,22 +304,29 @@ async def _serve(omni: AsyncOmni, args: Namespace, sock: socket.socket, registry
             **{name: getattr(args, name) for name in HTTP_ARGS},
             **more,
         )
-    # The server ends by itself when the first stage has died too often; by a signal, it has ended the stages by now.
-    died = omni.dead_error if not omni.is_running and not omni.is_stopped else None
-    await omni.aclose()
+        # The server ends by itself when the first stage has died too often; by a signal, it has ended the stages.
+        died = omni.dead_error if not omni.is_running and not omni.is_stopped else None
+        await omni.aclose()
     await stopped
     if died is not None:
         raise died
 
 
-async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """vLLM's application over these stages, ready to serve."""
+async def build_omni_app(
+    omni: AsyncOmni, args: Namespace, turn: Turns | None = None, take_place: TakePlace | None = None
+) -> FastAPI:
+    """vLLM's application over these stages, ready to serve.
+
+    Args:
+        turn: gives requests of API keys their turns; those of this process take turns by default.
+        take_place: see ``Results``.
+    """
+    results = Results(take_place)
     if omni.is_diffusion:
-        app = build_diffusion_app(omni, args)
-        _replace_routes(app, common_router)
-        _replace_routes(app, draining_router)
-        _replace_routes(app, replicas_router)
-        _finish(app, omni, args)
+        app = build_diffusion_app(omni, args, results)
+        for one in COMMON_ROUTERS:
+            _replace_routes(app, one)
+        _finish(app, omni, args, results, turn)
         return app
     graphs = list(omni.orchestrator.models)[1:]
     names = args.served_model_name or [args.model]
@@ -258,15 +334,16 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     args = Namespace(**{**vars(args), "served_model_name": [*names, *graphs], "chat_template": template})
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
-    _replace_routes(app, common_router)
-    _replace_routes(app, draining_router)
-    _replace_routes(app, replicas_router)
-    _replace_routes(app, router)
+    for one in (*COMMON_ROUTERS, router):
+        _replace_routes(app, one)
     # vLLM's own handlers answer in text; the chat handler passes the modalities of each request.
     text_engine: Any = EngineWithArguments(omni, Deadline(None), modalities=("text",))
     if omni.orchestrator.pipeline.speaks_prompts:
         decline_chats(omni.renderer)
     await init_app_state(text_engine, app.state, args, tasks)
+    for name in SOUND_HANDLERS:
+        if (handler := getattr(app.state, name, None)) is not None:
+            check_before_decoding(handler, check_recording)
     metrics = AudioMetrics() if app.state.log_stats else None
     app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
     app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
@@ -277,18 +354,24 @@ async def build_omni_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
             serve_graphs(handler, method, omni)
     chat: OmniServingChat = app.state.openai_serving_chat
     app.state.openai_serving_speech = OmniServingSpeech(chat, omni, metrics, args.sse_keep_alive_interval)
-    add_graph_media_routes(app, omni, chat, args.sse_keep_alive_interval)
+    add_graph_media_routes(app, omni, chat, results, args.sse_keep_alive_interval)
     if omni.voices is not None:
         pipeline = omni.orchestrator.pipeline
         add_voice_routes(app, OmniServingVoices(omni.voices, lambda: [*pipeline.speakers, *pipeline.voices]))
-    _finish(app, omni, args)
+    _finish(app, omni, args, results, turn)
     return app
 
 
-def _finish(app: FastAPI, omni: AsyncOmni, args: Namespace) -> None:
+def _finish(app: FastAPI, omni: AsyncOmni, args: Namespace, results: Results, turn: Turns | None) -> None:
+    app.state.results = results
+    app.state.front_ends = {}  # by name, where there are several
+    app.state.served_names = args.served_model_name or [args.model]
     count_arrivals(app, omni.orchestrator.requests)
+    limit_bodies(app, omni.orchestrator.media_budget.received)
     add_error_handlers(app)
-    require_api_keys(app, args)
+    app.state.needs_key = require_api_keys(app, args)
+    if args.fair_api_keys:
+        share_fairly(app, turn or take_turns(FairShare()))
     describe_app(app, (args.served_model_name or [args.model])[0])
 
 

@@ -10,11 +10,13 @@ from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
 from vllm_omni.engine.running import STOPPING, RunningRequests
 from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.errors import body_of
-from vllm_omni.errors import ShuttingDown
+from vllm_omni.entrypoints.openai.protocol import MAX_DEADLINE_S, MAX_PRIORITY, MIN_PRIORITY
+from vllm_omni.errors import InvalidRequest, ShuttingDown
 
 MODEL_ROUTES = ("/v1/", "/v2/", "/cohere/", "/inference/", "/invocations", "/tokenize", "/detokenize")
 """Prefixes of the routes that run a model. Probes answer during a shutdown, and so do administrative routes: requests
@@ -22,6 +24,8 @@ that wait for ``/resume`` can still end."""
 
 
 ARRIVED_AT = "arrived_at"
+DEADLINE_HEADER = "X-Deadline-S"
+"""Seconds that a request has, for gateways that do not write bodies; the body's ``deadline_s`` wins."""
 
 
 class Arrivals:
@@ -65,5 +69,39 @@ def count_arrivals(app: FastAPI, requests: RunningRequests) -> None:
 
 
 def deadline_of(deadline_s: float | None, raw_request: HTTPConnection | None) -> Deadline:
-    """The deadline of a request whose body has this field; without ``raw_request``, it has arrived now."""
+    """The deadline of a request whose body has this field; without it, that of the header ``DEADLINE_HEADER``.
+
+    Args:
+        raw_request: None: it has arrived now.
+
+    Raises:
+        InvalidRequest: it is not a number above 0.
+    """
+    if deadline_s is None and raw_request is not None and (given := raw_request.headers.get(DEADLINE_HEADER)):
+        try:
+            deadline_s = float(given)
+        except ValueError:
+            deadline_s = 0.0
+        if not 0.0 < deadline_s <= MAX_DEADLINE_S:
+            said = f"header {DEADLINE_HEADER}: {given!r}: must be seconds, above 0 and at most {MAX_DEADLINE_S:g}"
+            raise InvalidRequest(said, param=DEADLINE_HEADER)
     return Deadline(deadline_s, None if raw_request is None else raw_request.scope.get("state", {}).get(ARRIVED_AT))
+
+
+def priority_of(priority: int, raw_request: HTTPConnection) -> int:
+    """The priority of a request whose body has this field: as for texts, vLLM's header wins, for gateways.
+
+    Raises:
+        InvalidRequest: the header is no 64-bit integer.
+    """
+    given = raw_request.headers.get(PRIORITY_HEADER)
+    if given is None:
+        return priority
+    try:
+        priority = int(given)
+    except ValueError:
+        priority = MAX_PRIORITY + 1
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        said = f"header {PRIORITY_HEADER}: {given[:80]!r}: must be an integer from -2**63 to 2**63 - 1"
+        raise InvalidRequest(said, param=PRIORITY_HEADER)
+    return priority

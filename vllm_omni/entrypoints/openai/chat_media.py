@@ -35,11 +35,13 @@ class AnswerMedia:
         delta: dict[str, Any] = {}
         for key, pixels in output.multimodal_output.items() if self._wants_images else ():
             name, _, value = key.rpartition(".")
-            for one in pixels if value == "images" else ():
+            offsets = output.multimodal_output.get("text_offsets", ())  # of an answer with several texts
+            for place, one in enumerate(pixels) if value == "images" else ():
                 url = await asyncio.to_thread(data_url, to_image(one), FORMAT)
                 # Clients that join the deltas of a stream find an item by its index.
                 item = {"index": len(self.fields["images"]), "type": "image_url", "image_url": {"url": url}}
-                self.fields["images"].append(item | ({"name": name} if name else {}))
+                item |= {"name": name} if name else {}
+                self.fields["images"].append(item | ({"text_offset": offsets[place]} if offsets else {}))
                 delta.setdefault("images", []).append(self.fields["images"][-1])
         texts = {name: output.multimodal_output[name] for name in self._names if output.multimodal_output.get(name)}
         if texts:

@@ -165,9 +165,11 @@ class ChatStreamWriter:
         return self._audio({"data": piece}) if piece else None
 
     def end_of_audio(self, data: bytes) -> str:
-        """The line of the last piece, with the transcript unless that was sent in pieces."""
-        piece = self._pieces.encode(data, is_last=True)
-        rest = {"data": piece} if piece else {}
+        """The line of the last piece, with the transcript unless that was sent in pieces.
+
+        It has ``data`` in any case: clients that join the pieces find a text then, also where nothing was spoken.
+        """
+        rest = {"data": self._pieces.encode(data, is_last=True)}
         transcript = {"transcript": self._transcript} if self._wants_text else {}
         return self._audio({**rest, **transcript, "expires_at": int(time.time())})
 

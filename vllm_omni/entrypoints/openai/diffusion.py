@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field
@@ -10,20 +12,19 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from PIL import Image
-from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.multimodal.media.base import MediaWithBytes
 from vllm.utils import random_uuid
 
-from vllm_omni.engine.media_connector import BudgetedConnector
+from vllm_omni.engine.media_connector import BudgetedConnector, media_limits
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai.arrivals import deadline_of
+from vllm_omni.entrypoints.openai.arrivals import deadline_of, priority_of
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields, name_field
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics, MediaTimer
-from vllm_omni.errors import InvalidRequest, UnknownModel
+from vllm_omni.errors import InvalidRequest, StorageFull, UnknownModel
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.names import suggest
 
@@ -42,7 +43,8 @@ SENDING_FACTOR = 4
 class InputImages:
     """Images of a request, which are read only when nothing else keeps the request from starting."""
 
-    given: Sequence[tuple[str, Any]] = ()  # field of the body, and what ``DiffusionServing.read_image`` reads
+    # Field of the body, and what ``DiffusionServing.read_image`` reads; empty once it has.
+    given: Sequence[tuple[str, Any]] = ()
     sizes: list[tuple[int, int]] = field(default_factory=list)  # of those that have been read, [width, height]
 
 
@@ -126,7 +128,7 @@ class DiffusionServing:
                     engine_prompt,
                     self._stage_params(fields),
                     request_id,
-                    priority=fields.priority,
+                    priority=priority_of(fields.priority, raw_request),
                     deadline_s=deadline.left_s(),
                     **self._arguments(fields, raw_request),
                 )
@@ -160,26 +162,39 @@ class DiffusionServing:
 
     async def _read(self, images: InputImages) -> list[Image.Image]:
         read = [await self.read_image(source, name) for name, source in images.given]
-        images.sizes = [image.size for image in read]
+        images.sizes, images.given = [image.size for image in read], ()
         return read
 
     async def read_image(self, given: Any, field: str) -> Image.Image:
-        """Read an input image: an uploaded file, a URL (http, https, data) or base64.
+        """Read an input image: an uploaded file, its bytes, a URL (http, https, data) or base64.
 
         Raises:
             InvalidRequest: the image cannot be fetched or decoded.
         """
         try:
-            if isinstance(given, UploadFile):
-                image = await self._media.decode_image(await given.read())
+            if isinstance(given, UploadFile | bytes):
+                file = given if isinstance(given, bytes) else await read_upload(given)
+                image = await self._media.decode_image(file)
             elif isinstance(given, str):
                 url = given if ":" in given[:8] else f"data:image/*;base64,{given}"
                 image = await self._media.fetch_image_async(url)
             else:
                 raise ValueError(f"must be a file or a URL, not {type(given).__name__}")
+        except InvalidRequest as exc:  # it is too large
+            raise InvalidRequest(f"{field}: {exc}", param=field) from exc
         except Exception as exc:
             raise InvalidRequest(f"{field}: the image cannot be read: {rejection(exc)}", param=field) from exc
         return image.media if isinstance(image, MediaWithBytes) else image
+
+
+async def read_upload(file: UploadFile) -> bytes:
+    """Read an uploaded file into memory; until then, a large one lies on disk.
+
+    Raises:
+        InvalidRequest: it is too large.
+    """
+    media_limits().check_file(file.size or 0)
+    return await file.read()
 
 
 async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], None]:
@@ -190,6 +205,9 @@ async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], No
 
     Raises:
         InvalidRequest: the body is neither, or is not an object.
+        RequestTooLarge: it is too large.
+        Overloaded: all bodies together are.
+        StorageFull: the disk has no room for its files.
     """
     async with AsyncExitStack() as stack:
         yield await _read_body(raw_request, stack)
@@ -198,11 +216,16 @@ async def read_values(raw_request: Request) -> AsyncGenerator[dict[str, Any], No
 async def _read_body(raw_request: Request, stack: AsyncExitStack) -> dict[str, Any]:
     kind = raw_request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0].strip()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        return _fields(await stack.enter_async_context(raw_request.form()))
+        try:
+            return _fields(await stack.enter_async_context(raw_request.form()))
+        except OSError as exc:
+            said = f"the files of the form cannot be kept in {tempfile.gettempdir()} (TMPDIR): {exc.strerror}"
+            raise StorageFull(said) from exc
     if kind not in ("", "application/json"):
         raise InvalidRequest(f"content-type {kind!r}: must be application/json or multipart/form-data")
+    body = await raw_request.body()
     try:
-        values = json.loads(await raw_request.body())
+        values = json.loads(body)
     except ValueError as exc:
         raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
     if not isinstance(values, dict):
@@ -218,6 +241,9 @@ def _fields(form: FormData) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in form:
         name = key.removesuffix("[]")  # OpenAI's clients mark lists with brackets
+        if (part := re.fullmatch(r"(\w+)\[(\w+)\]", name)) and isinstance(of := values.setdefault(part[1], {}), dict):
+            of[part[2]] = form[key]  # and fields of objects
+            continue
         several = [*as_list(values.get(name)), *form.getlist(key)]
         values[name] = several if len(several) > 1 else several[0]
     return values
@@ -234,12 +260,6 @@ def read_mapping(values: dict[str, Any], name: str) -> None:
             values[name] = json.loads(given)
         except ValueError as exc:
             raise InvalidRequest(f"{name}: must be an object in JSON: {exc}", param=name) from exc
-
-
-def describe(body: type[BaseModel], kinds: Sequence[str]) -> dict[str, Any]:
-    """OpenAPI entry of a route that reads its body itself."""
-    schema = body.model_json_schema()
-    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}
 
 
 def as_list(value: Any) -> list[Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import HTTPConnection
 
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.entrypoints.openai.mistakes import invalid_body, shorten
-from vllm_omni.entrypoints.openai.protocol import AudioOutput, DeadlineField
+from vllm_omni.entrypoints.openai.protocol import AudioOutput, DeadlineField, PriorityField
 from vllm_omni.entrypoints.openai.schema import documented
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media.audio import AUDIO_FORMATS
@@ -27,6 +28,9 @@ class DiffusionFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    WISHES: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that no field of the body asks for: where nothing honours them, they have no effect."""
+
     model: str | None = documented("A name of `/v1/models`; by default, the served model.")
     negative_prompt: str | None = documented("What the output should not show.")
     num_inference_steps: int | None = documented("Denoise steps.", at_least=1)
@@ -40,9 +44,7 @@ class DiffusionFields(BaseModel):
     cache_threshold: float | None = documented(
         "Of the step cache: larger reuses more; 0 switches it off; by default, the deployment's.", at_least=0
     )
-    priority: int = documented(
-        "Requests with a lower value start and run before others.", default=0, at_least=-(2**63), at_most=2**63 - 1
-    )
+    priority: PriorityField = 0
     deadline_s: DeadlineField = None
     extra_params: dict[str, Any] = Field(
         default={}, description="Further keyword arguments of the pipeline's call, as it names them."
@@ -61,7 +63,9 @@ class ImageRequest(DiffusionFields):
     prompt: str = Field(description="What the images show.")
     n: int = documented("Number of images.", default=1, at_least=1)
     size: str = documented(SIZE, default="auto")
-    response_format: Literal["b64_json"] | None = None
+    response_format: Literal["b64_json", "url"] | None = Field(
+        default=None, description="url: addresses of the files, which expire; by default, the files in base64."
+    )
     output_format: str = documented("The files' format.", default="png", values=IMAGE_FORMATS)
     output_compression: int | None = Field(default=None, ge=0, le=100, description="Quality of a jpeg or webp.")
     stream: bool = False
@@ -107,6 +111,7 @@ class SoundRequest(DiffusionFields):
     audio_length: float | None = Field(default=None, gt=0, description="Seconds.")
     audio_start: float = Field(default=0.0, ge=0, description="Start within the generated sound, seconds.")
     response_format: str = documented("The file's format.", default="wav", values=AUDIO_FORMATS)
+    return_url: bool = Field(default=False, description="Answer with the address of the file, which expires.")
     user: str | None = None
 
     def params(self) -> dict[str, Any]:
@@ -141,6 +146,42 @@ class ImageChatRequest(DiffusionFields):
         return read_size(self.size) | super().params() | num_outputs
 
 
+class ImageAnswer(BaseModel):
+    b64_json: str | None = Field(default=None, description="The file in base64.")
+    url: str | None = Field(default=None, description="Its address, with `response_format` url.")
+
+
+class ImagesAnswer(BaseModel):
+    """OpenAI's answer with images."""
+
+    created: int
+    background: Literal["opaque"] = "opaque"
+    data: list[ImageAnswer]
+    output_format: str
+    size: str
+    usage: dict[str, Any]
+    expires_at: int | None = Field(default=None, description="Of addresses, seconds since 1970.")
+
+
+class SoundAnswer(BaseModel):
+    """The address of a sound, with `return_url`."""
+
+    created: int
+    url: str
+    expires_at: int
+
+
+class ChatAnswer(BaseModel):
+    """OpenAI's answer of a chat; `content` of a message has the images, `audio` the sound."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 _FIELD_OF = {
@@ -163,6 +204,11 @@ def read_body(body: type[Body], values: Mapping[str, Any]) -> Body:
         return body.model_validate(values)
     except ValidationError as exc:
         raise invalid_body(exc.errors(include_url=False), body) from None
+
+
+def read_query(query: type[Body], raw_request: HTTPConnection) -> Body:
+    """Parse the query of an address, as ``read_body`` a body."""
+    return read_body(query, dict(raw_request.query_params))
 
 
 def name_field(exc: InvalidRequest, body: type[BaseModel]) -> InvalidRequest:

@@ -1,15 +1,15 @@
-"""``POST /drain`` and ``/undrain``: take an engine of a stage out of service, and put it back."""
+"""``POST /drain`` and ``/undrain``: take an engine, or all engines of a host, out of service, and put them back."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
+from vllm_omni.engine.draining import DrainedEngine
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.openai.mistakes import check_fields
 
@@ -21,7 +21,7 @@ draining_router = APIRouter()
 class UndrainRequest(BaseModel):
     model_config = ConfigDict(extra="allow")  # unknown fields are rejected with the nearest name
 
-    engine: str = Field(description="The engine's name on `/health`: `talker/1`.")
+    name: str = Field(description="An engine's or a host's name on `/health`: `talker/1`, `box-a`.")
 
 
 class DrainRequest(UndrainRequest):
@@ -32,22 +32,19 @@ class DrainRequest(UndrainRequest):
 
 @draining_router.post("/drain", dependencies=[Depends(validate_json_request)])
 async def drain(request: DrainRequest, raw_request: Request) -> JSONResponse:
-    """Give an engine no new requests, and wait until none runs there, or the time is over."""
+    """Give engines no new requests, and wait until they are idle, or the time is over."""
     check_fields(request)
     omni: AsyncOmni = raw_request.app.state.engine_client
-    await omni.drain_engine(request.engine, request.timeout_s)
-    return JSONResponse(_report(omni, request.engine))
+    return _answer(await omni.drain(request.name, request.timeout_s))
 
 
 @draining_router.post("/undrain", dependencies=[Depends(validate_json_request)])
 async def undrain(request: UndrainRequest, raw_request: Request) -> JSONResponse:
-    """Give a drained engine requests again."""
+    """Give drained engines requests again."""
     check_fields(request)
     omni: AsyncOmni = raw_request.app.state.engine_client
-    omni.undrain_engine(request.engine)
-    return JSONResponse(_report(omni, request.engine))
+    return _answer(omni.undrain(request.name))
 
 
-def _report(omni: AsyncOmni, name: str) -> dict[str, Any]:
-    engine = omni.orchestrator.engines[name]
-    return {"engine": name, "num_requests": engine.num_requests, **asdict(engine.current_status())}
+def _answer(engines: Sequence[DrainedEngine]) -> JSONResponse:
+    return JSONResponse({"engines": [one.report() for one in engines]})

@@ -12,28 +12,43 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as RoutingError
+from starlette.routing import Match, Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError
 
 from vllm_omni.entrypoints.openai.mistakes import invalid_body
 from vllm_omni.errors import (
     DeadlineExceeded,
+    FileExpired,
     InvalidRequest,
+    NotReady,
     OmniError,
+    Overloaded,
+    RequestTooLarge,
     Unavailable,
+    UnknownFile,
     UnknownModel,
+    UnknownRequest,
     UnknownVoice,
     VoiceExists,
+    WrongSignature,
 )
 from vllm_omni.names import suggest
 
 logger = logging.getLogger(__name__)
 
 STATUS = {
+    RequestTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     UnknownModel: HTTPStatus.NOT_FOUND,
+    UnknownRequest: HTTPStatus.NOT_FOUND,
     UnknownVoice: HTTPStatus.NOT_FOUND,
     VoiceExists: HTTPStatus.CONFLICT,
+    UnknownFile: HTTPStatus.NOT_FOUND,
+    NotReady: HTTPStatus.CONFLICT,
+    FileExpired: HTTPStatus.GONE,
+    WrongSignature: HTTPStatus.FORBIDDEN,
     ValueError: HTTPStatus.BAD_REQUEST,  # the request is at fault
+    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,  # it may be tried again
     DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
 }
@@ -83,7 +98,8 @@ def write_end_of_stream(exc: Exception, what: str) -> str:
 
 async def _on_omni_error(_: Request, exc: Exception) -> JSONResponse:
     body = body_of(exc)
-    return JSONResponse(body, body["error"]["code"])
+    headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, Overloaded) else None
+    return JSONResponse(body, body["error"]["code"], headers)
 
 
 async def _on_validation_error(raw_request: Request, exc: Exception) -> JSONResponse:
@@ -98,14 +114,24 @@ async def _on_http_error(raw_request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, RoutingError)
     if isinstance(exc.__cause__, RecursionError):  # FastAPI's, while it read the body
         return await _on_recursion_error(raw_request, exc)
-    status, said = HTTPStatus(exc.status_code), exc.detail
+    if isinstance(exc.__cause__, OmniError):  # of a body that is too large
+        return await _on_omni_error(raw_request, exc.__cause__)
+    status, said, headers = HTTPStatus(exc.status_code), exc.detail, exc.headers
     path = raw_request.url.path
     if said == HTTPStatus.NOT_FOUND.phrase:
         paths = sorted({route.path for route in raw_request.app.routes if hasattr(route, "path")})
         said = f"there is no route {path}: {suggest(path, paths)}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
-        said = f"{raw_request.method} {path}: the method must be {(exc.headers or {}).get('Allow')}"
-    return JSONResponse(error_body(said, status), status, exc.headers)
+        allowed = ", ".join(_methods_of(raw_request))  # the router's are those of the first route of the path alone
+        said, headers = f"{raw_request.method} {path}: the method must be one of {allowed}", {"Allow": allowed}
+    return JSONResponse(error_body(said, status), status, headers)
+
+
+def _methods_of(raw_request: Request) -> list[str]:
+    """The methods of all routes that have the path of a request."""
+    routes = [route for route in raw_request.app.routes if isinstance(route, Route | APIRoute)]
+    matching = [route for route in routes if route.matches(raw_request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 async def _on_recursion_error(raw_request: Request, exc: Exception) -> JSONResponse:

@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.openai.diffusion import DiffusionServing
 from vllm_omni.entrypoints.openai.diffusion_app import add_media_routes
 from vllm_omni.entrypoints.openai.diffusion_protocol import DiffusionFields
 from vllm_omni.entrypoints.openai.media_metrics import ImageMetrics
+from vllm_omni.entrypoints.openai.results import Results
 from vllm_omni.entrypoints.pictures import picture_args
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import StaticPlan
@@ -53,7 +54,7 @@ class GraphMediaServing(DiffusionServing):
             return {role: params}
         default = DiffusionParams()
         for one, value in params.items():
-            if value != getattr(default, one):
+            if one not in fields.WISHES and value != getattr(default, one):
                 said = f"{role!r} makes the {self.modality}, and is no diffusion pipeline: leave it out"
                 raise InvalidRequest(f"{one} = {value!r} has no effect: {said}", param=one)
         return None
@@ -85,9 +86,12 @@ class GraphMediaServing(DiffusionServing):
         return engine_prompt
 
 
-def add_graph_media_routes(app: FastAPI, omni: AsyncOmni, chat: OmniServingChat, keep_alive_s: float) -> None:
+def add_graph_media_routes(
+    app: FastAPI, omni: AsyncOmni, chat: OmniServingChat, results: Results, keep_alive_s: float
+) -> None:
     """Add the routes of the modalities that the pipeline has beside text and speech."""
     metrics = ImageMetrics() if app.state.log_stats else None
     made = [modality for modality in MODALITIES if modality in omni.orchestrator.pipeline.modalities]
     if made:
-        add_media_routes(app, {one: GraphMediaServing(omni, chat, one, metrics) for one in made}, keep_alive_s)
+        servings = {one: GraphMediaServing(omni, chat, one, metrics) for one in made}
+        add_media_routes(app, servings, results, omni.orchestrator.requests, keep_alive_s)

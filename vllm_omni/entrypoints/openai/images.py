@@ -18,8 +18,10 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm_omni.entrypoints.deadline import Deadline
 from vllm_omni.entrypoints.openai.arrivals import deadline_of
 from vllm_omni.entrypoints.openai.diffusion import DiffusionServing, InputImages, Values, as_list, read_mapping
-from vllm_omni.entrypoints.openai.diffusion_protocol import ImageRequest, read_body
+from vllm_omni.entrypoints.openai.diffusion_protocol import ImageAnswer, ImageRequest, ImagesAnswer, read_body
 from vllm_omni.entrypoints.openai.errors import end_of_stream
+from vllm_omni.entrypoints.openai.results import Results
+from vllm_omni.entrypoints.openai.schema import BINARY
 from vllm_omni.entrypoints.openai.sse import chain, event
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.media import find_format
@@ -28,6 +30,10 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 
 IMAGE_FIELDS = ("image", "images", "url")
 """Fields in which a request to edit may have its images."""
+IMAGE_SCHEMAS = {
+    name: {"description": "One or several files or URLs, or objects `{image_url: URL}`.", "anyOf": [BINARY, {}]}
+    for name in IMAGE_FIELDS
+}
 
 
 class OmniServingImages:
@@ -37,8 +43,9 @@ class OmniServingImages:
         sse_keep_alive_s: send a comment after this many seconds without an event; 0: never.
     """
 
-    def __init__(self, serving: DiffusionServing, sse_keep_alive_s: float = 0.0) -> None:
+    def __init__(self, serving: DiffusionServing, results: Results, sse_keep_alive_s: float = 0.0) -> None:
         self._serving = serving
+        self._results = results
         self._sse_keep_alive_s = sse_keep_alive_s
 
     async def generate(self, values: Values, raw_request: Request) -> Response:
@@ -72,6 +79,12 @@ class OmniServingImages:
         if not fields.stream and (fields.partial_images or fields.progress):
             name = "partial_images" if fields.partial_images else "progress"
             raise InvalidRequest(f"{name}: only in a stream; set stream, too", param=name)
+        by_url = fields.response_format == "url"
+        if by_url and fields.stream:
+            said = "response_format = 'url': a stream has its images in base64; leave out one of the two"
+            raise InvalidRequest(said, param="response_format")
+        if by_url:
+            await self._results.check_room()
         deadline = deadline_of(fields.deadline_s, raw_request)
         if fields.stream:
             outputs = self._serving.outputs(fields.prompt, fields, images, raw_request)
@@ -84,16 +97,21 @@ class OmniServingImages:
         pictures = output.images
         async with deadline.limit("the encoding of the images"):
             files = await asyncio.to_thread(_encode_all, pictures, image_format, fields.output_compression)
-        return JSONResponse(
-            {
-                "created": int(time.time()),
-                "background": "opaque",
-                "data": [{"b64_json": one} for one in files],
-                "output_format": fields.output_format,
-                "size": _size(pictures[0]),
-                "usage": usage_of(images, pictures),
-            }
+        expires_at = None
+        if by_url:
+            kept = [await self._results.keep(one, image_format.media_type, raw_request) for one in files]
+            data, expires_at = [ImageAnswer(url=one.url) for one in kept], kept[0].expires_at
+        else:
+            data = [ImageAnswer(b64_json=base64.b64encode(one).decode()) for one in files]
+        answer = ImagesAnswer(
+            created=int(time.time()),
+            data=data,
+            output_format=fields.output_format,
+            size=_size(pictures[0]),
+            usage=usage_of(images, pictures),
+            expires_at=expires_at,
         )
+        return JSONResponse(answer.model_dump(exclude_none=True))
 
     @staticmethod
     async def _events(
@@ -110,7 +128,8 @@ class OmniServingImages:
             async with deadline.limit("the encoding of an image"):
                 (file,) = await asyncio.to_thread(_encode_all, [image], image_format, fields.output_compression)
             about = {"size": _size(image), "quality": "auto", "background": "opaque"}
-            return _event(f"{kind}.{name}", b64_json=file, output_format=fields.output_format, **about, **more)
+            encoded = base64.b64encode(file).decode()
+            return _event(f"{kind}.{name}", b64_json=encoded, output_format=fields.output_format, **about, **more)
 
         async with aclosing(outputs):
             try:
@@ -164,8 +183,8 @@ def _source(given: Any, field: str) -> Any:
     return url
 
 
-def _encode_all(images: Sequence[Image.Image], image_format: ImageFormat, quality: int | None) -> list[str]:
-    return [base64.b64encode(encode_image(image, image_format, quality)).decode() for image in images]
+def _encode_all(images: Sequence[Image.Image], image_format: ImageFormat, quality: int | None) -> list[bytes]:
+    return [encode_image(image, image_format, quality) for image in images]
 
 
 def _size(image: Image.Image) -> str:

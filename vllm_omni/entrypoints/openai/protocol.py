@@ -37,6 +37,7 @@ SLO_SCHEMA = {
 }
 
 MAX_DEADLINE_S = 86400.0
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1  # as it travels
 
 DeadlineField = Annotated[
     float | None,
@@ -44,6 +45,15 @@ DeadlineField = Annotated[
         gt=0,
         le=MAX_DEADLINE_S,
         description="Seconds from its arrival after which the request is aborted in every stage (504).",
+    ),
+]
+
+PriorityField = Annotated[
+    int,
+    Field(
+        description="Requests with a lower value start and run before others; in stages that generate tokens, where "
+        "their `scheduling_policy` is `priority`.",
+        json_schema_extra={"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY},
     ),
 ]
 
@@ -180,6 +190,7 @@ class SpeechRequest(BaseModel):
     sampling_params_list: list[dict[str, Any] | None] | dict[str, dict[str, Any]] | None = Field(
         default=None, description="Sampling parameters of the stages, by position or by name, over the fields above."
     )
+    priority: PriorityField = 0
     deadline_s: DeadlineField = None
 
     @property

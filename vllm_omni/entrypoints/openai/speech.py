@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.entrypoints.deadline import Deadline
-from vllm_omni.entrypoints.openai.arrivals import deadline_of
+from vllm_omni.entrypoints.openai.arrivals import deadline_of, priority_of
 from vllm_omni.entrypoints.openai.errors import end_of_stream
 from vllm_omni.entrypoints.openai.media_metrics import AudioMetrics, MediaTimer
 from vllm_omni.entrypoints.openai.mistakes import check_fields
@@ -214,6 +214,7 @@ class OmniServingSpeech:
             options={} if request.language is None else {"language": request.language},
             lora_request=self._upstream._maybe_get_adapters(request),
             trace_headers=trace_headers,
+            priority=priority_of(request.priority, raw_request),
             deadline_s=deadline.left_s(),
         )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 
-from vllm_omni.entrypoints.openai.diffusion import Values, describe
+from vllm_omni.entrypoints.openai.diffusion import Values
 from vllm_omni.entrypoints.openai.diffusion_protocol import read_body
+from vllm_omni.entrypoints.openai.schema import BINARY, answers, describe
 from vllm_omni.entrypoints.voice_cloning import VoiceCloner
 from vllm_omni.errors import InvalidRequest, VoiceExists
 from vllm_omni.speech.voices import StoredVoice, check_name
@@ -110,11 +112,10 @@ def add_voice_routes(app: FastAPI, serving: OmniServingVoices) -> None:
     """Add the routes in front of those that list the voices of other models."""
     before = list(app.router.routes)
     app.add_api_route(ROUTE, serving.list, methods=["GET"], response_model=None)
-    about = describe(VoiceUpload, FORM)
-    schema = about["requestBody"]["content"][FORM[0]]["schema"]
-    schema["properties"]["audio_sample"] = {"type": "string", "format": "binary"}
-    schema["required"].append("audio_sample")
-    app.add_api_route(ROUTE, serving.create, methods=["POST"], openapi_extra=about, response_model=None)
-    app.add_api_route(f"{ROUTE}/{{name}}", serving.delete, methods=["DELETE"], response_model=None)
+    about = describe(VoiceUpload, FORM, {"audio_sample": BINARY}, required=["audio_sample"])
+    said: dict[str, Any] = {"response_model": None, "responses": answers(errors=[HTTPStatus.CONFLICT])}
+    app.add_api_route(ROUTE, serving.create, methods=["POST"], openapi_extra=about, **said)
+    said["responses"] = answers()
+    app.add_api_route(f"{ROUTE}/{{name}}", serving.delete, methods=["DELETE"], **said)
     ours = [route for route in app.router.routes if route not in before]
     app.router.routes[:] = [*ours, *before]

@@ -65,11 +65,11 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     error_type: str
     message: str
     notes: list[str]
-    fields: dict[str, str | bool | None] = {}  # its attributes, e.g. the stage of ``StageFailed``
+    fields: dict[str, str | bool | int | None] = {}  # its attributes, e.g. the stage of ``StageFailed``
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
-        fields = {name: one for name, one in vars(error).items() if one is None or isinstance(one, str | bool)}
+        fields = {name: one for name, one in vars(error).items() if one is None or isinstance(one, str | int)}
         return cls(type(error).__name__, str(error), list(getattr(error, "__notes__", ())), fields)
 
     def to_error(self) -> Exception:

@@ -101,6 +101,8 @@ class ActivationRun:
                 self.num_iterations(plan) if plan.loops_around else 0,
                 self.bucket.is_of_producer,
                 out.report,
+                self.bucket.edge_times,
+                lambda: out.held_s,
                 scope.route.outlets[plan.name].nodes,
             )
         )
@@ -112,7 +114,9 @@ class ActivationRun:
                 out.emit(emission)
                 while out.limits.full:
                     self.credited = asyncio.get_running_loop().create_future()
+                    waits_since = scope.clock.monotonic()
                     await self.credited
+                    out.held_s += scope.clock.monotonic() - waits_since
             is_over = True
         finally:
             if not is_over and isinstance(emissions, AsyncGenerator):

@@ -13,7 +13,7 @@ from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.credit import ReceiveWindow, open_all
 from vllm_omni.flow.run.frame import NOT_ACTIVATED, RAN, EndReason, Frame, SlotEos, Termination
 from vllm_omni.flow.run.order import PathOrder
-from vllm_omni.flow.run.sequence import Stream
+from vllm_omni.flow.run.sequence import Stream, StreamTimes
 
 
 class BucketState(enum.Enum):
@@ -146,6 +146,11 @@ class Bucket:
         for name, indices in self.group.slots.items():
             if name != STARTED:
                 yield name, [self.slots[index] for index in indices]
+
+    def edge_times(self) -> list[tuple[Edge, StreamTimes]]:
+        """When the edges carried something; those that did not are left out."""
+        slots = [slot for slot in self.slots.values() if slot.edge.target_field != STARTED]
+        return [(slot.edge, slot.stream.times) for slot in slots if slot.stream.times.put_at]
 
     def is_of_producer(self, error: Exception) -> bool:
         """Whether an error came with a frame: a producer raised it."""

@@ -5,8 +5,10 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from vllm_omni.flow.graph.plan import Edge
 from vllm_omni.flow.graph.transfer import Chunk
 from vllm_omni.flow.run.frame import Emission, Path
+from vllm_omni.flow.run.sequence import StreamTimes
 
 
 class Activation(msgspec.Struct, frozen=True):
@@ -28,6 +30,9 @@ class Activation(msgspec.Struct, frozen=True):
     # Sends something to the ``on_report`` of GraphRuntime.open, at any time until the activation is over. It arrives
     # before what is yielded next.
     report: Callable[[Any], None] = lambda payload: None
+    # When the edges that it reads carried something, so far.
+    edge_times: Callable[[], Sequence[tuple[Edge, StreamTimes]]] = lambda: ()
+    held_s: Callable[[], float] = lambda: 0.0  # that it has waited for credit of its readers, so far
     readers: Mapping[str, Sequence[str]] = {}  # field of ``wanted`` -> the nodes that read it, ENTRY for an output
 
 

@@ -51,6 +51,7 @@ class Outbound:
         self._trace = trace
         self._whole = targets(outlets, trace, own_id)
         self._num_yields = 0  # on per-frame edges
+        self.held_s = 0.0  # that the activation has waited for credit
         # Wanted fields that have not ended -> seq of the next frame.
         self.next_seq = dict.fromkeys(outlets.whole, 0) | dict.fromkeys(outlets.per_frame, 0)
         self.limits = SendLimits(outlets.readers, outlets.windows) if outlets.readers else NO_LIMITS

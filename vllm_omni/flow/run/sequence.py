@@ -1,8 +1,10 @@
 """Restore the order of a field: a link may deliver frames late, twice or out of order."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from vllm_omni.flow.run.credit import ReceiveWindow
@@ -66,6 +68,21 @@ class SequenceQueue(Generic[Numbered]):
         return due
 
 
+@dataclass(slots=True)
+class StreamTimes:
+    """When a stream carried something; seconds of ``time.time``, 0.0 before that."""
+
+    put_at: float = 0.0  # the first item
+    read_at: float = 0.0  # the first one
+    last_read_at: float = 0.0
+    num_read: int = 0
+
+    def note_read(self) -> None:
+        self.last_read_at = time.time()
+        self.read_at = self.read_at or self.last_read_at
+        self.num_read += 1
+
+
 class Stream(Generic[T]):
     """An unbounded queue with an end, for one reader.
 
@@ -76,7 +93,7 @@ class Stream(Generic[T]):
         on_wait: called whenever the reader starts to wait because the queue is empty.
     """
 
-    __slots__ = ("_error", "_finished", "_items", "_waiter", "on_wait")
+    __slots__ = ("_error", "_finished", "_items", "_waiter", "on_wait", "times")
 
     def __init__(self, on_wait: Callable[[], None] | None = None) -> None:
         self.on_wait = on_wait
@@ -84,6 +101,7 @@ class Stream(Generic[T]):
         self._finished = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.times = StreamTimes()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -91,6 +109,8 @@ class Stream(Generic[T]):
     def put_nowait(self, item: T, window: ReceiveWindow | None = None) -> None:
         """Append an item; ``window`` is notified when the reader takes it."""
         self._items.append((item, window))
+        if not self.times.put_at:
+            self.times.put_at = time.time()
         if self._waiter is not None:
             self._wake(self._waiter)
 
@@ -129,6 +149,7 @@ class Stream(Generic[T]):
             finally:
                 self._waiter = None
         item, window = self._items.popleft()
+        self.times.note_read()
         if window is not None and not self._finished:  # otherwise the producer has ended and needs no more credit
             window.on_read()
         return item

@@ -29,7 +29,7 @@ class Consumers:
         self._relay = relay
         self._readers: dict[bytes, bytes] = {}  # the connection's name in ZMQ -> the reader's token
         self.fetching: set[tuple[bytes, int]] = set()  # connection and request of reads that a library is carrying out
-        self.wire = Wire(context, zmq.ROUTER, self._on_message, self._on_lost)
+        self.wire = Wire(context, zmq.ROUTER, self._on_message, self._on_lost, relay.secret)
 
     def send(self, peer: bytes, message: msg.ToConsumer, body: memoryview | None = None) -> None:
         frames = [peer, msg.encode(message)]
@@ -63,7 +63,7 @@ class Consumers:
             self.send(peer, msg.Rejected(0, f"more than {MAX_CONSUMERS} consumers"))
         else:
             self._readers[peer] = hello.reader
-            self.send(peer, msg.Welcome(self._relay.pool.num_bytes, self._relay.access()))
+            self.send(peer, msg.Welcome(self._relay.slab.nbytes, self._relay.access()))
 
     def _handle(self, peer: bytes, reader: bytes, message: msg.ToProducer) -> None:
         relay = self._relay
@@ -71,12 +71,12 @@ class Consumers:
             case msg.Read():
                 self._send_piece(peer, reader, message)
             case msg.Fetch(request, number, num_bytes):
-                lease = relay.start_reading(reader, number, num_bytes)
-                if lease is None:
+                offset = relay.start_reading(reader, number, num_bytes)
+                if offset is None:
                     self.send(peer, msg.Rejected(request, NOT_THERE))
                 else:
                     self.fetching.add((peer, request))
-                    self.send(peer, msg.Granted(request, lease.offset))
+                    self.send(peer, msg.Granted(request, offset))
                     relay.on_fetching()
             case msg.Fetched(request):
                 self.fetching.discard((peer, request))
@@ -95,11 +95,11 @@ class Consumers:
         if not 0 < read.size <= PIECE_BYTES or read.offset + read.size > read.num_bytes:
             self.send(peer, msg.Rejected(read.request, f"there are no {read.size} bytes at {read.offset}"))
             return
-        lease = self._relay.start_reading(reader, read.lease, read.num_bytes)
-        if lease is None:
+        offset = self._relay.start_reading(reader, read.lease, read.num_bytes)
+        if offset is None:
             self.send(peer, msg.Rejected(read.request, NOT_THERE))
             return
-        start = lease.offset + read.offset
+        start = offset + read.offset
         # Not copied. If the lease ends meanwhile, its reader has given up and drops the bytes.
         self.send(peer, msg.Piece(read.request, read.offset), self._relay.slab[start : start + read.size])
 
@@ -109,10 +109,10 @@ class Consumers:
             self.send(peer, msg.Rejected(request, NOT_THERE))
         elif writer.has_reader:
             self.send(peer, msg.Rejected(request, "the stream has a reader already"))
-        elif (lease := self._relay.start_reading(reader, number, num_bytes, is_stream=True)) is None:
+        elif (offset := self._relay.start_reading(reader, number, num_bytes, is_stream=True)) is None:
             self.send(peer, msg.Rejected(request, NOT_THERE))
         else:
-            self.send(peer, msg.Granted(request, lease.offset))
+            self.send(peer, msg.Granted(request, offset))
             writer.subscribe(peer, self)
 
     def _on_lost(self) -> None:

@@ -27,6 +27,7 @@ from vllm_omni.relay.pool import BufferPool
 from vllm_omni.relay.remote.messages import Location, parse_location
 from vllm_omni.relay.remote.producer import Producer
 from vllm_omni.relay.remote.relay import HOST, RemoteRelay
+from vllm_omni.relay.secret import Secret
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES
 
 KEEP_S = 5.0
@@ -58,9 +59,9 @@ class OneSidedRelay(RemoteRelay, Generic[Remote]):
 
     landing_bytes = 64 << 20  # of the slab that this process reads into, whole chunks; made with the first read
 
-    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST):
+    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST, secret: Secret | None = None):
         self._start(host)
-        super().__init__(num_bytes, host=host)
+        super().__init__(num_bytes, host=host, secret=secret)
         if num_bytes:
             self._register(self.memory)
         self._landing: torch.Tensor | None = None

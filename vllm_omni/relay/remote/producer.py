@@ -43,7 +43,7 @@ class Producer:
         self._streams: dict[int, RemoteReader] = {}  # by lease
         self._num_pulls: dict[int, int] = {}  # running pulls by lease
         self._held: set[int] = set()  # leases that have been read and not yet released
-        self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost)
+        self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost, relay.secret)
         try:
             self._wire.connect(location.address)
         except zmq.ZMQError:

@@ -6,7 +6,8 @@ the producer's memory (``nixl``, ``mooncake``). Streams use the connection in al
 A producer has one ZMQ ROUTER, a consumer one DEALER for each producer, all on the I/O thread. A lost connection is
 replaced by a new one, with a new greeting. The greeting carries the producer's token, which stands in its references:
 so a producer that was restarted at the same address is not mistaken for the one before, and a process without a
-reference cannot read. There is no other protection: listen only where the hosts of the deployment can connect.
+reference cannot read. With a secret (``relay/secret.py``), no process without it can connect, and what these sockets
+carry is encrypted; the libraries of ``nixl`` and ``mooncake`` open ports of their own, which ask for no secret.
 
 When a connection ends, the leases that it was reading are free: at once if its process ends, by its heartbeat within
 five seconds if the other host vanishes.
@@ -36,6 +37,7 @@ from vllm_omni.relay.remote.consumers import Consumers
 from vllm_omni.relay.remote.messages import MAX_BODY_BYTES, TOKEN_BYTES, Location, encode, parse_location
 from vllm_omni.relay.remote.producer import Producer
 from vllm_omni.relay.remote.stream import RemoteReader, RemoteWriter
+from vllm_omni.relay.secret import Secret
 from vllm_omni.relay.slab import CHUNK_BYTES, NUM_BYTES, Lease
 from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 
@@ -58,16 +60,18 @@ class RemoteRelay(Streams):
     Args:
         num_bytes: of the slab, whole chunks, touched at once. 0: this process only reads, and does not listen.
         host: the address to listen at, which stands in every reference: consumers must be able to reach it.
+        secret: of the deployment, which consumers and producers must have; None: there is none.
 
     Raises:
         RelayError: the address cannot be listened at.
     """
 
-    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST):
+    def __init__(self, num_bytes: int = NUM_BYTES, *, host: str = HOST, secret: Secret | None = None):
         memory = torch.empty(max(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
         memory.fill_(0)  # page faults now instead of with the first tensors
         super().__init__(memory)
         self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.secret = secret
         self.address = ""  # where it listens; empty if it only reads
         self.slab = memoryview(memory.numpy())
         self._marks: dict[int, Marks] = {}  # by lease
@@ -141,8 +145,11 @@ class RemoteRelay(Streams):
 
     # -- inner interface: for the connections (``Consumers``), on the I/O thread --------------------------------------
 
-    def start_reading(self, reader: bytes, number: int, num_bytes: int, *, is_stream: bool = False) -> Lease | None:
-        """Keep a lease from ending while it is read; None if it has ended, or is not what the reader says."""
+    def start_reading(self, reader: bytes, number: int, num_bytes: int, *, is_stream: bool = False) -> int | None:
+        """Keep a lease from ending while it is read; returns its offset in the slab.
+
+        None: it has ended, or is not what the reader says.
+        """
         with self.lock:
             lease = self._leases.get(number)
             if lease is None or lease.num_bytes != num_bytes or (number in self.writers) != is_stream:
@@ -153,7 +160,7 @@ class RemoteRelay(Streams):
                     return None
                 marks.reading.add(reader)
                 marks.released.discard(reader)
-            return lease
+            return lease.offset
 
     def end_reading(self, reader: bytes, number: int, *, is_released: bool, for_all: bool = False) -> None:
         """End a reader's read of a lease, which it may start again unless it has released it."""

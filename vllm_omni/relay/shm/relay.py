@@ -148,7 +148,7 @@ class ShmRelay(Streams):
         self.mapping.bytes[PRODUCER_WAITS] = 0
         self.notify_room()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str | None) -> None:
         super().abort(request_id)
         self.wake_readers()
 

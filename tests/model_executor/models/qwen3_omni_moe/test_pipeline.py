@@ -16,6 +16,7 @@ from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import Chunk, parse_graphs
 from vllm_omni.messages.payload import Payload, TensorRef
+from vllm_omni.messages.token_names import TokenNames, decode_names
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import Qwen3OmniCode2Wav, code2wav_hf_config
 from vllm_omni.model_executor.models.qwen3_omni_moe.pipeline import RESIDUAL_SAMPLING, Qwen3OmniPipeline
 from vllm_omni.model_executor.models.qwen3_omni_moe_thinker.pipeline import ThinkerPipeline
@@ -80,7 +81,8 @@ def test_unknown_options_are_rejected(pipeline: Qwen3OmniPipeline, options: dict
 async def outputs(*payloads: Payload) -> AsyncIterator[Chunk]:
     """The thinker's: one payload each."""
     for seq, payload in enumerate(payloads):
-        output: Any = SimpleNamespace(prompt_token_ids=PROMPT, payloads=[payload])
+        names = TokenNames(PROMPT, salt="s") if payload is FIRST else None
+        output: Any = SimpleNamespace(prompt_token_ids=PROMPT, payloads=[payload], row_names=names)
         yield Chunk(output, seq, last=False)
 
 
@@ -103,6 +105,7 @@ async def test_the_talker_starts_with_the_first_row_of_the_reply(pipeline: Qwen3
     # Its whole prompt needs the rows of the thinker's prompt, and one of the reply.
     assert len(ids) - args["num_own_tokens"] == len(PROMPT) + 1
     assert args["speaker_id"] == SHAPE.codec_id("aiden")
+    assert decode_names(args["row_names"]) == TokenNames(PROMPT, salt="s")
     assert args["sampling"] == RESIDUAL_SAMPLING
 
 

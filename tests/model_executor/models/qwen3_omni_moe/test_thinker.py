@@ -67,7 +67,7 @@ def compute(path: Path, cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch, 
         state = self.execute_model_state
         if state is None:
             return {}
-        finished, offset = self._finished_rows(state), 0
+        finished, offset = self.rows.finish(state), 0
         for request_id in self.input_batch.req_ids:
             num_tokens = state.scheduler_output.num_scheduled_tokens[request_id]
             name = request_id.partition("-")[0]

@@ -19,6 +19,7 @@ from vllm_omni.cgroups import control_groups
 from vllm_omni.entrypoints.cli.doctor import package
 from vllm_omni.entrypoints.cli.doctor.machine import examine_environment, examine_machine, runtime_directories
 from vllm_omni.entrypoints.cli.doctor.report import Report, format_size
+from vllm_omni.entrypoints.cli.doctor.shared_memory import examine_shared_memory, shared_memory_lines
 from vllm_omni.entrypoints.cli.parser import RejectingParser
 from vllm_omni.entrypoints.cli.quiet import hush, only_the_answer_on_stdout
 from vllm_omni.process.leftovers import find_leftovers, remove_leftover
@@ -36,7 +37,11 @@ def doctor(args: Sequence[str]) -> None:
         description="Check whether this machine can serve: versions, devices, memory, packages, environment; each "
         "problem with its remedy. Exit code 0 if a server could run, 1 if not.",
     )
-    parser.add_argument("--clean", action="store_true", help="remove what killed servers have left")
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="remove what killed servers have left, also KV pages that a new one would adopt",
+    )
     parser.add_argument(
         "--deep", action="store_true", help="also import vLLM, which takes seconds: whether it loads, platform, GPUs"
     )
@@ -68,6 +73,7 @@ def examine(environ: Mapping[str, str], *, clean: bool = False, deep: bool = Fal
     examine_machine(report, control_groups(), Path("/proc/meminfo"))
     examine_environment(report, environ)
     examine_leftovers(report, runtime_directories(environ), clean=clean)
+    examine_shared_memory(report, time.time(), clean=clean)
     return report
 
 
@@ -88,7 +94,7 @@ def examine_leftovers(report: Report, parents: Sequence[Path], *, clean: bool) -
 
 
 def _print(report: Report, *, is_clean: bool, is_deep: bool) -> None:
-    for title, text in (*_lines(report.sections), *_leftover_lines(report.sections["leftovers"], is_clean=is_clean)):
+    for title, text in (*_lines(report.sections), *_leftover_lines(report.sections, is_clean=is_clean)):
         print(f"{title:<13}{text}")
     for level, findings in (("warning", report.warnings), ("problem", report.problems)):
         for finding in findings:
@@ -108,11 +114,13 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str
         yield "environment", f"{name}={value}"
 
 
-def _leftover_lines(leftovers: Mapping[str, Any], *, is_clean: bool) -> Iterator[tuple[str, str]]:
+def _leftover_lines(sections: Mapping[str, Mapping[str, Any]], *, is_clean: bool) -> Iterator[tuple[str, str]]:
+    leftovers, in_shared_memory = sections["leftovers"], list(shared_memory_lines(sections["shared_memory"]))
     for one in leftovers["found"]:
         fate = "removed" if one["removed"] else "left by a server that was killed"
         yield "leftovers", f"{fate}: {' '.join([one['path'], *one['blocks']])} ({one['num_bytes']} bytes)"
-    if leftovers["found"] and not is_clean:
+    yield from in_shared_memory
+    if (leftovers["found"] or in_shared_memory) and not is_clean:
         yield "", "vllm-omni doctor --clean removes them"
     for path in leftovers["live_servers"]:
         yield "live", f"{path} belongs to a server that runs"

@@ -8,7 +8,6 @@ Keys, behind a prefix:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 
 from vllm_omni.errors import ConfigError, MissingDependency, RegistryUnavailable, how_to_install
 from vllm_omni.flow.remote.registry import TIMEOUT_S, Replica
+from vllm_omni.names import hide_password
 
 try:
     from redis.asyncio import Redis
@@ -45,7 +45,7 @@ class RedisRegistry:
     def __init__(self, url: str, *, prefix: str = "vllm_omni:", timeout_s: float = TIMEOUT_S) -> None:
         self._prefix = prefix
         self._timeout_ms = int(timeout_s * 1000)
-        self.where = re.sub("//[^@/]*@", "//", url)  # without a password
+        self.where = hide_password(url)
         timeouts: dict[str, Any] = {"socket_timeout": ANSWER_TIMEOUT_S, "socket_connect_timeout": ANSWER_TIMEOUT_S}
         try:
             self._redis: Redis = Redis.from_url(url, decode_responses=True, retry=None, **timeouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ class BagelPipeline(Pipeline):
     """Text and images in; text and a picture out."""
 
     modalities = {"text": "text", "image": "image"}
+    continues_answers = True
     chat_template = CHAT_TEMPLATE
 
     def __init__(self, model: str, hf_config: PreTrainedConfig, revision: str | None = None) -> None:
@@ -57,6 +59,7 @@ class BagelPipeline(Pipeline):
                 hf_overrides=language_model.language_hf_config,
                 publishing_fields=frozenset({"latents"}),
                 publishes_pictures=True,
+                check_prompt=self.check_prompt,
                 make_args=self.picture_args,
                 engine_args={
                     "enable_prompt_embeds": False,
@@ -90,8 +93,25 @@ class BagelPipeline(Pipeline):
             return prompt
         return {**prompt, "multi_modal_data": {"image": list(images)}, "mm_processor_kwargs": {IS_DRAWN: True}}
 
+    def continue_answer(self, ids: Sequence[int], image: Any) -> tuple[list[int], Any]:
+        text = [*takewhile(lambda one: one != self.text_end, ids), self.text_end]
+        media = {"multi_modal_data": {"image": [image]}, "mm_processor_kwargs": {IS_DRAWN: True}}
+        return text, {"prompt": PLACEHOLDER + TEXT_START, **media}
+
     def mm_processor_kwargs(self, modalities: Collection[str]) -> Mapping[str, Any]:
         return {IS_DRAWN: True} if "image" in modalities else {}
+
+    def check_prompt(self, prompt: Mapping[str, Any]) -> None:
+        """Check that each placeholder of an image has one: the rest would be read as a text.
+
+        Raises:
+            InvalidRequest: there are fewer images.
+        """
+        ids, marks = prompt["prompt_token_ids"], (self.image_ids.start, self.image_ids.end)
+        if num_empty := sum(pair == marks for pair in pairwise(ids)):
+            num_images = len((prompt.get("mm_placeholders") or {}).get("image", ()))
+            said = f"the prompt has {num_images + num_empty} placeholders of images ({PLACEHOLDER}), and {num_images}"
+            raise InvalidRequest(f"{said} in multi_modal_data: give an image for each")
 
     def picture_args(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str], config: VllmConfig

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm_omni.model_executor.models.mimo_audio.config import SpeechConfig
 from vllm_omni.speech.code_predictor import FrameTransformer
 from vllm_omni.speech.frame_graphs import FrameGraphs
+from vllm_omni.speech.joined_linears import store_by_column
 from vllm_omni.speech.residual_sampling import SamplingBatch
 
 
@@ -76,6 +77,7 @@ class SpeechGroups(nn.Module):
     def compile_frames(self, max_rows: int) -> None:
         """See ``CodePredictor``."""
         self.local_transformer.compile_pass()
+        store_by_column(*self.local_transformer_lm_heads, self.hidden_states_downcast, self.speech_embeddings_to_local)
         row = self.hidden_states_downcast.weight.new_zeros(1, self.hidden_states_downcast.in_features)
         self._groups.prepare((row,), max_rows)
 

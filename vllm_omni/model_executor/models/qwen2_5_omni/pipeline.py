@@ -14,6 +14,7 @@ from vllm.inputs import tokens_input
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
 from vllm_omni.messages.payload import encode
+from vllm_omni.messages.token_names import encode_names
 from vllm_omni.model_executor.models.qwen2_5_omni.graph import build_graph
 from vllm_omni.model_executor.models.qwen2_5_omni.media_check import MediaCheck
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
@@ -73,10 +74,8 @@ class Qwen2_5OmniPipeline(Pipeline):
                     talker_hf_config, speaker_bos_ids=tuple(speaker.bos_token for speaker in speakers.values())
                 ),
                 engine_args={
-                    # The model always reads embeddings; positions and rows do not follow from the prompt's ids, so
-                    # neither a shared prefix nor the text model's generation defaults apply.
+                    # The model always reads embeddings, and its tokens are no text.
                     "enable_prompt_embeds": True,
-                    "enable_prefix_caching": False,
                     "generation_config": "vllm",
                     "skip_tokenizer_init": True,
                     "speculative_config": None,
@@ -129,12 +128,13 @@ class Qwen2_5OmniPipeline(Pipeline):
         the thinker generates replaces the end token of a reply of its own: neither is ever processed, so the rows are
         the same.
         """
-        payloads, num_rows, num_prompt_tokens, is_streamed = [], 0, 0, False
+        payloads, num_rows, num_prompt_tokens, is_streamed, names = [], 0, 0, False, None
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
             output: StageOutput = chunk.payload
             num_prompt_tokens = len(output.prompt_token_ids or ()) - call.context.options["num_reply_tokens"]
+            names = names or output.row_names
             for payload in output.payloads:
                 is_streamed |= bool(payload.streams)
                 num_rows += payload.values["num_rows"]
@@ -149,6 +149,8 @@ class Qwen2_5OmniPipeline(Pipeline):
         ids += [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
         # The talker itself adds the row of the speaker's token.
         args = {"payloads": payloads, "num_own_tokens": 1, "speaker_index": self.speakers.index(speaker)}
+        if names is not None:
+            args["row_names"] = encode_names(names.first(num_prompt_tokens))
         yield Chunk(StageRequest(tokens_input(ids), args), seq=0, last=True)
 
     async def talker_to_token2wav(self, chunks: AsyncIterator[Chunk], call: CallInfo) -> AsyncIterator[Chunk]:

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from vllm_omni.errors import InvalidRequest
+from vllm_omni.messages.token_names import Part, TokenNames
 
 NUM_HEADER_TOKENS = 3  # <|im_start|>, the role, a line break
 NUM_ADDED_TOKENS = 6  # of the talker's prompt behind the header: four tags, a pad, the first token of the reply
@@ -90,6 +91,27 @@ def _spans(mask: np.ndarray) -> list[Span]:
     """The runs of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def talker_names(names: TokenNames, layout: TalkerLayout) -> TokenNames:
+    """Names of the talker's rows: those of the user's turns, and of the header.
+
+    At media a row depends on all that the thinker has read before. Elsewhere it is an embedding, but its position may
+    depend on what follows (``TalkerLayout.flat``).
+
+    Args:
+        names: of the thinker's prompt.
+    """
+    ids: list[int] = []
+    parts: list[Part] = []
+    for start, end in layout.turns:
+        place = len(ids) - start  # of the talker's token, from that of the thinker's
+        media = [(one, names.digest(one[1])) for one in layout.media if start <= one[0] < end]
+        counted = [(one, "counted") for one in layout.flat if start <= one[0] < end]
+        parts += [Part(place + first, last - first, name) for (first, last), name in sorted(media + counted)]
+        ids += names.token_ids[start:end]
+    ids += names.token_ids[layout.reply_start - NUM_HEADER_TOKENS : layout.reply_start]
+    return TokenNames(ids, parts, names.salt)
 
 
 def talker_positions(positions: np.ndarray, layout: TalkerLayout) -> np.ndarray:

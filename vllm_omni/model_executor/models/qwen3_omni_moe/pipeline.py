@@ -12,13 +12,14 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import CallInfo, Chunk
 from vllm_omni.messages.payload import encode
+from vllm_omni.messages.token_names import encode_names
 from vllm_omni.model_executor.codec_model import FrameChunks, decode_frames
 from vllm_omni.model_executor.frame_publisher import FRAME
 from vllm_omni.model_executor.frame_talker import residual_sampling
 from vllm_omni.model_executor.models.qwen2_5_omni.media_check import MediaCheck
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import code2wav_hf_config
 from vllm_omni.model_executor.models.qwen3_omni_moe.graph import build_graph
-from vllm_omni.model_executor.models.qwen3_omni_moe.layout import make_layout
+from vllm_omni.model_executor.models.qwen3_omni_moe.layout import make_layout, talker_names
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker import talker_hf_config
 from vllm_omni.model_executor.pipeline import Pipeline, SpeechPrompt, StageOutput, StageRequest, StageSpec
 from vllm_omni.names import suggest
@@ -31,11 +32,9 @@ RESIDUAL_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 0.8}
 
 # Rows are published in the step that computes them, so tokens must be final, and inputs must be ids.
 PUBLISHER_ARGS = {"speculative_config": None, "async_scheduling": False, "enable_prompt_embeds": False}
-# The talker always reads embeddings; positions and rows do not follow from the prompt's ids, so neither a shared prefix
-# nor the text model's generation defaults apply.
+# The talker always reads embeddings, and its tokens are no text.
 TALKER_ARGS = {
     "enable_prompt_embeds": True,
-    "enable_prefix_caching": False,
     "generation_config": "vllm",
     "skip_tokenizer_init": True,
     "speculative_config": None,
@@ -133,12 +132,13 @@ class Qwen3OmniPipeline(Pipeline):
         has no samples. In text to speech the prompt ends with the reply, whose rows come with the prompt's; the one
         token that the thinker generates has no row, as the end token of a reply of its own.
         """
-        payloads, num_rows, is_streamed, layout = [], 0, False, None
+        payloads, num_rows, is_streamed, layout, names = [], 0, False, None, None
         async for chunk in chunks:
             if chunk.payload is None:
                 continue
             output: StageOutput = chunk.payload
             layout = layout or make_layout(output.prompt_token_ids or (), self.config)
+            names = names or output.row_names
             for payload in output.payloads:
                 is_streamed |= bool(payload.streams)
                 num_rows += payload.values["num_rows"]
@@ -156,6 +156,8 @@ class Qwen3OmniPipeline(Pipeline):
             "speaker_id": self.speaker_ids[call.context.options["speaker"]],
             "sampling": RESIDUAL_SAMPLING,
         }
+        if names is not None:
+            args["row_names"] = encode_names(talker_names(names, layout))
         ids = [self.talker_config.codec_pad_id] * layout.num_prompt_tokens
         yield Chunk(StageRequest(tokens_input(ids), args), seq=0, last=True)
 

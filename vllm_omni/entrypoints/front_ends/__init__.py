@@ -1,0 +1,1 @@
+"""Several front ends (``--api-server-count``): processes that serve HTTP, and share the engines of one."""
