@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_omni.errors import ConfigError
+from vllm_omni.speech.few_rows import FewRowsLinear, JoinedLinears, prepare
 from vllm_omni.speech.frame_graphs import FrameGraphs
-from vllm_omni.speech.joined_linears import JoinedLinears, store_by_column
 from vllm_omni.speech.residual_sampling import SamplingBatch
 from vllm_omni.speech.window_transformer import GatedMlp
 
@@ -75,10 +75,10 @@ class CodePredictor(nn.Module):
         tables = (nn.Embedding(config.vocab_size, talker_size) for _ in range(num_residual))
         self.model = FrameTransformer(config, tables)
         self.lm_head = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(num_residual)
+            FewRowsLinear(config.hidden_size, config.vocab_size, bias=False) for _ in range(num_residual)
         )
         is_narrower = talker_size != config.hidden_size
-        self.small_to_mtp_projection = nn.Linear(talker_size, config.hidden_size) if is_narrower else nn.Identity()
+        self.small_to_mtp_projection = FewRowsLinear(talker_size, config.hidden_size) if is_narrower else nn.Identity()
         self._frames = FrameGraphs(self._predict, num_residual, config.vocab_size)
 
     def forward(self, hidden: Tensor, first_embedding: Tensor, sampling: SamplingBatch) -> Tensor:
@@ -109,7 +109,7 @@ class CodePredictor(nn.Module):
     def compile_frames(self, max_rows: int) -> None:
         """Compile the passes of a frame; on CUDA, capture the frames of up to ``max_rows`` requests."""
         self.model.compile_pass()
-        store_by_column(*self.lm_head, self.small_to_mtp_projection)
+        prepare(*self.lm_head, self.small_to_mtp_projection)
         weight = self.model.codec_embedding[0].weight
         row = weight.new_zeros(1, weight.shape[1])
         self._frames.prepare((row, row), max_rows)
@@ -247,7 +247,7 @@ class PredictorAttention(nn.Module):
         self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
         has_norms = not config.is_qwen2
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias and has_norms)
+        self.o_proj = FewRowsLinear(config.num_attention_heads * self.head_dim, size, bias=bias and has_norms)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity()
         self._joined: JoinedLinears | None = None
@@ -255,7 +255,7 @@ class PredictorAttention(nn.Module):
 
     def join_weights(self) -> None:
         self._joined = JoinedLinears(self.q_proj, self.k_proj, self.v_proj)
-        store_by_column(self.o_proj)
+        self.o_proj.prepare()
         if self.o_proj.weight.is_cuda and self.head_dim.bit_count() == 1:  # Triton's blocks are powers of two
             from vllm_omni.speech.frame_kernels import attend  # Triton, which torch has for CUDA alone
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_omni.speech.codec_config import CodecConfig
-from vllm_omni.speech.joined_linears import JoinedLinears, store_by_column
+from vllm_omni.speech.few_rows import FewRowsLinear, JoinedLinears
 from vllm_omni.speech.stream import Step, StreamLayer
 
 
@@ -90,12 +90,12 @@ class GatedMlp(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = FewRowsLinear(intermediate_size, hidden_size, bias=False)
         self._joined: JoinedLinears | None = None
 
     def join_weights(self) -> None:
         self._joined = JoinedLinears(self.gate_proj, self.up_proj)
-        store_by_column(self.down_proj)
+        self.down_proj.prepare()
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = (self.gate_proj(x), self.up_proj(x)) if self._joined is None else self._joined(x)

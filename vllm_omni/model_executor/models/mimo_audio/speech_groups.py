@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vllm_omni.model_executor.models.mimo_audio.config import SpeechConfig
 from vllm_omni.speech.code_predictor import FrameTransformer
+from vllm_omni.speech.few_rows import FewRowsLinear, prepare
 from vllm_omni.speech.frame_graphs import FrameGraphs
-from vllm_omni.speech.joined_linears import store_by_column
 from vllm_omni.speech.residual_sampling import SamplingBatch
 
 
@@ -29,10 +29,10 @@ class SpeechGroups(nn.Module):
         self.speech_embeddings = nn.ModuleList(nn.Embedding(size, patch) for size in config.sizes)
         self.input_local_transformer = FrameTransformer(config.patch)
         self.speech_group_downcast = nn.Linear(config.group_size * patch, hidden_size, bias=False)
-        self.hidden_states_downcast = nn.Linear(hidden_size, local, bias=False)
+        self.hidden_states_downcast = FewRowsLinear(hidden_size, local, bias=False)
         self.local_transformer = FrameTransformer(config.local)
-        self.local_transformer_lm_heads = nn.ModuleList(nn.Linear(local, size, bias=False) for size in config.sizes)
-        self.speech_embeddings_to_local = nn.Linear(patch, local, bias=False) if patch != local else nn.Identity()
+        self.local_transformer_lm_heads = nn.ModuleList(FewRowsLinear(local, size, bias=False) for size in config.sizes)
+        self.speech_embeddings_to_local = FewRowsLinear(patch, local, bias=False) if patch != local else nn.Identity()
         num_draws = config.group_size * config.num_channels
         self._groups = FrameGraphs(self._generate, num_draws, max(config.sizes))
 
@@ -77,7 +77,7 @@ class SpeechGroups(nn.Module):
     def compile_frames(self, max_rows: int) -> None:
         """See ``CodePredictor``."""
         self.local_transformer.compile_pass()
-        store_by_column(*self.local_transformer_lm_heads, self.hidden_states_downcast, self.speech_embeddings_to_local)
+        prepare(*self.local_transformer_lm_heads, self.hidden_states_downcast, self.speech_embeddings_to_local)
         row = self.hidden_states_downcast.weight.new_zeros(1, self.hidden_states_downcast.in_features)
         self._groups.prepare((row,), max_rows)
 
