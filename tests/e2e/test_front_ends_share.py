@@ -4,9 +4,12 @@ still.
 
 import asyncio
 import io
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -26,6 +29,7 @@ __all__ = ["adapter", "redis_url"]  # fixtures
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 STUCK_S = 3
+NUM_AT_ONCE = 16
 
 
 @pytest.fixture
@@ -57,10 +61,18 @@ def test_each_has_the_adapters_and_the_registry_has_the_engines_also_after_one_w
     assert texts() == [plain, adapted, plain, adapted] and plain != adapted
     wait_for("the heartbeat", lambda: asyncio.run(published(url, front_ends.server)) == {"language": "running"})
 
+    long = SHORT | {"max_tokens": 64, "ignore_eos": True}
+    ((alone, _),) = under_load(front_ends.server.url, long, 1)
     (stopped, _), (_, other) = front_ends.clients.items()
-    psutil.Process(stopped).suspend()
-    for _ in range(4):  # those that are accepted by the other go on
-        assert ask(other, SHORT)["choices"][0]["message"]["content"] == plain
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(under_load, front_ends.server.url, long, NUM_AT_ONCE)
+        wait_for("requests run", lambda: running(other) > 0)
+        psutil.Process(stopped).suspend()
+        for _ in range(4):  # those that are accepted by the other go on
+            assert ask(other, SHORT)["choices"][0]["message"]["content"] == plain
+        ends = load.result()
+    assert {text for text, _ in ends if text} == {alone}
+    assert all(text or isinstance(error, httpx.TransportError) for text, error in ends), ends
 
     def restarts() -> list[int]:
         return [one["num_restarts"] for one in other.get("/health").json()["front_ends"].values()]
@@ -69,6 +81,27 @@ def test_each_has_the_adapters_and_the_registry_has_the_engines_also_after_one_w
     front_ends.connect()
     assert stopped not in front_ends.clients and not psutil.pid_exists(stopped)
     assert texts() == [plain, adapted, plain, adapted]
+    wait_for("the engine holds nothing", lambda: running(front_ends.each()[0]) == 0)
+
+
+def running(client: httpx.Client) -> float:
+    """Requests in the engine, of any front end."""
+    lines = re.findall(r"^vllm:num_requests_(?:running|waiting){.*} (.+)$", client.get("/metrics").text, re.MULTILINE)
+    return sum(map(float, lines))
+
+
+def under_load(url: str, body: dict[str, Any], number: int) -> list[tuple[str, Exception | None]]:
+    """Ask over so many connections at once, which the front ends share; the texts, and why there is none."""
+
+    def one(_: int) -> tuple[str, Exception | None]:
+        try:
+            with httpx.Client(base_url=url, timeout=START_TIMEOUT_S) as client:
+                return ask(client, body)["choices"][0]["message"]["content"], None
+        except httpx.TransportError as exc:
+            return "", exc
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(one, range(number)))
 
 
 def test_a_voice_that_one_was_given_is_spoken_and_deleted_by_the_other(tmp_path: Path) -> None:
