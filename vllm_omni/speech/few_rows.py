@@ -1,8 +1,8 @@
-"""Linear layers whose products of few rows, those of a batch's frames, are as fast as a CPU can.
+"""Linear layers that are prepared for products of few rows, such as those of a batch's frames, on a CPU.
 
-Prepare layers when their model is loaded: weights are then stored by columns, in which a product of one row reads them
-fastest, and where vLLM's operators are loaded, a second time as oneDNN packs them, for products of more rows. So a
-layer is not to get new weights after that, as those of vLLM on a CPU. On other devices only joining changes anything.
+``prepare`` them when their model is loaded. Their weights are then stored by columns, which is fastest for one row, and
+where vLLM's operators are loaded also as oneDNN packs them, which is fastest for 2 to 32 rows: in memory twice. A layer
+must get no new weights after that; neither may those of vLLM on a CPU. On a GPU only ``JoinedLinears`` gains anything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Product:
 
 
 class FewRowsLinear(nn.Linear):
-    """A linear layer, which can be prepared."""
+    """``nn.Linear``, and the same parameters; ``prepare`` makes its products faster."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
