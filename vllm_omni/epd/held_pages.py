@@ -17,7 +17,7 @@ from typing import NamedTuple
 from vllm_omni.config.epd import Tasks
 from vllm_omni.messages.token_names import TokenNames
 
-PAGE_TOKENS = 64  # in a page as it is told apart here, whatever the engines' blocks
+PAGE_TOKENS = 64  # of a page in this index; the engines' block sizes may differ
 MAX_PAGES = 1 << 16  # of an instance that are remembered, and images; the least recently used go first
 SLACK_TOKENS = 256  # by which an engine may find less than it holds: it finds whole blocks, and computes the last token
 POOL = "the pool"  # holds what any instance with a pool has computed, also one that has died since
