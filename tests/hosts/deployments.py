@@ -95,7 +95,12 @@ def answers_of_one_machine(checkpoint: Path) -> list[OmniRequestOutput]:
 
 @contextmanager
 def deploy(
-    checkpoint: Path, directory: Path, stages: Mapping[str, str], *overrides: str, hosts_dir: Path
+    checkpoint: Path,
+    directory: Path,
+    stages: Mapping[str, str],
+    *overrides: str,
+    hosts_dir: Path,
+    engine: Mapping[str, Any] = SMALL,
 ) -> Iterator[Deployment]:
     """Start a host for each of these engines, and the front end; all end.
 
@@ -103,6 +108,7 @@ def deploy(
         directory: for logs and the secret.
         stages: name of an engine -> its host in the deployment, each with one engine.
         hosts_dir: with a short path.
+        engine: arguments of every engine, and others of ``OmniLLM``.
     """
     print(machines.why_not() or "hosts are network namespaces")
     token = directory / "token"
@@ -114,7 +120,7 @@ def deploy(
             made.join(stage)
         listen = {"listen": f"{net.address}:{PORT}", "token_file": str(token)}
         try:
-            made.omni = OmniLLM(checkpoint, stage_overrides=overrides, **listen, **SMALL)
+            made.omni = OmniLLM(checkpoint, stage_overrides=overrides, **listen, **engine)
         except BaseException:
             print(*(f"{stage}: {made.log(stage).read_text()[-4000:]}" for stage in stages), sep="\n")
             raise

@@ -121,6 +121,11 @@ class EPDDeployment:
         return {Tasks[name]: number for name, number in self.instances.items()}
 
     @property
+    def numbered(self) -> list[tuple[Tasks, int]]:
+        """Kind and number of each instance; in the order given."""
+        return [(kind, number) for kind, count in self.mix.items() for number in range(count)]
+
+    @property
     def is_split(self) -> bool:
         """Whether requests are routed: a single instance that does everything is the plain stage."""
         return bool(self.instances) and self.mix != {Tasks.EPD: 1}

@@ -126,8 +126,9 @@ class StageConfig:
     the default: the first stage has its own where there are enough, and the others share them."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # hosts that an engine spans, with as many ranks on each
     host: Annotated[str | list[str | None] | None, AfterValidator(_host)] = None
-    """The host that runs it, by a name for this deployment, or one for each replica that may run. None, the default:
-    the front end's host. Any other one joins the front end (``vllm serve --omni --headless``)."""
+    """The host that runs it, by a name for this deployment, or one for each of its instances, or of the replicas that
+    may run. None, the default: the front end's host. Any other one joins the front end (``vllm serve --omni
+    --headless``)."""
 
     def __post_init__(self) -> None:
         for key in STAGE_FIELDS:
@@ -195,15 +196,16 @@ class StageConfig:
             ),
             f"{'replicas' if self.max_replicas is None else 'max_replicas'} = {self.max_engines}: cannot share "
             f"{len(devices)} device_ids evenly": len(devices) % self.max_engines,
-            f"host = {self.host!r}: give one name, or {self.max_engines}, one for each replica"
-            f"{'' if self.max_replicas is None else ' that may start'}": (
-                isinstance(self.host, list) and len(self.host) != self.max_engines
+            f"host = {self.host!r}: give one name, or {len(self.engine_names)}, one for each {self._each_engine}": (
+                len(self.hosts) != len(self.engine_names)
             ),
             "host: cannot be combined with a ready vllm_config, which another host has not: give engine_args": (
                 is_ready and self.has_other_host
             ),
-            "host: cannot be combined with epd.instances, whose caches migrate within one host: leave one of them "
-            "out": self.deployment.is_split and self.has_other_host,
+            "host: instances on other hosts cannot be combined with kv_pool.media_bytes, which the front end looks up "
+            "in the memory of its own host: leave one of them out": (
+                self.deployment.is_split and self.has_other_host and self.pool is not None and self.pool.keeps_media
+            ),
             "host: cannot be combined with nodes above 1, or vLLM's nnodes or data_parallel_size: an engine is on one "
             "host": self.has_other_host
             and (
@@ -245,14 +247,39 @@ class StageConfig:
         apart = {"instances": {"EPD": 1, "G": 1}} if self.unified is False else {}
         return EPDDeployment.of({**apart, **self.epd})
 
+    @property
+    def engine_names(self) -> list[str]:
+        """Its engines, also those that may start later: ["talker"]; ["talker/0", ...], replicas; ["thinker/E0", ...],
+        instances."""
+        if self.deployment.is_split:
+            return [f"{self.name}/{kind}{number}" for kind, number in self.deployment.numbered]
+        several = [f"{self.name}/{number}" for number in range(self.max_engines)]
+        return several if len(several) > 1 else [self.name]
+
+    @property
+    def num_started(self) -> int:
+        """How many of its engines start with the server: the first ones."""
+        return len(self.engine_names) if self.deployment.is_split else self.replicas
+
+    @property
+    def hosts(self) -> list[str | None]:
+        """The host of each engine, in the order of ``engine_names``; None: the front end's."""
+        return self.host if isinstance(self.host, list) else [self.host] * len(self.engine_names)
+
     def host_of(self, number: int = 0) -> str | None:
-        """The host of a replica; None: the front end's."""
-        return self.host[number] if isinstance(self.host, list) else self.host
+        """The host of an engine, by its place in ``engine_names``; None: the front end's."""
+        return self.hosts[number]
 
     @property
     def has_other_host(self) -> bool:
         """Whether an engine of the stage runs on another host than the front end, or may be started there."""
-        return any(self.host_of(number) is not None for number in range(self.max_engines))
+        return any(host is not None for host in self.hosts)
+
+    @property
+    def _each_engine(self) -> str:
+        if self.deployment.is_split:
+            return f"instance: {', '.join(self.engine_names)}"
+        return "replica" if self.max_replicas is None else "replica that may start"
 
     @property
     def pool(self) -> KVPoolConfig | None:

@@ -82,10 +82,10 @@ def on_host(config: OmniConfig, engines: Collection[str]) -> OmniConfig:
 def _on_host(stage: StageConfig, engines: Collection[str]) -> StageConfig:
     if stage.name in engines:
         return replace(stage, host=None)
-    names = [f"{stage.name}/{number}" for number in range(stage.max_engines)]
+    names = stage.engine_names
     if any(name in engines for name in names):
         return replace(stage, host=[None if name in engines else ELSEWHERE for name in names])
-    # What several engines of it are is the front end's affair, also where they could not have a host (instances).
+    # What several engines of it are is the front end's affair, also where they could not have a host (``nodes``).
     args = {name: value for name, value in stage.engine_args.items() if name not in ("nnodes", "data_parallel_size")}
     return replace(
         stage,

@@ -63,8 +63,13 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
                 f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
                 "that a server starts with: give replicas"
             )
+        if stage.deployment.is_split:
+            raise ConfigError(
+                f"worker_backend = 'ray': stage {stage.name!r}: epd.instances: Ray places replicas alone: "
+                "give those, or start the hosts of instances by hand (--listen, --headless)"
+            )
         try:
-            replace(stage, host=stage.host or [NOWHERE] * stage.replicas if stage.replicas > 1 else NOWHERE)
+            replace(stage, host=stage.host or NOWHERE)
         except ConfigError as exc:
             raise ConfigError(f"worker_backend = 'ray': each stage has a host: {exc}") from exc
     engines = list_every_engine(config)

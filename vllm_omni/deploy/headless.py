@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from vllm_omni import envs
 from vllm_omni.config.travel import on_host, unpack_config
 from vllm_omni.deploy.needs import place_here
+from vllm_omni.engine.engine_maker import list_instances
 from vllm_omni.engine.hosted_engine import HostedEngine
 from vllm_omni.engine.hosting import identity_of
 from vllm_omni.engine.memory import memory_sections
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.replicas import make_replicas
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.startup import prepare_environment
 from vllm_omni.errors import ConfigError, OmniError
@@ -50,7 +50,7 @@ def serve_stages(
 
     Args:
         model: where the checkpoint is on this host.
-        stages: their names, or those of replicas, "talker/1".
+        stages: their names, or those of replicas, "talker/1", or of instances, "thinker/PD0".
         join: HOST:PORT of the front end. One that is not up is awaited for ``VLLM_OMNI_JOIN_TIMEOUT_S``, and one that
             is lost for ``VLLM_OMNI_ORPHAN_S``.
         token_file: the secret.
@@ -180,9 +180,9 @@ class _Host:
         later: list[StageEngine] = []
         try:
             for stage in config.stages:
-                for number, one in enumerate(make_replicas(stage) if stage.max_engines > 1 else [None]):
-                    if (stage.name if one is None else one.name) in joined.engines:
-                        made = first if number < stage.replicas else later
+                for number, one in enumerate(list_instances(stage) or [None]):
+                    if stage.engine_names[number] in joined.engines:
+                        made = first if number < stage.num_started else later
                         made.append(orchestrator.maker.make_engine(stage, one))
         finally:
             orchestrator.shutdown()

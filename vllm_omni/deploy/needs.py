@@ -17,11 +17,10 @@ from vllm_omni.deploy.placement import PlacementPlan, plan
 from vllm_omni.deploy.resources import Host, Stage
 from vllm_omni.engine.cache_edges import cache_edges
 from vllm_omni.engine.engine_args import config_of_instance
+from vllm_omni.engine.engine_maker import list_instances
 from vllm_omni.engine.graph_checks import published_edges
-from vllm_omni.engine.instance_args import make_instances
 from vllm_omni.engine.memory import declared_memory, has_configured_cache, memory_share
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.engine.replicas import make_replicas
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.errors import ConfigError
 from vllm_omni.model_executor.shared_weights import weights_key
@@ -84,13 +83,9 @@ def list_every_engine(config: OmniConfig) -> list[EngineNeeds]:
     """Those on other hosts as well, whose config has a ``host``."""
     found: list[EngineNeeds] = []
     for stage in config.stages:
-        if stage.max_engines > 1:
-            instances = make_replicas(stage)
-        elif stage.deployment.is_split:
-            instances = make_instances(stage)
-        else:
+        instances = list_instances(stage)
+        if not instances:
             found.append(EngineNeeds(stage.name, stage.name, stage))
-            continue
         for one in instances:
             unit = f"{stage.name}/{one.kind}" if one.kind else stage.name
             key = f"{one.kind}{one.number}" if one.kind else ""
@@ -227,8 +222,7 @@ def _with_ids(stage: StageConfig, engines: Sequence[EngineNeeds], ids: Mapping[s
     if not engines:
         return stage
     if not engines[0].key:  # replicas divide those of the stage; one on another host takes that host's instead
-        names = [one.name for one in make_replicas(stage)] if stage.max_engines > 1 else [engines[0].name]
-        every = [number for name in names for number in ids.get(name, ids[engines[0].name])]
+        every = [number for name in stage.engine_names for number in ids.get(name, ids[engines[0].name])]
         return replace(stage, engine_args={**stage.engine_args, "device_ids": every})
     given = stage.deployment.engine_args
     own = {one.key: {**given.get(one.key, {}), "device_ids": list(ids[one.name])} for one in engines}

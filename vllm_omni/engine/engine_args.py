@@ -160,7 +160,7 @@ def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
     additional = {**(config.engine_args.get("additional_config") or {}), **(args.get("additional_config") or {})}
     args |= {"additional_config": additional} if additional else {}
     # Its devices are not divided once more.
-    host = config.host_of(instance.number)
+    host = config.host_of(config.engine_names.index(instance.name))
     return replace(config, engine_args=args, replicas=1, max_replicas=None, balance=None, host=host)
 
 

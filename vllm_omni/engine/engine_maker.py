@@ -64,11 +64,11 @@ class EngineMaker:
             ConfigError: as ``make_engine``; or a mix of instances does not suit this model.
         """
         check_pictures(stage, self._specs[stage.name])
-        if stage.max_engines == 1 and not stage.deployment.is_split:
+        instances = list_instances(stage)[: stage.num_started]
+        if not instances:
             engine = self.make_engine(stage)
             return [engine], engine
         balance = balance_of(stage, self._plans.values())
-        instances = make_instances(stage) if stage.deployment.is_split else make_replicas(stage)[: stage.replicas]
         front = next(instance for instance in instances if instance.is_front)
         front_engine = self.make_engine(stage, front)
         if stage.deployment.is_split:  # before vLLM complains of the others in its own words
@@ -107,6 +107,17 @@ class EngineMaker:
             if checked not in self._checked:
                 check_files(*checked)
                 self._checked.add(checked)
+
+
+def list_instances(stage: StageConfig) -> list[Instance]:
+    """The engines of a stage that may have several, as ``StageConfig.engine_names``; none: it is one engine.
+
+    Raises:
+        ConfigError: see ``make_instances``.
+    """
+    if stage.deployment.is_split:
+        return make_instances(stage)
+    return make_replicas(stage) if stage.max_engines > 1 else []
 
 
 def check_default_params(engine: StageEngine) -> None:

@@ -66,9 +66,9 @@ def make_listener(
 def _engines_elsewhere(config: OmniConfig) -> Iterator[tuple[str, str, str]]:
     """Name, stage and host of the engines on other hosts, also of replicas that may start later."""
     for stage in config.stages:
-        for number in range(stage.max_engines):
-            if (host := stage.host_of(number)) is not None:
-                yield (stage.name if stage.max_engines == 1 else f"{stage.name}/{number}"), stage.name, host
+        for name, host in zip(stage.engine_names, stage.hosts, strict=True):
+            if host is not None:
+                yield name, stage.name, host
 
 
 def identity_of(model: str, revision: str | None) -> Identity:

@@ -27,10 +27,9 @@ def make_instances(config: StageConfig) -> list[Instance]:
     Raises:
         ConfigError: an engine argument that the mix sets itself, or one for an instance that does not exist.
     """
-    mix = config.deployment.mix
-    numbered = [(kind, number) for kind, count in mix.items() for number in range(count)]
+    numbered = config.deployment.numbered
     _check_args(config, [*config.deployment.instances, *(f"{kind}{number}" for kind, number in numbered)])
-    front = next(kind for kind in mix if kind != Tasks.E)
+    front = next(kind for kind in config.deployment.mix if kind != Tasks.E)
     return [
         Instance(config.name, kind, number, _instance_args(config, kind, number), (kind, number) == (front, 0))
         for kind, number in numbered

@@ -42,9 +42,10 @@ def make_relay_options(
     there = Placement(same_host=engine.config.host_of() is None)
     if migrates:
         device = engine.vllm_config.device_config.device_type
-        transport = choose_backend(
-            deployment.transport, Placement(devices=(device, device)), f"{engine.name}->instances"
-        )
+        # The front end, which ends the leases, must reach them as well.
+        is_here = _hosts(config.stage(engine.config.name)) == {None}
+        placement = Placement(same_host=is_here, devices=(device, device))
+        transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
     elif (caches := _caches_of(engine, plans)) is not None:
         transport = _cache_transport(*caches, engines_of, config)
     elif not engine.kind.generates_tokens:
@@ -128,7 +129,7 @@ def _grows(stage: StageConfig) -> bool:
 
 def _hosts(stage: StageConfig) -> set[str | None]:
     """Where the engines of a stage run, also those that may start later."""
-    return {stage.host_of(number) for number in range(stage.max_engines)}
+    return set(stage.hosts)
 
 
 def place(
