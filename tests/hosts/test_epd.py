@@ -147,43 +147,19 @@ def test_a_host_that_is_drained_gives_its_tasks_to_the_others(
     under_load(deployment, expected, change)
 
 
-def come_back(deployment: Deployment, group: InstanceGroup, expected: list[list[int]], *names: str) -> None:
-    """Let hosts join again, with new engines; every instance has work again."""
-    for name in names:
-        deployment.join(name)
-    deployment.recovered()
-    before = group.statistics().num_tasks
-    assert ask_all(deployment) == expected
-    assert all(group.statistics().num_tasks[one] > before[one] for one in HOSTS)
-
-
-def test_requests_of_hosts_that_die_continue_on_the_last_one(
+def test_requests_of_hosts_that_die_continue_on_the_last_one_or_fail_with_the_instances_name(
     deployment: Deployment, group: InstanceGroup, expected: list[list[int]]
 ) -> None:
-    """What decodes can encode and prefill; kept images, and pages, are gone with their hosts."""
-    gone = "language/E0", "language/P0"
-
-    async def change() -> None:
-        await works(group, *HOSTS)
-        await kill(deployment, *gone)
-        await works(group, "language/D0")
-
-    under_load(deployment, expected, change)
-    deployment.omni.engine.orchestrator.forget_images()
-    come_back(deployment, group, expected, *gone)
-
-
-def test_replies_of_a_decoding_host_that_dies_are_resumed_or_fail_with_its_name(
-    deployment: Deployment, group: InstanceGroup, expected: list[list[int]]
-) -> None:
-    """With penalties a reply could differ behind the tokens that the client has."""
+    """What prefills can encode and decode; images that were kept are gone with their host. With penalties a reply could
+    differ behind the tokens that the client has."""
+    gone = "language/E0", "language/D0"
 
     async def change() -> None:
         await works(group, *HOSTS)
         params = greedy(max_tokens=LONG, presence_penalty=1.0)
         async with aclosing(deployment.omni.engine.generate(PROMPTS[0], params)) as outputs:
             await anext(outputs)
-            await kill(deployment, "language/D0")
+            await kill(deployment, *gone)
             with pytest.raises(StageFailed, match=r"of the reply, which with these .* cannot be resumed") as raised:
                 async for _ in outputs:
                     pass
@@ -191,7 +167,12 @@ def test_replies_of_a_decoding_host_that_dies_are_resumed_or_fail_with_its_name(
         await works(group, "language/P0")
 
     under_load(deployment, expected, change)
-    come_back(deployment, group, expected, "language/D0")
+    for name in gone:
+        deployment.join(name)
+    deployment.recovered()
+    before = group.statistics().num_tasks
+    assert ask_all(deployment) == expected
+    assert all(group.statistics().num_tasks[one] > before[one] for one in HOSTS)
 
 
 @pytest.mark.parametrize("name", HOSTS)
