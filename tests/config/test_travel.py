@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.config import OmniConfig, load_config
+from vllm_omni.config import OmniConfig, StageConfig, load_config
 from vllm_omni.config.travel import ELSEWHERE, on_host, pack_config, unpack_config
 from vllm_omni.deploy.needs import list_engines
 from vllm_omni.errors import ConfigError
@@ -79,11 +79,32 @@ def test_a_host_may_serve_a_deployment_with_a_stage_that_can_only_be_beside_its_
         (["talker.host=[box-a]", "talker.replicas=2"], "give one name, or 2, one for each replica"),
         (["talker.host=[box-a, box-b]"], "give one name, or 1, one for each replica"),
         (["talker.host=[box-a, box-b]", "talker.max_replicas=3"], "or 3, one for each replica that may start"),
-        (["thinker.host=box-a", "thinker.epd.instances=E:1,PD:1"], "cannot be combined with epd.instances"),
+        (
+            ["thinker.host=[box-a]", "thinker.epd.instances=E:1,PD:1"],
+            "give one name, or 2, one for each instance: thinker/E0, thinker/PD0",
+        ),
+        (
+            ["thinker.host=box-a", "thinker.epd.instances=E:1,PD:1", "thinker.kv_pool.media_bytes=1000000"],
+            "cannot be combined with kv_pool.media_bytes",
+        ),
+        (
+            ["thinker.host=box-a", "thinker.epd.instances=E:1,PD:1", "thinker.data_parallel_size=2"],
+            "an engine is on one host",
+        ),
         (["talker.host=box-a", "talker.nodes=2"], "cannot be combined with nodes above 1"),
         (["talker.host=box-a", "talker.data_parallel_size=2"], "an engine is on one host"),
     ],
-    ids=["name", "too few", "too many", "too few later", "instances", "nodes", "data parallel"],
+    ids=[
+        "name",
+        "too few",
+        "too many",
+        "too few later",
+        "too few instances",
+        "media of instances",
+        "ranks of instances",
+        "nodes",
+        "data parallel",
+    ],
 )
 def test_a_host_that_a_stage_cannot_have_is_rejected(model: Path, stages: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -101,3 +122,20 @@ def test_a_replica_that_may_start_later_has_a_host_as_well(model: Path) -> None:
     there = on_host(unpack_config(pack_config(config), str(model), None), ["talker/2"]).stage("talker")
     assert [there.host_of(number) is None for number in range(3)] == [False, False, True]
     assert load(model, "talker.host=[null, box-b]", "talker.max_replicas=2").stage("talker").has_other_host
+
+
+def test_an_instance_has_its_own_host_or_the_front_ends(model: Path) -> None:
+    mix = "thinker.epd.instances=E:1,P:1,D:2"
+    config = load(model, "thinker.host=[box-a, null, box-b, box-b]", mix)
+    stage = config.stage("thinker")
+    assert stage.engine_names == ["thinker/E0", "thinker/P0", "thinker/D0", "thinker/D1"]
+    assert (stage.hosts, stage.has_other_host) == (["box-a", None, "box-b", "box-b"], True)
+    assert [one.name for one in list_engines(config)] == ["thinker/P0", "talker", "token2wav"]
+    arrived = unpack_config(pack_config(config), str(model), None)
+    assert [one.name for one in list_engines(on_host(arrived, ["thinker/D0", "thinker/D1"]))] == stage.engine_names[2:]
+    assert load(model, "thinker.host=box-a", mix).stage("thinker").hosts == ["box-a"] * 4
+
+
+def test_an_engine_of_its_own_for_pictures_may_have_another_host() -> None:
+    stage = StageConfig(stage_id=0, name="language", model="model", unified=False, host=[None, "box-a"])
+    assert (stage.engine_names, stage.hosts) == (["language/EPD0", "language/G0"], [None, "box-a"])

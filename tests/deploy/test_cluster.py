@@ -95,9 +95,15 @@ def test_replicas_that_start_later_are_rejected(tiny_checkpoint: Path) -> None:
         spread(config(tiny_checkpoint, "talker.max_replicas=2"), [cpu("a")])
 
 
-def test_instances_are_rejected(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"worker_backend = 'ray': each stage has a host: .*epd\.instances"):
-        spread(config(tiny_checkpoint, epd="E:1,PD:1"), [cpu("a")])
+def test_instances_spread_over_nodes_as_replicas_do(tiny_checkpoint: Path) -> None:
+    made = spread(config(tiny_checkpoint, epd="E:1,P:1,D:1"), [cards("a", 1), cards("bb", 2)])
+    assert sorted(made[0].stage("thinker").host) == ["a", "bb", "bb"]
+    where = "thinker.host=[a, bb, bb]"
+    named = spread(config(tiny_checkpoint, where, epd="E:1,P:1,D:1"), [cards("a", 1), cards("bb", 3)])
+    assert named[0].stage("thinker").host == ["a", "bb", "bb"]
+    by_host = {host: engines for host, (engines, _) in shares(named).items()}
+    assert by_host["a"][0] == "thinker/E0"
+    assert by_host["bb"][:2] == ("thinker/P0", "thinker/D0")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -62,11 +61,6 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
             raise ConfigError(
                 f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
                 "that a server starts with: give replicas"
-            )
-        if stage.deployment.is_split:
-            raise ConfigError(
-                f"worker_backend = 'ray': stage {stage.name!r}: epd.instances: Ray places replicas alone: "
-                "give those, or start the hosts of instances by hand (--listen, --headless)"
             )
         try:
             replace(stage, host=stage.host or NOWHERE)
@@ -166,7 +160,6 @@ def _share(node: Node, replicas: Sequence[Replica], *, is_chosen: bool) -> Share
 def _with_hosts(config: OmniConfig, hosts: dict[str, str]) -> OmniConfig:
     stages = []
     for stage in config.stages:
-        names = [f"{stage.name}/{number}" for number in range(stage.replicas)]
-        host: Any = [hosts[one] for one in names] if stage.replicas > 1 else hosts[stage.name]
-        stages.append(replace(stage, host=host))
+        of_engines = [hosts[name] for name in stage.engine_names]
+        stages.append(replace(stage, host=of_engines if len(of_engines) > 1 else of_engines[0]))
     return replace(config, stages=tuple(stages))
