@@ -142,6 +142,26 @@ def test_tensors_travel_by_tcp_to_a_stage_that_may_start_replicas_on_another_hos
     assert options_of(config, "thinker").edges["talker"].transport == "shm"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "transport"),
+    [("[null, null, null]", "shm"), ("[box-a, null, null]", "tcp"), ("[null, null, box-a]", "tcp"), ("box-a", "tcp")],
+)
+def test_caches_of_instances_travel_by_tcp_unless_all_are_beside_the_front_end(
+    model: Path, hosts: str, transport: str
+) -> None:
+    more = {"listen": "127.0.0.2:7654", "token_file": "token", "epd": "E:1,P:1,D:1"}
+    config = load_config(model, stage_overrides=[f"thinker.host={hosts}", "talker.host=box-b"], **more)
+    assert options_of(config, "thinker", SimpleNamespace(kind="P")).transport == transport
+
+
+def test_instances_on_other_hosts_reject_what_shares_memory(model: Path) -> None:
+    config = load_config(
+        model, stage_overrides=["thinker.host=box-a"], epd={"instances": "E:1,PD:1", "transport": "shm"}
+    )
+    with pytest.raises(ConfigError, match=r"thinker->instances and front end: transport = 'shm' .*on different hosts"):
+        options_of(config, "thinker", SimpleNamespace(kind="E"))
+
+
 def test_the_relays_of_a_front_end_may_listen_elsewhere_than_hosts_join(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

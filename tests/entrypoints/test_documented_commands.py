@@ -146,7 +146,7 @@ def test_commands_of_the_guide_to_deployment(
     (checkout / "inventory.yaml").write_text(inventory.text)
     here, there = [block.text.splitlines() for block in blocks if block.text.startswith("engine ")]
     make_checkpoint, on_this_host, on_others, front_end, host, *of_hosts, by_ray, front_ends = commands("deployment.md")
-    drain, undrain, growing, scale = of_hosts
+    drain, undrain, growing, scale, split, of_instance = of_hosts
     asked = [
         ["drain", "box-b"],
         ["undrain", "box-b"],
@@ -155,6 +155,11 @@ def test_commands_of_the_guide_to_deployment(
     assert [one[1:] for one in (drain, undrain, scale)] == asked
     grown = parse_serve_args([word for word in growing[2:] if word != "--omni"]).load_config().stage("talker")
     assert [grown.host_of(number) for number in range(grown.max_engines)] == [None, "box-b", "box-c"]
+    stage = parse_serve_args([word for word in split[2:] if word != "--omni"]).load_config().stage("thinker")
+    hosts = {"thinker/E0": "box-e", "thinker/P0": "box-p", "thinker/D0": None}
+    assert dict(zip(stage.engine_names, stage.hosts, strict=True)) == hosts
+    (name,) = parse_serve_args([word for word in of_instance[2:] if word != "--omni"]).args.stage
+    assert hosts[name] is not None
     shutil.rmtree(checkout / make_checkpoint[-1], ignore_errors=True)
     main(make_checkpoint[1:])
     capfd.readouterr()

@@ -9,14 +9,19 @@ import psutil
 import pytest
 
 from tests import machine
+from tests.e2e.engines import MARKS, UPSTREAM, greedy, tokens_of, upstream_answers
+from tests.e2e.test_epd_transports import PROMPTS, SHAPE
 from tests.hosts.deployments import wait_for
 from tests.hosts.ray_cluster import VARIABLES, Cluster, cluster
 from tests.processes import paused
 from tests.server import END_TIMEOUT_S, Server, ask, serve
+from vllm_omni import OmniLLM
+from vllm_omni.engine.instances import InstanceGroup
 from vllm_omni.relay.secret import MIN_BYTES
+from vllm_omni.testing import llava as llava
 from vllm_omni.testing import qwen2_5_omni as tiny
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # units: tests/deploy/test_cluster.py
+pytestmark = [*MARKS, pytest.mark.timeout(600), pytest.mark.long]  # units: tests/deploy/test_cluster.py
 
 FLAGS = ["--max-model-len=1024", "--enforce-eager", "--dtype=float32", "--skip-mm-profiling"]
 CLEAN_WITHIN_S = 60.0
@@ -81,6 +86,29 @@ def test_stages_that_ray_places_answer_as_one_machine_and_leave_nothing_after_ct
         server.process.wait(END_TIMEOUT_S)
         assert not psutil.wait_procs(children, END_TIMEOUT_S)[1]
         wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+
+
+def test_instances_that_ray_places_answer_as_one_machine(
+    ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    llava_checkpoint = llava.build(tmp_path / "llava", SHAPE)
+    expected = tokens_of(upstream_answers(llava_checkpoint, PROMPTS))
+    where = ["language.host=[box-a, box-b, box-b]"]
+    with OmniLLM(
+        llava_checkpoint,
+        **UPSTREAM,
+        epd="E:1,P:1,D:1",
+        stage_overrides=where,
+        worker_backend="ray",
+        ray_address=ray_cluster.address,
+    ) as omni:
+        assert tokens_of(omni.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
+        group = omni.engine.orchestrator.nodes["language"]
+        assert isinstance(group, InstanceGroup)
+        assert (group.statistics().num_encoded, group.statistics().num_migrations) == (4, 5)
+    wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
 
 
 def test_stages_come_back_after_the_end_of_their_actor_or_of_all_and_a_killed_server_leaves_nothing(

@@ -42,10 +42,11 @@ def make_relay_options(
     there = Placement(same_host=engine.config.host_of() is None)
     if migrates:
         device = engine.vllm_config.device_config.device_type
-        # The front end, which ends the leases, must reach them as well.
         is_here = _hosts(config.stage(engine.config.name)) == {None}
         placement = Placement(same_host=is_here, devices=(device, device))
-        transport = choose_backend(deployment.transport, placement, f"{engine.name}->instances")
+        # Wherever they are, the front end must reach the leases, which it ends.
+        edge = f"{engine.name}->instances{'' if is_here else ' and front end'}"
+        transport = choose_backend(deployment.transport, placement, edge)
     elif (caches := _caches_of(engine, plans)) is not None:
         transport = _cache_transport(*caches, engines_of, config)
     elif not engine.kind.generates_tokens:
