@@ -160,6 +160,6 @@ def _share(node: Node, replicas: Sequence[Replica], *, is_chosen: bool) -> Share
 def _with_hosts(config: OmniConfig, hosts: dict[str, str]) -> OmniConfig:
     stages = []
     for stage in config.stages:
-        of_engines = [hosts[name] for name in stage.engine_names]
+        of_engines: list[str | None] = [hosts[name] for name in stage.engine_names]
         stages.append(replace(stage, host=of_engines if len(of_engines) > 1 else of_engines[0]))
     return replace(config, stages=tuple(stages))

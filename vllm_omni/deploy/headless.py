@@ -180,10 +180,11 @@ class _Host:
         later: list[StageEngine] = []
         try:
             for stage in config.stages:
-                for number, one in enumerate(list_instances(stage) or [None]):
-                    if stage.engine_names[number] in joined.engines:
+                several = list_instances(stage)
+                for number, name in enumerate(stage.engine_names):
+                    if name in joined.engines:
                         made = first if number < stage.num_started else later
-                        made.append(orchestrator.maker.make_engine(stage, one))
+                        made.append(orchestrator.maker.make_engine(stage, several[number] if several else None))
         finally:
             orchestrator.shutdown()
         return first, later
