@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_omni.config import OmniConfig, load_config
+from vllm_omni.config.travel import on_host
 from vllm_omni.deploy.needs import list_engines, place_here, stages_of
 from vllm_omni.deploy.placement import plan
 from vllm_omni.deploy.resources import Host, Place, Stage
@@ -188,6 +189,13 @@ def test_instances_get_numbers_in_their_own_arguments(llava_checkpoint: Path) ->
     placed = place_here(config_of(llava_checkpoint, epd=args), cards(3))
     assert sorted(device_ids(placed).values()) == [[0], [1], [2]]
     assert placed.stages[0].deployment.engine_args["PD1"]["max_num_seqs"] == 2
+
+
+def test_a_host_divides_its_cards_among_the_instances_that_it_serves(llava_checkpoint: Path) -> None:
+    mix = {"instances": "E:1,P:1,D:1"}
+    config = config_of(llava_checkpoint, "language.host=[box-a, box-b, box-b]", epd=mix)
+    there = place_here(on_host(config, ["language/P0", "language/D0"]), cards(2))
+    assert device_ids(there) == {"language/P0": [0], "language/D0": [1]}
 
 
 def test_estimates_of_memory_reject_no_start(

@@ -102,6 +102,13 @@ class Host:
     def mend(self) -> None:
         ip("link", "set", self._link, "up")
 
+    def part(self, other: "Host") -> None:
+        """Let nothing that it sends reach another host, until ``meet``; connections are not closed."""
+        ip("-n", self._namespace, "route", "add", "blackhole", f"{other.address}/32")
+
+    def meet(self, other: "Host") -> None:
+        ip("-n", self._namespace, "route", "del", "blackhole", f"{other.address}/32")
+
     def close(self) -> None:
         for process in self._processes:
             process.send_signal(signal.SIGTERM)

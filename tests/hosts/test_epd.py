@@ -25,6 +25,7 @@ HOSTS = {"language/E0": "box-e", "language/P0": "box-p", "language/D0": "box-d"}
 PROMPTS = make_prompts()[1:6]  # a text, and four with an image each
 LONG = 240
 NUM_TOKENS = 100  # of a reply: hosts die while it is made
+NUM_IMAGES = 4
 NUM_CLIENTS = 3  # that ask without a pause while a host leaves and returns
 PARAMS = greedy(max_tokens=NUM_TOKENS)
 EPD = {"instances": "E:1,P:1,D:1", "relay_bytes": 64 << 20, "admission_timeout_s": 300}  # slow machines redo nothing
@@ -186,3 +187,22 @@ def test_a_host_that_is_cut_off_continues_without_its_requests_and_their_caches(
     under_load(deployment, expected, change)
     wait_for("the host reports its processes", engine.pids)
     assert engine.pids() == pids  # it has not loaded its weights again
+
+
+def test_hosts_that_do_not_reach_each_other_compute_what_they_cannot_pull(
+    deployment: Deployment, group: InstanceGroup, expected: list[list[int]]
+) -> None:
+    """The front end reaches all of them, and no request fails."""
+    machine.require("networks")
+    encodes, prefills, decodes = (deployment.hosts[name] for name in HOSTS)
+    for reset in (deployment.omni.engine.reset_encoder_cache, deployment.omni.engine.reset_prefix_cache):
+        deployment.omni.run(reset())
+    before = group.statistics().num_encoded
+    for host in (encodes, decodes):
+        prefills.part(host)
+    try:
+        assert ask_all(deployment) == expected
+    finally:
+        for host in (encodes, decodes):
+            prefills.meet(host)
+    assert group.statistics().num_encoded == before + 2 * NUM_IMAGES  # by what encodes, and by what prefills
