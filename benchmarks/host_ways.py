@@ -256,7 +256,7 @@ def be_far(name: str, here: str, there: str, directory: Path) -> None:
             be_engine_core(ipc(directory))
         case "served":
             connection = HostConnection(Endpoint(here, PORTS[name]), SECRET)
-            connection.join(msg.Join(msg.PROTOCOL, SAME, ["talker"], there), TIMEOUT_S)
+            connection.join(msg.Join(msg.PROTOCOL, SAME, ["talker"], there, "a host"), TIMEOUT_S)
             start = connection.inbox.get(timeout=TIMEOUT_S)
             assert isinstance(start, msg.Start)
             addresses = connection.open_bridge(start.number, directory)

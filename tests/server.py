@@ -24,6 +24,8 @@ import openai
 import psutil
 import soundfile
 
+from tests import zygote
+
 if TYPE_CHECKING:
     from tests.collector import Collector
 
@@ -109,7 +111,7 @@ def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Itera
     command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
     environ = {name: value for name, value in (os.environ | variables).items() if value is not None}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+        process = zygote.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_for(f"the server's start; its log: {log}", lambda: is_up(server), START_TIMEOUT_S)

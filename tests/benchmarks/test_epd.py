@@ -39,6 +39,7 @@ from benchmarks.epd import (
     run_cell,
     some_of,
 )
+from tests import zygote
 from vllm_omni.messages.slo import Slo
 from vllm_omni.testing import llava
 
@@ -48,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.long
 def test_quick_run_ends_with_a_line_of_json():
     command = [sys.executable, "-m", "benchmarks.epd", "--quick", "--modes", "stock,ours"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
+    done = zygote.run(command, cwd=ROOT, timeout=400)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (workload,) = result["workloads"].values()

@@ -1,7 +1,6 @@
 """benchmarks/hosts.py works, and its goals are right; what it measures here says nothing."""
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ from benchmarks.host_deployments import HOSTS, ONE, RAY, STAGES
 from benchmarks.host_ways import RAY as WAYS_OF_RAY
 from benchmarks.host_ways import WAYS, Blocking, measure_rate, measure_trips
 from benchmarks.hosts import COMPLETION, FIRST_AUDIO, RATE, goals_of, spread
-from tests import machine
+from tests import machine, zygote
 
 
 @pytest.mark.long
@@ -19,7 +18,7 @@ from tests import machine
 def test_a_short_run_prints_tables_and_a_line_of_json() -> None:
     machine.require("networks")
     command = [sys.executable, "-m", "benchmarks.hosts", "--short"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
+    ran = zygote.run(command, timeout=380)
     assert ran.returncode == 0, ran.stderr[-3000:]
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["benchmark"] == "hosts"

@@ -1,12 +1,12 @@
 """``benchmarks.speech`` runs to its end on a small checkpoint, and its two sides generate the same frames."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks.speech import goals
+from tests import zygote
 
 ROW = {"frames_s": 20.0, "step_ms": 50.0, "predictor_ms": 30.0}
 RESULT = {
@@ -39,7 +39,7 @@ def test_goals_compare_with_the_baseline_and_the_floors():
 @pytest.mark.timeout(300)
 def test_a_short_run_prints_its_tables():
     command = ["-m", "benchmarks.speech", "--short", "--eager", "--variant", "base", "--concurrency", "4"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, check=False)
+    done = zygote.run([sys.executable, *command], timeout=280)
     assert done.returncode == 0, done.stderr
     assert "| talker + predictor | frames/s |" in done.stdout
     result = json.loads(done.stdout.splitlines()[-1])

@@ -3,13 +3,13 @@
 import itertools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.voice_turns import goals, make_turns
+from tests import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def test_goals_compare_the_last_turn_with_the_first_and_with_the_baseline():
 @pytest.mark.timeout(400)
 def test_a_short_run_ends_with_a_line_of_json():
     command = [sys.executable, "-m", "benchmarks.voice_turns", "--short"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=390)
+    done = zygote.run(command, cwd=ROOT, timeout=390)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [one["num_cached"] for one in result["summary"]["computed"]] == [0, 0]

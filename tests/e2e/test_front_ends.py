@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 from websockets.asyncio.client import connect
 
+from tests import zygote
 from tests.entrypoints.openai.test_media_routes import FILM, WITH_PICTURE
 from tests.server import (
     MAX_MODEL_LEN,
@@ -383,7 +384,7 @@ def test_however_it_ends_nothing_is_left(
     command += ["--api-server-count=3", "--host=127.0.0.1", f"--port={port}", "--served-model-name=tiny"]
     env = os.environ | {"VLLM_OMNI_RUNTIME_DIR": str(run_directory)}
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = zygote.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     server = Server(f"http://127.0.0.1:{port}", process, tmp_path / "log")
     wait_for(f"the server's start; its log: {server.log}", lambda: is_up(server), START_TIMEOUT_S)
     processes = psutil.Process(process.pid).children(recursive=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import zygote
 from tests.server import NUM_CODES, Server, serve
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -61,7 +61,9 @@ def _python_path() -> str:
 def run(command: str, *flags: str) -> str:
     program = [Path(sys.executable).with_name("vllm-omni"), *command.split(), "checkpoint", *FLAGS, *flags]
     environ = os.environ | {"PYTHONPATH": _python_path()}
-    return subprocess.run(program, check=True, capture_output=True, text=True, env=environ).stdout
+    ran = zygote.run(program, timeout=200, env=environ)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def test_config_show_reads_a_file_beside_the_caller(directory: Path) -> None:

@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests import zygote
 from tests.e2e import server_program
 from tests.processes import few_file_descriptors
 
@@ -41,12 +43,13 @@ def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
     print(f"{what}: after {time.monotonic() - started:.2f} s")
 
 
+Starts = type["subprocess.Popen[Any]"]
+
+
 class Program:
     """A user's program and all that belongs to it."""
 
-    def __init__(
-        self, directory: Path, model: Path, scenario: str, overrides: Sequence[str] = (), log: str = "WARNING"
-    ):
+    def __init__(self, directory: Path, model: Path, scenario: str, overrides: Sequence[str], log: str, starts: Starts):
         self.directory = directory
         self.runtime_directory = directory / "run"
         self.temporary_directory = directory / "tmp"
@@ -60,7 +63,7 @@ class Program:
             "VLLM_LOGGING_LEVEL": log,
         }
         with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = starts(
                 [sys.executable, server_program.__file__, str(model), scenario, *overrides],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -206,8 +209,14 @@ def run(tiny_checkpoint: Path) -> Iterator[Callable[..., Program]]:
     directory = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))  # the path of a socket must be short
     programs: list[Program] = []
 
-    def start(scenario: str, *overrides: str, model: Path = tiny_checkpoint, log: str = "WARNING") -> Program:
-        programs.append(Program(directory, model, scenario, overrides, log))
+    def start(
+        scenario: str,
+        *overrides: str,
+        model: Path = tiny_checkpoint,
+        log: str = "WARNING",
+        starts: Starts = zygote.Popen,
+    ) -> Program:
+        programs.append(Program(directory, model, scenario, overrides, log, starts))
         return programs[-1]
 
     yield start
@@ -283,7 +292,7 @@ def assert_quiet(log: str) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("how_stages_start")
 def test_parent_killed_while_its_child_imports(run: Run, one_stage: Path) -> None:
-    program = run("generate", model=one_stage)
+    program = run("generate", model=one_stage, starts=subprocess.Popen)
     program.wait_for_event("starting")
 
     def is_importing() -> bool:
@@ -396,7 +405,7 @@ def test_stages_that_do_not_fit_are_named_with_their_needs(run: Run, monkeypatch
 
 @pytest.mark.long
 def test_stage_that_is_killed_while_it_starts_hints_at_memory(run: Run, one_stage: Path) -> None:
-    program = run("generate", model=one_stage)
+    program = run("generate", model=one_stage, starts=subprocess.Popen)
     program.wait_for_event("starting")
     wait_for("child", lambda: len(program.engine_cores()) == 1, START_TIMEOUT_S)
     program.engine_cores()[0].kill()

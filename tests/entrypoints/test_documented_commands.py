@@ -20,6 +20,7 @@ import pytest
 import soundfile
 import yaml
 
+from tests import zygote
 from tests.documents import DOCUMENTS, ROOT, Block, read_blocks
 from tests.kv.pool.stores import fill, make_disk, make_slab
 from tests.media.test_image import decode
@@ -62,7 +63,7 @@ def run(command: list[str], cwd: Path, **variables: str | None) -> str:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {name: value for name, value in (os.environ | {"PATH": programs} | variables).items() if value is not None}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True, **pipes) as process:
+    with zygote.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True, **pipes) as process:
         try:
             out, err = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,5 @@
 """The examples, as a user runs them; ``offline.py`` is what ``make demo`` runs (``test_documented_commands.py``)."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import soundfile
 from PIL import Image
 
+from tests import zygote
 from tests.media.test_image import decode as decode_image
 from tests.media.test_video import decode
 from vllm_omni.testing import diffusion as tiny
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def run(name: str, *arguments: str | Path) -> str:
     """What an example prints."""
-    result = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=200)
+    result = zygote.run([sys.executable, EXAMPLES / name, *arguments], timeout=200)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -8,7 +8,6 @@ their own, and tests that cut a connection are skipped.
 import itertools
 import os
 import secrets
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -17,8 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from tests import zygote
+
 END_TIMEOUT_S = 30.0
-ENTER = 'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {directory} && "$@"; exit $?'
+ENTER = 'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {directory} && {how} "$@"; exit $?'
 _numbers = itertools.count(1)
 
 
@@ -63,12 +64,14 @@ class Host:
         environ = os.environ | {"VLLM_OMNI_RUNTIME_DIR": str(self.directory), "TMPDIR": str(self.directory)} | variables
         if self._namespace:
             unshare = ["unshare", "-m", "-i", "-p", "--fork", "--mount-proc", "--kill-child"]
-            enter = ["sh", "-c", ENTER.format(directory=self.directory), "sh"]
-            command = ["ip", "netns", "exec", self._namespace, *unshare, *enter, *command]
+            inner = zygote.stand_in(command, environ)
+            how = "exec" if inner != command else ""
+            enter = ["sh", "-c", ENTER.format(directory=self.directory, how=how), "sh"]
+            command = ["ip", "netns", "exec", self._namespace, *unshare, *enter, *inner]
         else:
             environ |= {"VLLM_OMNI_RELAY_HOST": self.address}
         with log.open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+            process = zygote.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
         self._processes.append(process)
         return process
 
@@ -108,14 +111,6 @@ class Host:
 
     def meet(self, other: "Host") -> None:
         ip("-n", self._namespace, "route", "del", "blackhole", f"{other.address}/32")
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_TIMEOUT_S)
-        self.kill()
 
 
 def _unused_thirds() -> list[int]:
@@ -162,7 +157,7 @@ class Network:
 
     def close(self) -> None:
         for host in self.hosts:
-            host.close()
+            host.kill()
         if not why_not():
             for host in self.hosts:
                 ip("netns", "del", host._namespace)

@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -48,7 +49,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def join_of(*stages: str, identity: msg.Identity = SAME, protocol: int = msg.PROTOCOL) -> msg.Join:
-    return msg.Join(protocol, identity, list(stages), "127.0.0.1")
+    return msg.Join(protocol, identity, list(stages), "127.0.0.1", secrets.token_hex(16))
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_messages_keep_their_order(launched: Launched) -> None:
         (join_of("talker", "nothing"), "no stage 'nothing' is for another host"),
         (join_of("talker"), "the deployment has further stages on host 'box-a': give --stage token2wav as well"),
         (join_of("talker", "talker", "token2wav"), "stage 'talker' is served by the same host already"),
-        (join_of("extra", protocol=0), "it joins by protocol 0, and the front end has 1"),
+        (join_of("extra", protocol=0), "it joins by protocol 0, and the front end has 2"),
         (join_of("extra", identity=msg.Identity("1.0", "0.31.0", "cpu", "ab" * 32)), "vLLM: 0.31.0 there, 0.32.0 here"),
         (join_of("extra", identity=msg.Identity("0.9", "0.32.0", "cpu", "ab" * 32)), "vllm-omni-flow: 0.9 there, 1.0"),
         (join_of("extra", identity=msg.Identity("1.0", "0.32.0", "cuda", "ab" * 32)), "devices: cuda there, cpu here"),
@@ -187,6 +188,19 @@ def test_a_stage_that_has_a_host_is_refused_to_another(hosts: Hosts) -> None:
     hosts().join(join_of("talker", "token2wav"), TIMEOUT_S)
     with pytest.raises(ConfigError, match=r"stage 'talker' is served by 127\.0\.0\.1 already"):
         hosts().join(join_of("talker", "token2wav"), TIMEOUT_S)
+
+
+def test_the_next_connection_of_a_host_takes_the_place_of_one_that_is_not_lost_yet(
+    hosts: Hosts, listener: HostListener, tmp_path: Path
+) -> None:
+    """As after a first attempt that did not seem to reach the front end, and did."""
+    join = join_of("extra")
+    assert hosts().join(join, TIMEOUT_S).engines == ["extra/0"]
+    client = Client(launch(listener.engines["extra/0"], tmp_path))
+    assert hosts().join(join, TIMEOUT_S).engines == ["extra/0"]
+    _, payload = client.input.recv_multipart()
+    assert payload == NOT_READY
+    client.close()
 
 
 def test_hosts_share_the_replicas_of_a_stage(hosts: Hosts) -> None:

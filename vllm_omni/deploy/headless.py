@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import queue
-import time
+import secrets
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
@@ -33,8 +33,6 @@ from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.secret import Secret
 
 logger = logging.getLogger(__name__)
-
-REJOIN_S = 0.5
 
 
 def serve_stages(
@@ -64,7 +62,8 @@ def serve_stages(
     endpoint, secret_file = Endpoint.parse(join, "--join"), os.path.abspath(token_file)
     connection = HostConnection(endpoint, Secret.read(secret_file))
     prepare_environment()
-    request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), _relay_address(endpoint))
+    address, program = _relay_address(endpoint), secrets.token_hex(16)
+    request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, program)
     try:
         joined = connection.join(request, envs.VLLM_OMNI_JOIN_TIMEOUT_S)
         with _run_directory() as run_directory, run_directory.inherited():
@@ -106,23 +105,17 @@ def _join_again(connection: HostConnection, request: msg.Join, endpoint: Endpoin
 
     Raises:
         FrontEndLost: it cannot be reached for ``VLLM_OMNI_ORPHAN_S``.
+        ConfigError: another deployment is there, or another host has taken this one's place.
     """
     orphan_s = envs.VLLM_OMNI_ORPHAN_S
-    deadline = time.monotonic() + orphan_s
     logger.error("the front end at %s is lost; this host joins it again, or ends after %g s", endpoint, orphan_s)
-    while True:
-        try:
-            return connection.join(request, max(0.0, deadline - time.monotonic()))
-        except ConfigError as exc:  # it may not have noticed yet that this host was gone
-            if time.monotonic() >= deadline:
-                raise
-            logger.warning("%s", exc)
-            time.sleep(REJOIN_S)
-        except FrontEndLost as exc:
-            raise FrontEndLost(
-                f"the front end at {endpoint} was not reached for {orphan_s:g} s (VLLM_OMNI_ORPHAN_S): "
-                "the engines of this host were ended"
-            ) from exc
+    try:
+        return connection.join(request, orphan_s)
+    except FrontEndLost as exc:
+        raise FrontEndLost(
+            f"the front end at {endpoint} was not reached for {orphan_s:g} s (VLLM_OMNI_ORPHAN_S): "
+            "the engines of this host were ended"
+        ) from exc
 
 
 class _Host:

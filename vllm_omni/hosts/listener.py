@@ -46,6 +46,7 @@ class Peer:
 
     name: bytes  # of its connection, in ZMQ
     address: str
+    program: str
     engines: list[RemoteEngine] = field(default_factory=list)
 
 
@@ -244,7 +245,7 @@ class HostListener:
             logger.warning("host %s cannot join: %s", join.address, exc)
             self._send(name, msg.Rejected(str(exc)[: msg.MAX_TEXT]))
             return
-        peer = self._peers[name] = Peer(name, join.address, engines)
+        peer = self._peers[name] = Peer(name, join.address, join.program, engines)
         self._send(name, msg.Joined([engine.name for engine in engines], self._config))
         for engine in engines:
             logger.info("stage %s: host %r has joined from %s", engine.name, engine.host, peer.address)
@@ -264,6 +265,8 @@ class HostListener:
             raise ConfigError(f"it differs from the front end's host: {'; '.join(different)}")
         if name in self._peers or len(self._peers) >= MAX_PEERS:
             raise ConfigError(f"it has joined already, or {MAX_PEERS} others have")
+        for peer in [one for one in self._peers.values() if one.program == join.program]:
+            self._lose(peer.name)  # it has ended that connection, which is not noticed yet
         found: list[RemoteEngine] = []
         for stage in join.stages:
             found.append(self._find_engine(stage, found))

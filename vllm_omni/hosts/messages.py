@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import zmq
 
-PROTOCOL = 1
+PROTOCOL = 2
 PART_BYTES = 1 << 20
 MAX_PART_BYTES = 4 << 20  # also of a struct: the deployment is one
 MAX_STAGES = 4096
@@ -50,6 +50,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     stages: Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     address: Text  # where the host's relays listen
+    program: Text  # of the host, unlike any other's: its next connection takes the place of one that is not yet lost
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

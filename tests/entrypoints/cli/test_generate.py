@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from tests import zygote
 from tests.e2e.graphs.pipelines import GraphsPipeline
 from tests.entrypoints.test_cli import rejected
 from tests.reference.media import make_audio, make_image, make_video, write_mp4, write_png, write_wav
@@ -236,14 +236,8 @@ def test_prompt_with_media_is_answered_in_text_and_speech(tiny_checkpoint: Path,
     prompt = ["--prompt", "-", "--system", "Be brief.", "--image", "a picture.png", "--audio", "sound.wav"]
     answer = ["--max-tokens=8", "--seed=3", "--speaker=Ethan", f"--output={tmp_path}/new/answer.flac", "--json"]
     small = ["--enforce-eager", "--max-model-len=2048", "--stage=talker.default_sampling_params.max_tokens=20"]
-    result = subprocess.run(
-        [VLLM_OMNI, "generate", tiny_checkpoint, *prompt, *answer, *small],
-        input=QUESTION,
-        capture_output=True,
-        text=True,
-        cwd=media,
-        timeout=250,
-    )
+    command = [VLLM_OMNI, "generate", tiny_checkpoint, *prompt, *answer, *small]
+    result = zygote.run(command, input=QUESTION, cwd=media, timeout=250)
     assert result.returncode == 0, result.stderr
     (line,) = result.stdout.splitlines()  # nothing that stages and libraries print
     answered = json.loads(line)

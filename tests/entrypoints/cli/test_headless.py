@@ -96,3 +96,14 @@ def test_a_dry_run_plans_for_this_host_and_names_the_rest(
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["thinker", "token2wav"]
     assert lines[-1] == "not planned, each host divides its own devices: talker (box-a)"
+
+
+def test_a_dry_run_names_the_instances_on_other_hosts(
+    capfd: pytest.CaptureFixture[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    hosts = ["--epd=E:1,P:1,D:1", "--stage=thinker.host=[box-e, null, box-d]"]
+    main(["serve", str(tiny_checkpoint), "--dry-run", *hosts, "--max-model-len=1024"])
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["thinker/P0", "talker", "token2wav"]
+    assert lines[-1].endswith("its own devices: thinker/E0 (box-e), thinker/D0 (box-d)")

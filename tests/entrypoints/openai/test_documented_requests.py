@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import soundfile
 
-from tests import machine
+from tests import machine, zygote
 from tests.documents import ROOT, Block, read_blocks
 from tests.server import NUM_CODES, STAGES, Server, ask
 from tests.shared_engines import QWEN_SERVER, SharedEngines
@@ -99,7 +99,7 @@ def run_bench(server: Server, checkpoint: Path, cwd: Path, *flags: str) -> str:
     """``vllm bench serve`` with three prompts."""
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", *flags]
     command += ["--base-url", server.url, "--tokenizer", str(checkpoint), "--num-prompts", "3"]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    result = zygote.run(command, cwd=cwd, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -173,7 +173,7 @@ def test_a_server_that_rejects_the_first_request_ends_the_client(server: Server,
     flags = "--omni --backend omni-images --model tiny --dataset-name random --num-prompts 1".split()
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", *flags, "--ready-check-timeout-sec", "1"]
     command += ["--tokenizer", str(checkpoint), "--base-url", server.url]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = zygote.run(command, timeout=200)
     assert result.returncode != 0
     assert "404" in result.stderr
 
