@@ -73,6 +73,9 @@ READ_LATE = (
     "PATH",
     "PYTHONPATH",
     "TORCHDYNAMO_DISABLE",
+    "UCX_NET_DEVICES",
+    "UCX_TCP_BRIDGE_ENABLE",
+    "UCX_TLS",
     "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_LOGGING_LEVEL",
     "VLLM_MEDIA_FETCH_MAX_RETRIES",
@@ -200,6 +203,11 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, directory: 
 
 
 _ZYGOTE = _Zygote()
+
+
+def ensure_running() -> None:
+    """Start the process that forks programs now, for a test that counts processes."""
+    _ZYGOTE.can_fork(os.environ)
 
 
 def stand_in(command: Sequence[Any], environ: Mapping[str, str]) -> list[str]:

@@ -34,8 +34,10 @@ ORPHAN_S = 8.0
 class Deployment:
     """A front end in this process, and a host for each stage."""
 
-    def __init__(self, net: Network, checkpoint: Path, token: Path, logs: Path, stages: Mapping[str, str]) -> None:
-        self.net, self.checkpoint, self.token, self.logs = net, checkpoint, token, logs
+    def __init__(
+        self, net: Network, checkpoint: Path, token: Path, logs: Path, stages: Mapping[str, str], flags: Sequence[str]
+    ) -> None:
+        self.net, self.checkpoint, self.token, self.logs, self.flags = net, checkpoint, token, logs, flags
         self.hosts = {stage: net.add() for stage in stages}
         self.omni: OmniLLM
 
@@ -46,6 +48,7 @@ class Deployment:
         """Start the program of a stage's host."""
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(self.checkpoint), "--omni", "--headless"]
         command += [f"--stage={stage}", f"--join={self.net.address}:{PORT}", f"--token-file={token or self.token}"]
+        command += self.flags
         return self.hosts[stage].start(command, log or self.log(stage), VLLM_OMNI_ORPHAN_S=str(ORPHAN_S))
 
     def status(self, stage: str) -> StageState:
@@ -100,6 +103,7 @@ def deploy(
     stages: Mapping[str, str],
     *overrides: str,
     hosts_dir: Path,
+    flags: Sequence[str] = (),
     engine: Mapping[str, Any] = SMALL,
 ) -> Iterator[Deployment]:
     """Start a host for each of these engines, and the front end; all end.
@@ -108,6 +112,7 @@ def deploy(
         directory: for logs and the secret.
         stages: name of an engine -> its host in the deployment, each with one engine.
         hosts_dir: with a short path.
+        flags: of each host's command, others than those by which it joins.
         engine: arguments of every engine, and others of ``OmniLLM``.
     """
     print(machines.why_not() or "hosts are network namespaces")
@@ -115,7 +120,7 @@ def deploy(
     token.write_text("s" * MIN_BYTES)
     token.chmod(0o600)
     with network(hosts_dir) as net:
-        made = Deployment(net, checkpoint, token, directory, stages)
+        made = Deployment(net, checkpoint, token, directory, stages, flags)
         for stage in stages:  # before there is a front end
             made.join(stage)
         listen = {"listen": f"{net.address}:{PORT}", "token_file": str(token)}

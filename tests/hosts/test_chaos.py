@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import machine
-from tests.fuzz import ONLY_SEED, SCALE, num_cases
+from tests import machine, zygote
+from tests.fuzz import ONLY_SEED, num_cases
 from tests.hosts import deployments
 from tests.hosts.chaos import (
     IDLE_S,
@@ -38,16 +38,16 @@ from tests.hosts.deployments import Deployment, deploy, wait_for
 from vllm_omni.process.proc import SHM
 from vllm_omni.testing import qwen2_5_omni as tiny
 
-NUM_EVENTS = 8  # at FUZZ=1
+NUM_SEEDS = 3
+NUM_EVENTS = 6  # of each, at FUZZ=1
 EVENT_TIMEOUT_S = 60.0  # 8 s, on a machine that is busy with other tests
 
 pytestmark = [
     pytest.mark.fuzz,
     pytest.mark.long,
-    pytest.mark.skipif(SCALE <= 1 and ONLY_SEED is None, reason="by make fuzz: few seeds have run so far"),
-    pytest.mark.timeout(300 + EVENT_TIMEOUT_S * num_cases(NUM_EVENTS)),
+    pytest.mark.timeout(300 + EVENT_TIMEOUT_S * NUM_SEEDS * num_cases(NUM_EVENTS)),
 ]
-MOST = 60  # of one seed
+MOST = 60  # events of one seed; further ones are those of further seeds
 HOSTS = ("box-c", "box-a", "box-b")
 RESTARTS = {"VLLM_OMNI_STAGE_RESTARTS": "1000", "VLLM_OMNI_STAGE_RESTART_WINDOW_S": "3"}
 
@@ -59,6 +59,7 @@ def test_a_shorter_schedule_is_the_start_of_a_longer_one() -> None:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     machine.require("networks")
+    zygote.ensure_running()
     before = _processes()
     overrides = [f"thinker.host={HOSTS[0]}", "talker.replicas=2", f"talker.host=[{', '.join(HOSTS[1:])}]"]
     overrides += [f"{LOCAL}.max_replicas={MAX_LOCAL}"]
@@ -97,15 +98,13 @@ def alone(deployment: Deployment) -> dict[Question, Reply]:
 
 def _seeds() -> Iterator[tuple[int, int]]:
     """Seeds, and the number of events of each."""
-    number = num_cases(NUM_EVENTS)
+    number = min(num_cases(NUM_EVENTS), MOST)
     if ONLY_SEED is not None:
-        yield ONLY_SEED, min(number, MOST)
+        yield ONLY_SEED, number
         return
-    for seed in range(int(os.environ.get("FUZZ_FIRST_SEED", "1")), 1_000_000_000):
-        if number <= 0:
-            return
-        yield seed, min(number, MOST)
-        number -= MOST
+    first = int(os.environ.get("FUZZ_FIRST_SEED", "1"))
+    for seed in range(first, first + max(NUM_SEEDS, NUM_SEEDS * num_cases(NUM_EVENTS) // MOST)):
+        yield seed, number
 
 
 def test_requests_under_chaos_are_answered_as_alone_or_fail_by_name_and_leave_nothing(

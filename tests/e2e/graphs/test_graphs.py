@@ -54,12 +54,12 @@ SHAPE = replace(llava.TINY, hidden_size=32, num_heads=1)
 """The writer's hidden states are as wide as the encoded texts that the painter reads."""
 
 
-def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
+def build(directory: Path) -> tuple[Path, list[str]]:
+    """The checkpoint of the pipeline, and settings of its stages."""
     painter = diffusion.build(directory / "painter", "z-image")
-    return AsyncOmni(
+    return (
         llava.build(directory / "writer", SHAPE),
-        pipeline=GraphsPipeline,
-        stage_overrides=[
+        [
             f"critic.model={llava.build(directory / 'critic', seed=1)}",
             f"painter.model={painter}",
             "writer.dtype=float32",
@@ -69,9 +69,13 @@ def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
             "critic.max_model_len=256",
             "writer.enforce_eager=true",
             "critic.enforce_eager=true",
-            *stage_overrides,
         ],
     )
+
+
+def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
+    model, settings = build(directory)
+    return AsyncOmni(model, pipeline=GraphsPipeline, stage_overrides=[*settings, *stage_overrides])
 
 
 @pytest.fixture(scope="module")
@@ -293,23 +297,30 @@ def encoded(omni: AsyncOmni) -> Iterator[AsyncOmni]:
 
 @pytest.fixture(scope="module")
 async def answers(omni: AsyncOmni) -> dict[str, OmniRequestOutput]:
+    return await ask_all(omni)
+
+
+async def ask_all(omni: AsyncOmni) -> dict[str, OmniRequestOutput]:
     """By graph; without graph calls, whose other outputs end when the last one that completes them does."""
     return {graph: await ask(omni, graph) for graph, plan in omni.orchestrator.models.items() if not plan.until}
+
+
+def assert_equal(answer: OmniRequestOutput, expected: OmniRequestOutput) -> None:
+    for one, other in zip(answer.outputs, expected.outputs, strict=True):
+        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+    assert answer.multimodal_output.keys() == expected.multimodal_output.keys()
+    for name, value in expected.multimodal_output.items():
+        made = answer.multimodal_output[name]
+        assert torch.equal(made, value) if isinstance(value, torch.Tensor) else made == value
+    assert answer.stage_durations.keys() == expected.stage_durations.keys()
+    assert answer.latency_parts.keys() == expected.latency_parts.keys()
 
 
 async def test_answers_are_the_same_where_every_message_is_encoded(
     answers: dict[str, OmniRequestOutput], encoded: AsyncOmni
 ) -> None:
     for graph, expected in answers.items():
-        answer = await ask(encoded, graph)
-        for one, other in zip(answer.outputs, expected.outputs, strict=True):
-            assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
-        assert answer.multimodal_output.keys() == expected.multimodal_output.keys()
-        for name, value in expected.multimodal_output.items():
-            made = answer.multimodal_output[name]
-            assert torch.equal(made, value) if isinstance(value, torch.Tensor) else made == value
-        assert answer.stage_durations.keys() == expected.stage_durations.keys()
-        assert answer.latency_parts.keys() == expected.latency_parts.keys()
+        assert_equal(await ask(encoded, graph), expected)
     for engine in encoded.orchestrator.engines.values():
         assert not any(one["num_leases"] for rank in await engine.relay_statistics() for one in rank.values())
 
