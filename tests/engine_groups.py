@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/hosts/test_front_end.py",
         "tests/hosts/test_epd.py",
         "tests/hosts/test_graphs.py",
+        "tests/hosts/test_pool.py",
         "tests/hosts/test_transports.py",
         "tests/hosts/test_ray.py",
     ),

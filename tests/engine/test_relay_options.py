@@ -170,6 +170,14 @@ def test_the_relays_of_a_front_end_may_listen_elsewhere_than_hosts_join(
     assert options_of(config, "thinker").host == "127.0.0.3"
 
 
+def test_a_pool_of_hosts_is_read_where_hosts_join(model: Path) -> None:
+    pool = {"memory_bytes": 1 << 20, "redis": "redis://10.0.0.9:6379"}
+    with pytest.raises(ConfigError, match=r"VLLM_OMNI_RELAY_HOST, which is '127.0.0.1': set it .* by --listen"):
+        options_of(load_config(model, kv_pool=pool), "thinker")
+    elsewhere = {"stage_overrides": ["thinker.host=box-a"], "listen": "127.0.0.1:7654", "token_file": "token"}
+    options_of(load_config(model, kv_pool=pool, **elsewhere), "thinker")  # the host's own address is not known here
+
+
 @pytest.mark.parametrize("transport", ["shm", "local"])
 def test_an_edge_between_hosts_rejects_what_shares_memory(model: Path, transport: str) -> None:
     edges = {"edges": {"thinker->talker": {"transport": transport}}}

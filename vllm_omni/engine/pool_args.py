@@ -18,7 +18,6 @@ from msgspec import structs
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from vllm_omni import envs
 from vllm_omni.config.kv_pool import KVPoolConfig
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv.pool.checkpoint import checkpoint_digest
@@ -46,7 +45,6 @@ def offloading_connector(pool: KVPoolConfig, stage: str) -> dict[str, Any]:
         "disk_bytes": pool.disk_bytes,
         "directory": pool.directory or "",
         "redis": pool.redis or "",
-        "host": envs.VLLM_OMNI_RELAY_HOST,
         "token_file": os.path.abspath(pool.token_file) if pool.token_file else "",
     }
     return {
@@ -83,8 +81,7 @@ def check_hosts(pool: KVPoolConfig) -> None:
     """Check what an engine needs to share pages with other hosts. Redis need not be there: pages stay here until it is.
 
     Raises:
-        ConfigError: the URL is none of Redis, or this host's address is missing, or cannot be listened at; or the token
-            file cannot be used.
+        ConfigError: the URL is none of Redis, or the token file cannot be used.
         MissingDependency: the extra ``redis`` is not installed.
     """
     if pool.redis is None:
@@ -97,11 +94,23 @@ def check_hosts(pool: KVPoolConfig) -> None:
             Secret.read(pool.token_file)
         except ConfigError as exc:
             raise ConfigError(f"kv_pool.token_file: {exc}") from exc
-    host = envs.VLLM_OMNI_RELAY_HOST
+
+
+def check_address(pool: KVPoolConfig, host: str) -> None:
+    """Check that other hosts can read an engine's pages.
+
+    Args:
+        host: where the engine's relays listen.
+
+    Raises:
+        ConfigError: they cannot reach this address, or it cannot be listened at.
+    """
+    if pool.redis is None:
+        return
     if _is_loopback(host) and not _is_loopback(urlsplit(pool.redis).hostname):
         raise ConfigError(
             f"kv_pool.redis = {hide_password(pool.redis)!r}: other hosts read pages at VLLM_OMNI_RELAY_HOST, which is "
-            f"{host!r}: set it to the address at which they reach this one"
+            f"{host!r}: set it to the address at which they reach this one, or give that by --listen"
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

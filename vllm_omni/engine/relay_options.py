@@ -14,6 +14,7 @@ from vllm_omni.engine.cache_edges import cache_edges
 from vllm_omni.engine.edge_checks import WholeEdges, why_not_streamed
 from vllm_omni.engine.graph_checks import published_edges, whole_edges
 from vllm_omni.engine.memory import devices_of
+from vllm_omni.engine.pool_args import check_address
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.stage_edges import StageEdge
 from vllm_omni.errors import ConfigError
@@ -33,19 +34,22 @@ def make_relay_options(
     """Choose the transports of one engine, one for each edge on which it publishes.
 
     Raises:
-        ConfigError: an edge has a setting that it cannot honour where its stages run.
+        ConfigError: an edge has a setting that it cannot honour where its stages run, or other hosts are to read its
+            pages, and cannot reach it.
     """
-    deployment = engine.config.deployment
+    deployment, is_here = engine.config.deployment, engine.config.host_of() is None
+    if engine.config.pool is not None and is_here:
+        check_address(engine.config.pool, relay_host(config))
     migrates = _migrates(engine)
     num_bytes = (deployment.relay_bytes if migrates else None) or envs.VLLM_OMNI_RELAY_BYTES
     transport = "inline"
-    there = Placement(same_host=engine.config.host_of() is None)
+    there = Placement(same_host=is_here)
     if migrates:
         device = engine.vllm_config.device_config.device_type
-        is_here = _hosts(config.stage(engine.config.name)) == {None}
-        placement = Placement(same_host=is_here, devices=(device, device))
+        are_here = _hosts(config.stage(engine.config.name)) == {None}
+        placement = Placement(same_host=are_here, devices=(device, device))
         # Wherever they are, the front end must reach the leases, which it ends.
-        edge = f"{engine.name}->instances{'' if is_here else ' and front end'}"
+        edge = f"{engine.name}->instances{'' if are_here else ' and front end'}"
         transport = choose_backend(deployment.transport, placement, edge)
     elif (caches := _caches_of(engine, plans)) is not None:
         transport = _cache_transport(*caches, engines_of, config)

@@ -321,6 +321,11 @@ def process_hub(additional_config: Mapping[str, Any]) -> RelayHub:
     """Return the hub of a stage's process, which scheduler and runner may share."""
     global _process_hub
     if _process_hub is None:
-        options = additional_config.get(OPTIONS)
-        _process_hub = RelayHub(RelayOptions() if options is None else msgspec.convert(options, RelayOptions))
+        _process_hub = RelayHub(unpack_options(additional_config))
     return _process_hub
+
+
+def unpack_options(additional_config: Mapping[str, Any]) -> RelayOptions:
+    """The options of a stage's process."""
+    options = additional_config.get(OPTIONS)
+    return RelayOptions() if options is None else msgspec.convert(options, RelayOptions)

@@ -45,6 +45,8 @@ from vllm_omni.kv.pool.ownership import slab_directory
 from vllm_omni.kv.pool.remote_pages import FoundPage, Place
 from vllm_omni.kv.pool.slab import Slab
 from vllm_omni.kv.pool.store import PageStore
+from vllm_omni.process.tether import stage_sections
+from vllm_omni.relay.hub import unpack_options
 from vllm_omni.relay.secret import Secret
 
 if TYPE_CHECKING:
@@ -75,8 +77,8 @@ class PoolTier(SecondaryTierManager):
         disk_bytes: of this engine's segment there.
         directory: of the slabs; "": in shared memory.
         redis: URL of the directory of several hosts; "": pages of other hosts are not read.
-        host: address at which other hosts read this one's slab, which it must have.
-        token_file: of the secret of these hosts; "": they have none.
+        host: address at which other hosts read this one's slab, which it must have; "": that of the stage's relays.
+        token_file: of the secret of these hosts; "": that of the deployment, if it has one.
 
     Raises:
         ConfigError: no room for a page, or a directory that cannot be used.
@@ -108,7 +110,8 @@ class PoolTier(SecondaryTierManager):
         layout = pool_layout(offloading_spec, f"{stage} {identity}", self.block_size_bytes, revision or None)
         slabs = Path(directory) if directory else slab_directory()
         self._slab = self._disk = None
-        self._hosts = _hosts(redis, layout, token_file) if redis else None
+        relay = unpack_options(stage_sections())
+        self._hosts = _hosts(redis, layout, token_file or relay.secret_file) if redis else None
         if memory_bytes:
             num_slots = max(1, memory_bytes // self.block_size_bytes)
             self._slab = Slab(layout, self.block_size_bytes, num_slots, directory=slabs, **_asked(self._hosts))
@@ -119,7 +122,7 @@ class PoolTier(SecondaryTierManager):
         self._are_peers_read = False  # in this iteration of the scheduler
         if self._hosts is not None:
             assert self._slab is not None, "the configuration was checked"
-            self._hosts.start(self._slab, host)
+            self._hosts.start(self._slab, host or relay.host)
         self._remote = None if self._hosts is None else self._hosts.pages
         media = {"memory": self._slab, "disk": self._disk}
         self._metrics = TierMetrics(
