@@ -155,6 +155,11 @@ class Network:
         self.hosts.append(Host(address, directory, namespace, outer))
         return self.hosts[-1]
 
+    @property
+    def devices(self) -> list[str]:
+        """The names of its network devices, here and on its hosts."""
+        return [self._name, *(f"{self._name}i{number}" for number in range(2, len(self.hosts) + 2))]
+
     def close(self) -> None:
         for host in self.hosts:
             host.kill()
