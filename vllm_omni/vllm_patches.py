@@ -46,8 +46,9 @@ Function, and what it replaces  Why                                           Up
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
  that make groups               that has no other rank
-``start_engine_cores_in``       A stage is forked from a process that has     a start method "forkserver" in
- the function of a module that  imported vLLM, instead of importing it again  VLLM_WORKER_MULTIPROC_METHOD
+``start_engine_cores_in``,      A stage and its ranks are forked from a       a start method "forkserver" in
+``start_workers_in``            process that has imported vLLM, instead of    VLLM_WORKER_MULTIPROC_METHOD
+ the function of a module that  importing it again
  chooses the start method
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and the handlers of OpenAI's routes
@@ -290,6 +291,14 @@ def start_engine_cores_in(context: Callable[[], BaseContext | None]) -> None:
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: context() or get_mp_context()
+
+
+def start_workers_in(context: Callable[[], BaseContext | None]) -> None:
+    """The same for the workers of an engine core's ranks."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: context() or get_mp_context()
 
 
 def filter_logs(log_filter: logging.Filter) -> None:

@@ -426,7 +426,7 @@ def test_worker_killed_fails_requests_at_once_and_its_stage_comes_back(run: Run,
     (pid,) = program.wait_for_event(r"language has pid (\d+), life 1").groups()
     program.wait_for_event("generating")
     engine_core = psutil.Process(int(pid))
-    processes = [engine_core, *engine_core.children()]
+    processes = [engine_core, *(one for one in program.processes() if "::Worker_TP" in " ".join(one.cmdline()))]
     shared_memory = mapped_shared_memory(processes)
     assert len(processes) == 3
     assert any("/vllm-omni-" in path for path in shared_memory)

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from vllm_omni.process import fork_server
-from vllm_omni.process.fork_server import ForkServer, StageContext, forked_stages, stage_context
+from vllm_omni.process.fork_server import ForkServer, StageContext, forked_stages, stage_context, worker_context
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 
 
@@ -50,6 +51,43 @@ def pid_of_server() -> int:
 
 def test_a_stage_is_forked_from_the_fork_server(tmp_path: Path) -> None:
     assert said(tmp_path / "said")[0] == str(pid_of_server())
+
+
+def fork_another(path: Path, has_changed: bool) -> None:
+    if has_changed:
+        os.environ["OMP_NUM_THREADS"] = "3"
+    context = worker_context()
+    if context is None:
+        path.write_text("spawned by vLLM's choice")
+        return
+    another = context.Process(target=say, args=(path,))
+    another.start()
+    another.join(TIMEOUT_S)
+    assert another.exitcode == 0
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_a_forked_process_has_the_fork_server_fork_its_own_while_the_environment_is_the_same(
+    tmp_path: Path, has_changed: bool
+) -> None:
+    program = f"""if True:
+        from pathlib import Path
+        from multiprocessing import forkserver
+        from tests.process.test_fork_server import fork_another
+        from vllm_omni.process.fork_server import FORK_SERVER, StageContext
+        FORK_SERVER._preloaded = ["tests.process.serving_descendants"]
+        process = StageContext().Process(target=fork_another, args=(Path("said").absolute(), {has_changed}))
+        process.start()
+        process.join({TIMEOUT_S})
+        print(process.exitcode, forkserver._forkserver._forkserver_pid)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    code, pid = ran.stdout.split()[-2:]
+    assert code == "0"
+    expected = "spawned by vLLM's choice" if has_changed else pid
+    assert (tmp_path / "said").read_text().splitlines()[0] == expected
 
 
 def test_a_forked_process_has_the_variables_that_are_read_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

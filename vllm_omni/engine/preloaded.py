@@ -17,6 +17,8 @@ import vllm_omni.core.sched.generation
 import vllm_omni.model_executor.diffusers_executor
 import vllm_omni.model_executor.generation_executor
 import vllm_omni.worker.cpu_worker  # noqa: F401
+from vllm_omni.process.fork_server import FORK_SERVER, worker_context
+from vllm_omni.vllm_patches import start_workers_in
 
 
 def _remove_socket(parent: int) -> None:
@@ -30,5 +32,7 @@ def _remove_socket(parent: int) -> None:
 
 
 atexit.register(_remove_socket, os.getppid())
+FORK_SERVER.serve_descendants()
+start_workers_in(worker_context)
 set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share

@@ -1,4 +1,4 @@
-"""``stage_context``: stages are forked from a process that has imported what they need.
+"""``stage_context``: stages and their ranks are forked from a process that has imported what they need.
 
 Importing vLLM takes a core about ten seconds, in each process of each stage and again after each restart. Python's fork
 server imports it once, and its children share that memory. It starts with the first stage, computes nothing, and ends
@@ -47,13 +47,16 @@ class ForkServer:
     def __init__(self, preloaded: list[str]) -> None:
         self._preloaded = preloaded
         self._lock = threading.Lock()
+        self._is_parent = False  # this process, or the one that it was forked from, is the fork server
         self._environment: Mapping[str, str] | None = None  # in which it was started
 
     def ensure_running(self) -> None:
         """Start it if it does not run, or if the one that runs was started in another environment.
 
-        It and its children keep the calling thread's signal mask.
+        It and its children keep the calling thread's signal mask. Nothing in a process that it has forked.
         """
+        if self._is_parent:
+            return
         with self._lock:
             environment = _read_early()
             if self._environment is not None and (self._environment != environment or not _has_directory()):
@@ -61,6 +64,21 @@ class ForkServer:
             forkserver.set_forkserver_preload(self._preloaded)
             forkserver.ensure_running()
             self._environment = environment
+
+    def serve_descendants(self) -> None:
+        """Called in the fork server: it also forks the processes of those that it has forked.
+
+        Python would start another fork server in each.
+        """
+        running: Any = forkserver._forkserver
+        running.ensure_running = lambda: None
+        self._is_parent, self._environment = True, _read_early()
+
+    def serves(self) -> bool:
+        """Whether this process was forked, and another one would be as if it had been spawned: the environment is the
+        same, and the fork server has not been left by the server.
+        """
+        return self._is_parent and self._environment == _read_early() and os.path.exists(_address())
 
     def _leave(self) -> None:
         """Leave the one that runs to its children: only it can tell how they end."""
@@ -72,6 +90,11 @@ class ForkServer:
         left = running._forkserver_pid, running._forkserver_alive_fd
         threading.Thread(target=_end, args=left, name="fork server's end", daemon=True).start()
         running._forkserver_address = running._forkserver_alive_fd = running._forkserver_pid = None
+
+
+def _address() -> str:
+    running: Any = forkserver._forkserver
+    return str(running._forkserver_address)
 
 
 def _end(pid: int, alive: int) -> None:
@@ -150,6 +173,11 @@ def forked_stages(device_type: str) -> Iterator[None]:
         yield
     finally:
         _thread.context = None
+
+
+def worker_context() -> SpawnContext | None:
+    """What starts the processes of an engine core's ranks; None: what vLLM chooses."""
+    return StageContext() if FORK_SERVER.serves() else None
 
 
 def stage_context() -> SpawnContext | None:
