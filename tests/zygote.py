@@ -67,6 +67,16 @@ SET_BY_FRONT_ENDS = (
 )
 """Environment variables that a front end sets for its stages, which are forked from the same imports as itself here."""
 
+SET_BY_IMPORTS = (
+    "AITER_SITUV2_A4W4",
+    "LD_LIBRARY_PATH",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "RAY_CLIENT_MODE",
+    "TILELANG_CLEANUP_TEMP_FILES",
+    "TRITON_CACHE_AUTOTUNING",
+)
+"""Those that imports of vLLM, and of cv2, set."""
+
 READ_LATE = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "OTEL_BSP_SCHEDULE_DELAY",
@@ -79,6 +89,8 @@ READ_LATE = (
     "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_LOGGING_LEVEL",
     "VLLM_MEDIA_FETCH_MAX_RETRIES",
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+    "VLLM_USE_V2_MODEL_RUNNER",
 )
 """Those that no import reads, or that ``_become`` applies to what was imported."""
 
@@ -94,7 +106,7 @@ def _read_by_stages() -> dict[str, str]:
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    late = (*fork_server.UNREAD, *SET_BY_FRONT_ENDS, *READ_LATE)
+    late = (*fork_server.UNREAD, *SET_BY_FRONT_ENDS, *SET_BY_IMPORTS, *READ_LATE)
     names = [name for name in environment if name not in late]
     return {name: environment[name] for name in names if not fork_server._is_read_late(name)}
 

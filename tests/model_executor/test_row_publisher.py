@@ -1,11 +1,13 @@
 """The rows of one request to several readers, each at its own pace, over the real relays."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 
 from tests.relay.test_hub import leases_end
+from vllm_omni.errors import RelayTimeout
 from vllm_omni.messages.payload import Payload
 from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.relay import StreamReader
@@ -100,12 +102,15 @@ async def test_two_readers_of_two_transports_get_every_row(hub: RelayHub, consum
 async def test_a_reader_that_is_behind_gets_its_rows_later(hub: RelayHub, consumer: RelayHub) -> None:
     producer = Producer(hub, "near", "far")
     near, far = open_streams(consumer, producer.step(0))
+    read: list[int] = []
     for number in range(1, 30):  # more than either ring holds
         producer.step(number)
         if number % 2 == 0:
-            await numbers_of(far, 2)
-    assert far.num_unread <= 1 and near.num_unread == CREDITS
+            with suppress(RelayTimeout):  # on a busy machine its credits come back after this step
+                read += reader_numbers(await far.read(timeout_s=0.5))
+    assert near.num_unread == CREDITS
     producer.rows.finish()
+    assert read + await numbers_of(far, 29 - len(read)) == list(range(1, 30))
     assert await numbers_of(near, 29) == list(range(1, 30))
     near.close()
     far.close()

@@ -28,10 +28,18 @@ from vllm_omni.vllm_patches import start_engine_cores_in
 UNREAD = ("PYTEST_CURRENT_TEST",)
 """Environment variables that no process of a stage reads, and that change in a program that starts several servers."""
 
-READ_LATE = ("TMPDIR", "VLLM_RPC_BASE_PATH", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
+READ_LATE = (
+    "TMPDIR",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_RPC_BASE_PATH",
+    "LOCAL_WORLD_SIZE",
+    "VLLM_DIST_IDENT",
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+    "VLLM_USE_V2_MODEL_RUNNER",
+)
 """Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
 
-vLLM sets the last two for each engine on a CPU.
+vLLM, and its plugin, set the last four when an engine is made.
 """
 
 POLL_S = 1.0

@@ -163,7 +163,10 @@ async def test_edited_images_are_answered_by_url(editor: httpx.AsyncClient) -> N
     first, second = [one["url"] for one in answer["data"]]
     assert first.startswith("http://server/v1/files/file-") and f"expires={answer['expires_at']}&" in first
     fetched = await editor.get(first)
-    assert (fetched.headers["content-type"], fetched.content) == ("image/png", base64.b64decode(expected))
+    assert fetched.headers["content-type"] == "image/png"
+    # Two images may be computed in one batch, in which sums are rounded otherwise.
+    pixels, alone = (decode_image(one).int() for one in (fetched.content, base64.b64decode(expected)))
+    assert (pixels - alone).abs().max() <= 8
     assert (await editor.get(second)).content != fetched.content
     assert [set(one) for one in answer["data"]] == [{"url"}, {"url"}]
 
