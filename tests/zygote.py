@@ -33,6 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import setproctitle
+
 from vllm_omni import envs
 from vllm_omni.process import fork_server
 
@@ -238,6 +240,7 @@ def _serve(control: socket.socket, listener: socket.socket) -> tuple[dict[str, A
     """Fork programs until the process that runs tests has ended; returns in each, what it is to be, or None here."""
     for name in IMPORTED:
         importlib.import_module(name)
+    setproctitle.getproctitle()  # it finds what it writes to by the environment, which changes in programs
     gc.collect()
     gc.freeze()  # a collection would write to, and thereby copy, pages that all programs share
     while True:

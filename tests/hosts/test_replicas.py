@@ -14,7 +14,6 @@ from tests.hosts.deployments import (
     TIMEOUT_S,
     Deployment,
     answer,
-    answers_of_one_machine,
     assert_equal,
     deploy,
     wait_for,
@@ -24,23 +23,12 @@ from vllm_omni.entrypoints.openai.draining import draining_router
 from vllm_omni.errors import StageFailed
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.process.status import StageState
-from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 NUM_UNDER_LOAD = 12
 NUM_CLIENTS = 2  # that ask without a pause while a host leaves and returns
 KILLED_AFTER_S = (0.05, 0.2)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[OmniRequestOutput]:
-    return answers_of_one_machine(checkpoint)
 
 
 @pytest.fixture(scope="module")

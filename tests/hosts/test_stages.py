@@ -24,7 +24,6 @@ from tests.hosts.deployments import (
     TIMEOUT_S,
     Deployment,
     answer,
-    answers_of_one_machine,
     assert_equal,
     deploy,
     wait_for,
@@ -37,16 +36,6 @@ from vllm_omni.testing import qwen2_5_omni as tiny
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # units: tests/hosts/test_joining.py
 
 STAGES = {"thinker": "box-a", "talker": "box-b", "token2wav": "box-c"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[OmniRequestOutput]:
-    return answers_of_one_machine(checkpoint)
 
 
 @pytest.fixture(scope="module")
