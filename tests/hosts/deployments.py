@@ -35,7 +35,13 @@ class Deployment:
     """A front end in this process, and a host for each stage."""
 
     def __init__(
-        self, net: Network, checkpoint: Path, token: Path, logs: Path, stages: Mapping[str, str], flags: Sequence[str] = ()
+        self,
+        net: Network,
+        checkpoint: Path,
+        token: Path,
+        logs: Path,
+        stages: Mapping[str, str],
+        flags: Sequence[str] = (),
     ) -> None:
         self.net, self.checkpoint, self.token, self.logs, self.flags = net, checkpoint, token, logs, flags
         self.hosts = {stage: net.add() for stage in stages}
