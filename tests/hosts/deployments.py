@@ -111,7 +111,6 @@ def deploy(
     hosts_dir: Path,
     flags: Sequence[str] = (),
     engine: Mapping[str, Any] = SMALL,
-    prepare: Callable[[Network], None] = lambda net: None,
 ) -> Iterator[Deployment]:
     """Start a host for each of these engines, and the front end; all end.
 
@@ -121,7 +120,6 @@ def deploy(
         hosts_dir: with a short path.
         flags: of each host's command, others than those by which it joins.
         engine: arguments of every engine, and others of ``OmniLLM``.
-        prepare: is called before anything starts on the hosts.
     """
     print(machines.why_not() or "hosts are network namespaces")
     token = directory / "token"
@@ -129,7 +127,6 @@ def deploy(
     token.chmod(0o600)
     with network(hosts_dir) as net:
         made = Deployment(net, checkpoint, token, directory, stages, flags)
-        prepare(net)
         for stage in stages:  # before there is a front end
             made.join(stage)
         listen = {"listen": f"{net.address}:{PORT}", "token_file": str(token)}

@@ -52,10 +52,10 @@ class Host:
         directory: of its own, which no other host sees.
     """
 
-    def __init__(self, address: str, directory: Path, namespace: str, link: str) -> None:
+    def __init__(self, address: str, directory: Path, namespace: str, link: str, device: str) -> None:
         self.address = address
         self.directory = directory
-        self._namespace, self._link = namespace, link
+        self._namespace, self._link, self._device = namespace, link, device
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
@@ -67,6 +67,8 @@ class Host:
             inner = zygote.stand_in(command, environ)
             how = "exec" if inner != command else ""
             enter = ["sh", "-c", ENTER.format(directory=self.directory, how=how), "sh"]
+            # UCX takes hosts of one kernel for one, and would use shared memory or the loopback device.
+            environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self._device}
             command = ["ip", "netns", "exec", self._namespace, *unshare, *enter, *inner]
         else:
             environ |= {"VLLM_OMNI_RELAY_HOST": self.address}
@@ -142,7 +144,7 @@ class Network:
         directory = self._directory / f"h{number}"
         directory.mkdir()
         if why_not():
-            self.hosts.append(Host(f"127.0.1.{number}", directory, "", ""))
+            self.hosts.append(Host(f"127.0.1.{number}", directory, "", "", ""))
             return self.hosts[-1]
         namespace, inner, outer = (f"{self._name}{kind}{number}" for kind in "nio")
         address = f"10.77.{self._third}.{number}"
@@ -152,13 +154,8 @@ class Network:
         for words in (["lo", "up"], [inner, "up"]):
             ip("-n", namespace, "link", "set", *words)
         ip("-n", namespace, "addr", "add", f"{address}/24", "dev", inner)
-        self.hosts.append(Host(address, directory, namespace, outer))
+        self.hosts.append(Host(address, directory, namespace, outer, inner))
         return self.hosts[-1]
-
-    @property
-    def devices(self) -> list[str]:
-        """The names of its network devices, here and on its hosts."""
-        return [self._name, *(f"{self._name}i{number}" for number in range(2, len(self.hosts) + 2))]
 
     def close(self) -> None:
         for host in self.hosts:
