@@ -46,10 +46,11 @@ Function, and what it replaces  Why                                           Up
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
  torch.distributed's functions  a second each; vLLM makes twelve for a rank   backend
  that make groups               that has no other rank
-``start_engine_cores_in``,      A stage and its ranks are forked from a       a start method "forkserver" in
-``start_workers_in``            process that has imported vLLM, instead of    VLLM_WORKER_MULTIPROC_METHOD
- the function of a module that  importing it again
+``start_engine_cores_in``       A stage is forked from a process that has     a start method "forkserver" in
+ the function of a module that  imported vLLM, instead of importing it again  VLLM_WORKER_MULTIPROC_METHOD
  chooses the start method
+``start_workers_in``            The ranks of an engine are forked likewise    the same
+ the same of another module
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and the handlers of OpenAI's routes
 ==============================  ============================================  =======================================
