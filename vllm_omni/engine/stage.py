@@ -231,7 +231,7 @@ class StageEngine(StageNode):
         """End the engine's processes; does nothing when it was not started."""
         if self._llm is not None:
             self._llm.shutdown(timeout=envs.VLLM_OMNI_STAGE_SHUTDOWN_TIMEOUT_S)
-            self._started.kill()  # of a core that is stuck, vLLM kills its children, and ranks are none
+            self._started.kill()  # vLLM kills a core that is stuck, but not its forked ranks
 
     def remove(self) -> None:
         """End the engine's processes and remove what they left; the server runs on."""

@@ -83,7 +83,7 @@ def make(tmp_path: Path, redis: Server, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     def make(name: str, limits: Limits = PATIENT, **options: object) -> World:
         monkeypatch.setattr(tier_module, "_hosts", partial(_hosts_of, limits))
-        given = {"redis": redis.url, "host": "127.0.0.1", "memory_bytes": ROOM, **options}
+        given = {"redis": redis.url, "memory_bytes": ROOM, **options}
         worlds.append(World(tmp_path / name, **given))
         return worlds[-1]
 

@@ -76,8 +76,8 @@ class PoolTier(SecondaryTierManager):
         disk: directory of the pages on disk; "": none.
         disk_bytes: of this engine's segment there.
         directory: of the slabs; "": in shared memory.
-        redis: URL of the directory of several hosts; "": pages of other hosts are not read.
-        host: address at which other hosts read this one's slab, which it must have; "": that of the stage's relays.
+        redis: URL of the directory of several hosts, which read this slab where the stage's relays listen; "": pages of
+            other hosts are not read.
         token_file: of the secret of these hosts; "": that of the deployment, if it has one.
 
     Raises:
@@ -102,7 +102,6 @@ class PoolTier(SecondaryTierManager):
         disk_bytes: int = 0,
         directory: str = "",
         redis: str = "",
-        host: str = "",
         token_file: str = "",
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -122,7 +121,7 @@ class PoolTier(SecondaryTierManager):
         self._are_peers_read = False  # in this iteration of the scheduler
         if self._hosts is not None:
             assert self._slab is not None, "the configuration was checked"
-            self._hosts.start(self._slab, host or relay.host)
+            self._hosts.start(self._slab, relay.host)
         self._remote = None if self._hosts is None else self._hosts.pages
         media = {"memory": self._slab, "disk": self._disk}
         self._metrics = TierMetrics(
