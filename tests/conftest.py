@@ -20,6 +20,7 @@ from _pytest.unraisableexception import collect_unraisable
 from tests import machine, shared_memory
 from tests.engine_groups import place_of
 from tests.shared_engines import SharedEngines
+from vllm_omni.entrypoints.cli import quiet
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
 for name, value in {
@@ -180,6 +181,15 @@ def results_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_OMNI_FILES_DIR", str(tmp_path_factory.mktemp("results")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def commands_silence_libraries_for_their_time() -> Iterator[None]:
+    """A process whose environment has changed would start another fork server, with ten seconds of imports."""
+    unset = {*quiet.VARIABLES, *quiet.SERVER_VARIABLES} - os.environ.keys()
+    yield
+    for name in unset:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,6 +36,7 @@ from typing import Any
 import setproctitle
 
 from vllm_omni import envs
+from vllm_omni.entrypoints.cli.quiet import SERVER_VARIABLES
 from vllm_omni.process import fork_server
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -66,6 +67,7 @@ SET_BY_FRONT_ENDS = (
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_WORKER_MULTIPROC_METHOD",
+    *SERVER_VARIABLES,
 )
 """Environment variables that a front end sets for its stages, which are forked from the same imports as itself here."""
 
@@ -97,13 +99,13 @@ READ_LATE = (
 
 
 def _read_by_stages() -> dict[str, str]:
-    """Those of ``SET_BY_FRONT_ENDS`` that imports of a stage read, as vLLM sets them on a CPU."""
+    """Those of ``SET_BY_FRONT_ENDS`` that imports of a stage read, as vLLM and our command set them on a CPU."""
     torch, vllm = (Path(str(find_spec(name).origin)).parent for name in ("torch", "vllm"))  # type: ignore[union-attr]
     openmp = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
     malloc = [*vllm.glob("libs/libtcmalloc_minimal*.so*")]
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
     preloaded = ":".join(str(found[0]) for found in (malloc, openmp) if found)
-    return {"LD_PRELOAD": preloaded, "OMP_WAIT_POLICY": "PASSIVE", **threads}
+    return {"LD_PRELOAD": preloaded, "OMP_WAIT_POLICY": "PASSIVE", **threads, **SERVER_VARIABLES}
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:

@@ -164,9 +164,9 @@ class Program:
 def is_spawned(process: psutil.Process, parent_pid: int) -> bool:
     """Whether this parent's multiprocessing made it, also by a fork server. What has ended is not."""
     try:
-        if process.ppid() != parent_pid:
-            return is_fork_server(psutil.Process(process.ppid()), parent_pid)
         line = " ".join(process.cmdline())
+        if process.ppid() != parent_pid:  # a fork server's imports run commands as well
+            return "VLLM::" in line and is_fork_server(psutil.Process(process.ppid()), parent_pid)
     except psutil.Error:
         return False
     return "spawn_main" in line or "EngineCore" in line

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -92,10 +93,13 @@ def test_a_forked_process_has_the_fork_server_fork_its_own_while_the_environment
 
 def test_a_forked_process_has_the_variables_that_are_read_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("VLLM_OMNI_STAGE_STUCK_S", "7")
-    assert said(tmp_path / "said", "VLLM_OMNI_STAGE_STUCK_S") == [str(pid_of_server()), str(tmp_path), "7"]
-    monkeypatch.delenv("VLLM_OMNI_STAGE_STUCK_S")
-    assert said(tmp_path / "said", "VLLM_OMNI_STAGE_STUCK_S")[2] == ""
+    first = pid_of_server()
+    for name in ("VLLM_OMNI_STAGE_STUCK_S", "traceparent"):  # the latter differs from stage to stage
+        monkeypatch.setenv(name, "7")
+        assert said(tmp_path / "said", name) == [str(first), str(tmp_path), "7"]
+        monkeypatch.delenv(name)
+        assert said(tmp_path / "said", name)[2] == ""
+    assert pid_of_server() == first
 
 
 def test_in_another_environment_another_fork_server_takes_its_place(
@@ -126,6 +130,21 @@ def test_a_replaced_fork_server_tells_how_its_last_child_ended_and_ends(
             break
         time.sleep(0.1)
     assert not psutil.pid_exists(first)
+
+
+def test_another_thread_does_not_replace_it_while_a_process_starts(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pid_of_server()
+    with server.running():
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        thread = threading.Thread(target=server.ensure_running)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert pid_of_server() == first
+    thread.join(TIMEOUT_S)
+    assert pid_of_server() != first
 
 
 def test_the_sockets_directory_may_have_been_removed(server: ForkServer, tmp_path: Path) -> None:

@@ -36,10 +36,13 @@ READ_LATE = (
     "VLLM_DIST_IDENT",
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_USE_V2_MODEL_RUNNER",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "traceparent",
+    "tracestate",
 )
 """Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
 
-vLLM, and its plugin, set the last four when an engine is made.
+vLLM, its plugin, and its traces set all but the first three when an engine is made.
 """
 
 POLL_S = 1.0
@@ -63,7 +66,14 @@ class ForkServer:
 
         It and its children keep the calling thread's signal mask. Nothing in a process that it has forked.
         """
+        with self.running():
+            pass
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As ``ensure_running``; another thread, in another environment, does not replace it inside the block."""
         if self._is_parent:
+            yield
             return
         with self._lock:
             environment = _read_early()
@@ -72,6 +82,7 @@ class ForkServer:
             forkserver.set_forkserver_preload(self._preloaded)
             forkserver.ensure_running()
             self._environment = environment
+            yield
 
     def serve_descendants(self) -> None:
         """Called in the fork server: it also forks the processes of those that it has forked.
@@ -144,8 +155,8 @@ class StageProcess(BaseProcess):
     def _Popen(process: BaseProcess) -> Any:
         from multiprocessing.popen_forkserver import Popen
 
-        FORK_SERVER.ensure_running()
-        return Popen(process)
+        with FORK_SERVER.running():
+            return Popen(process)
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, str]]:
         return self.__dict__, {name: value for name, value in os.environ.items() if _is_read_late(name)}
