@@ -36,7 +36,7 @@ from typing import Any
 import setproctitle
 
 from vllm_omni import envs
-from vllm_omni.entrypoints.cli.quiet import SERVER_VARIABLES
+from vllm_omni.entrypoints.cli.quiet import SERVER_VARIABLES, VARIABLES
 from vllm_omni.process import fork_server
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -67,6 +67,7 @@ SET_BY_FRONT_ENDS = (
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_WORKER_MULTIPROC_METHOD",
+    *(VARIABLES.keys() - {"VLLM_LOGGING_LEVEL"}),
     *SERVER_VARIABLES,
 )
 """Environment variables that a front end sets for its stages, which are forked from the same imports as itself here."""

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 
 from tests.reference import llama
 from vllm_omni.config import load_config
-from vllm_omni.config.kv_pool import KVPoolConfig
+from vllm_omni.config.kv_pool import ROW_BYTES, KVPoolConfig
 from vllm_omni.engine.engine_args import create_vllm_config
 from vllm_omni.engine.pool_args import check_address, with_offloading
 from vllm_omni.errors import ConfigError, MissingDependency
@@ -243,6 +243,24 @@ def test_pages_are_named_by_the_configuration_of_the_model_too(tmp_path: Path) -
         return named
 
     assert identity() == identity(max_num_seqs=3) != identity(hf_overrides={"rms_norm_eps": 0.1})
+
+
+def test_pages_of_a_stage_that_keeps_rows_have_these_and_another_name(tmp_path: Path) -> None:
+    model = llama.build(tmp_path / "model")
+    spec = StageSpec("language", "", "text", publishing_fields=frozenset({"rows"}))
+
+    def made(**more: object) -> tuple[int | None, str]:
+        settings = {"kv_pool": {"memory_bytes": 1 << 20}, **more}
+        config = create_vllm_config(load_config(model, skip_tokenizer_init=True, **settings).stages[0], spec)
+        assert config.kv_transfer_config is not None
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        return extra.get(ROW_BYTES), extra["secondary_tiers"][0]["identity"]
+
+    num_bytes, identity = made(dtype="float32")
+    without = made(dtype="float32", stage_overrides=["language.row_cache=false"])
+    canonical = made(dtype="float32", kv_pool={"memory_bytes": 1 << 20, "canonical_layout": True})
+    assert num_bytes == 4 * 128
+    assert without == canonical and without[0] is None and without[1] != identity
 
 
 def test_pages_that_are_handed_over_are_taken_before_those_of_the_pool() -> None:

@@ -14,11 +14,14 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from tests.e2e.test_kv_pool import damaged
 from tests.e2e.test_qwen2_5_omni_parity import PublishedReply, num_preemptions, think
 from tests.reference.media import AUDIO, IMAGE, Case, make_audio, make_image
 from tests.reference.qwen3_omni import as_qwen3
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.kv.pool.ownership import SLAB_SUFFIX
+from vllm_omni.kv.pool.slab_format import HEADER_BYTES
 from vllm_omni.testing import qwen2_5_omni, qwen3_omni
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -284,28 +287,30 @@ def test_preempted_requests_publish_each_row_once(sides: Sides) -> None:
         assert (reply.rows - other.rows).abs().max() < ROW_TOLERANCE
 
 
-def test_pages_of_a_pool_have_no_rows_and_are_computed_for_speech(tmp_path: Path) -> None:
-    """Speech reads what was computed here, and nothing that was loaded for an answer in text."""
-    model, turns = MODELS["qwen2.5"], turns_of(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_next_engine_speaks_from_the_pages_of_a_pool(name: str, tmp_path: Path) -> None:
+    """They have the rows that the talker reads, also those of answers in text; damaged ones are computed."""
+    model, turns, others = MODELS[name], turns_of(1), turns_of(2)
     path = model.build(tmp_path / "model")
-    pool = {"memory_bytes": 32 << 20, "staging_bytes": 8 << 20, "directory": str(tmp_path / "slabs")}
+    slabs = tmp_path / "slabs"
+    pool = {"memory_bytes": 32 << 20, "staging_bytes": 8 << 20, "directory": str(slabs)}
 
-    def start() -> OmniLLM:
-        return OmniLLM(path, skip_mm_profiling=True, stage_overrides=KEPT, kv_pool=pool, **ENGINES)
+    def start(**more: Any) -> OmniLLM:
+        return OmniLLM(path, skip_mm_profiling=True, **ENGINES, **more)
 
-    with start() as llm:
+    with start(stage_overrides=NOT_KEPT) as llm:
+        expected = Side(llm, model).one_by_one([*turns, others[1]])
+    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
         engine = Side(llm, model)
-        expected = engine.one_by_one([turns[2]])
-        assert expected[0].num_cached == 0
-        (again,) = engine.one_by_one([turns[2]])
-        assert again.num_cached > 0
-        assert_equal([again], expected)
-    with start() as llm:
-        engine = Side(llm, model)
-        (text,) = engine.answers(turns[1:2], ["text"])
-        assert text.num_cached > 0  # loaded
-        (spoken,) = engine.one_by_one([turns[2]])
-        assert spoken.num_cached == 0
-        assert_equal([spoken], expected)
-        (other,), (text,) = engine.answers(turns_of(2)[2:]), engine.answers(turns_of(2)[2:], ["text"])
-        assert other.num_cached == 0 < text.num_cached
+        assert_equal(engine.one_by_one(turns[:2]), expected[:2])
+        engine.answers(others[:1], ["text"])
+    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
+        engine, before = Side(llm, model), cached_rows()
+        answers = engine.one_by_one([turns[2], others[1]])
+        assert_equal(answers, expected[2:])
+        assert min(answer.num_cached for answer in answers) >= 3 * BLOCK
+        assert cached_rows() - before == sum(answer.num_cached for answer in answers)
+    for slab in slabs.glob(f"*{SLAB_SUFFIX}"):
+        damaged(slab, HEADER_BYTES + (64 << 10))
+    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
+        assert_equal(Side(llm, model).answers([turns[2]]), [expected[2]])

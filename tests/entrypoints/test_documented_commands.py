@@ -267,7 +267,7 @@ def test_commands_of_the_command_line(
             if "doctor" in command:  # it is right to complain of this machine, but not to fail
                 assert "vllm" in out
         else:
-            out = run(command, checkout)
+            out = run(command, checkout, **dict.fromkeys(VARIABLES))
             if "-n" in command:  # images go to files, and their paths to stdout
                 assert out.splitlines() == [str(path) for path in images]
     assert (checkout / "build" / "answer.flac").stat().st_size > 44

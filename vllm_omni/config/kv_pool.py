@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 from vllm_omni.config.checks import NumBytes, Problem, check_section
 
+ROW_BYTES = "row_bytes"
+"""Key of the connector's configuration: bytes of a token's row, for which a page has room behind its layers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVPoolConfig:

@@ -208,7 +208,7 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
 def _keeps_rows(config: StageConfig, spec: StageSpec, args: Mapping[str, Any], *, is_instance: bool) -> bool:
     """Whether the runner is to keep the rows that other stages read, if the model's KV cache allows it.
 
-    Pages that a connector loads have none; the scheduler notes these of connectors that load between steps, as ours do.
+    Pages that a connector pulls have none; the scheduler notes these of connectors that load between steps, as ours do.
     """
     if config.row_cache and not (spec.publishes_rows and args.get("enable_prefix_caching") is not False):
         raise ConfigError("row_cache = True: no stage reads rows of a prefix of this one; leave it out")

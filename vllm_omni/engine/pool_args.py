@@ -18,11 +18,12 @@ from msgspec import structs
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.config.kv_pool import KVPoolConfig
+from vllm_omni.config.kv_pool import ROW_BYTES, KVPoolConfig
 from vllm_omni.errors import ConfigError
 from vllm_omni.kv.pool.checkpoint import checkpoint_digest
 from vllm_omni.messages.request import StageRequest
 from vllm_omni.model_executor.pipeline import StageSpec
+from vllm_omni.model_executor.row_cache import row_bytes
 from vllm_omni.names import hide_password
 from vllm_omni.relay.secret import Secret
 
@@ -142,15 +143,20 @@ def unpoolable(config: VllmConfig, pool: KVPoolConfig, spec: StageSpec) -> str |
 
 
 def name_pages(config: VllmConfig) -> None:
-    """Complete the identity of an engine's pages, in place: by its model's configuration, quantization and revision.
+    """Complete the identity of an engine's pages, in place: by its model's configuration, quantization and revision,
+    and whether they have rows.
 
-    Weights alone do not determine them: another scaling of positions gives other pages.
+    Weights alone do not determine them: another scaling of positions gives other pages. Pages have no rows where an
+    engine may have pulled them from another one, which has sent none, and in vLLM's canonical layout.
     """
     assert config.kv_transfer_config is not None
     extra = config.kv_transfer_config.kv_connector_extra_config
+    if "connectors" not in extra and not extra["canonical_layout"] and (num_bytes := row_bytes(config)):
+        extra[ROW_BYTES] = num_bytes
     for connector in extra.get("connectors", [{"kv_connector_extra_config": extra}]):
         for tier in connector.get("kv_connector_extra_config", {}).get("secondary_tiers", ()):
-            tier |= {"identity": _identity(config), "revision": config.model_config.revision or ""}
+            identity = _identity(config) + (" with rows" if extra.get(ROW_BYTES) else "")
+            tier |= {"identity": identity, "revision": config.model_config.revision or ""}
 
 
 def _identity(config: VllmConfig) -> str:

@@ -8,7 +8,8 @@ A dictionary of rows by block hash, of bounded size, was considered. It would ke
 those of others, so the scheduler would have to be notified of each; it would save memory where few prompts are spoken.
 The rows of a 7B thinker take an eighth of its KV cache (7 KiB and 56 KiB a token).
 
-Pages that were not computed here, but loaded by a KV connector, have no rows: ``core.sched.cached_rows``.
+Pages that a KV connector has loaded have no rows (``core.sched.cached_rows``), but for those of a pool, which keeps both
+(``kv/pool/offload/spec.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+
+from vllm_omni.config.kv_pool import ROW_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +60,12 @@ def row_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of the rows of a token in an engine that keeps them, else 0: as wide as the model, and of its dtype."""
     model = vllm_config.model_config
     return model.get_hidden_size() * model.dtype.itemsize if _is_on(vllm_config) else 0
+
+
+def pool_keeps_rows(vllm_config: VllmConfig) -> bool:
+    """Whether all pages that an engine loads are those of a pool that have rows."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and bool(transfer.kv_connector_extra_config.get(ROW_BYTES))
 
 
 def row_cache_bytes(vllm_config: VllmConfig) -> int:
@@ -107,6 +116,10 @@ class RowCache:
     @property
     def num_bytes(self) -> int:
         return self._rows.nbytes
+
+    def pages(self, num_blocks: int) -> torch.Tensor:
+        """The rows of each block as bytes: the cache itself, [num_blocks, bytes] int8."""
+        return self._rows.view(num_blocks, -1).view(torch.int8)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep the rows of a step.

@@ -113,8 +113,8 @@ class ARModelRunner(GPUModelRunner):
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self.rows.allocate(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     @torch.inference_mode()
     def compile_frames(self) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
+from vllm_omni.kv.pool.offload.spec import keep_rows
 from vllm_omni.model_executor.row_cache import RowCache, keeps_rows, row_bytes
 from vllm_omni.model_executor.row_publisher import RowPublisher
 from vllm_omni.model_executor.stage_model import PublishesLayers, PublishesRows, StepRequest
@@ -37,7 +39,7 @@ class StepRows:
         self.cache: RowCache | None = None
 
     def allocate(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache, if the engine is to have one."""
+        """Allocate the cache, if the engine is to have one, before a KV connector learns of the KV cache."""
         runner = self._runner
         if not keeps_rows(runner.vllm_config, kv_cache_config):
             if row_bytes(runner.vllm_config):
@@ -46,7 +48,10 @@ class StepRows:
         hidden = torch.zeros(1, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
         row = self._make(runner.input_ids.gpu[:1], hidden, [hidden] * len(self.layers))
         num_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.cache = RowCache(num_slots if get_tensor_model_parallel_rank() == 0 else 0, row)
+        is_kept = get_tensor_model_parallel_rank() == 0
+        self.cache = RowCache(num_slots if is_kept else 0, row)
+        if is_kept and has_kv_transfer_group():
+            keep_rows(get_kv_transfer_group(), self.cache.pages(kv_cache_config.num_blocks))
 
     def finish(self, state: ExecuteModelState) -> torch.Tensor:
         """The rows of a step; they are kept, if the engine keeps any."""

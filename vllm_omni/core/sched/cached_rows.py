@@ -1,8 +1,9 @@
 """``CachedRows``: which part of the prefix cache a request may read whose rows another stage reads.
 
 The rows of tokens that are not computed are published from the runner's ``RowCache``. It has those of all blocks that
-this engine has computed; a block that a KV connector has loaded, from a pool or from another engine, has none. A hit of
-such a request ends in front of the first block without rows, and the connector is not asked for more.
+this engine has computed, and of those that it has loaded from a pool whose pages have rows; a block that it has pulled
+from another engine has none. A hit of such a request then ends in front of the first block without rows, and the
+connector is not asked for more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class CachedRows:
 
     Args:
         is_on: whether the engine keeps rows; otherwise such requests read nothing.
-        has_connector: whether blocks may be loaded.
+        has_connector: whether blocks may be loaded without rows.
     """
 
     def __init__(self, block_size: int, *, is_on: bool, has_connector: bool) -> None:

@@ -37,7 +37,7 @@ from vllm_omni.messages.media_counts import MediaCounts
 from vllm_omni.messages.payload import ROWS, Payload, TensorRef, decode, unpack
 from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
 from vllm_omni.messages.timeline import TIMELINES
-from vllm_omni.model_executor.row_cache import keeps_rows
+from vllm_omni.model_executor.row_cache import keeps_rows, pool_keeps_rows
 from vllm_omni.relay import StreamReader
 from vllm_omni.relay.hub import RelayHub, process_hub
 from vllm_omni.unified.layout import layout_of
@@ -229,7 +229,7 @@ class StreamScheduler(Scheduler):
         self.cached_rows = CachedRows(
             self.block_size,
             is_on=keeps_rows(self.vllm_config, self.kv_cache_config),
-            has_connector=self.connector is not None,
+            has_connector=self.connector is not None and not pool_keeps_rows(self.vllm_config),
         )
         self.named_rows = NamedRows(self.vllm_config.cache_config, self.hash_block_size)
         self.canvases = Canvases(

@@ -18,6 +18,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from vllm_omni.kv.pool.offload.host_copy import HostCopyWorker
+from vllm_omni.kv.pool.offload.spec import with_rows
+from vllm_omni.model_executor.row_cache import RowCache
 
 NUM_BLOCKS, NUM_CHUNKS = 6, 4
 PAGE = 64  # bytes of a layer's block
@@ -57,6 +59,18 @@ def test_blocks_come_back_into_other_places(region: SharedOffloadRegion) -> None
     for tensor, old in zip(kv.tensors, before, strict=True):
         assert torch.equal(tensor.tensor[0], old[4]) and torch.equal(tensor.tensor[5], old[1])
         assert torch.equal(tensor.tensor[1:5], old[1:5])
+    worker.shutdown()
+
+
+def test_rows_travel_with_the_pages_of_their_tokens(region: SharedOffloadRegion) -> None:
+    kv, cache = caches(), RowCache(NUM_BLOCKS * 4, torch.zeros(1, 8, dtype=torch.bfloat16))
+    rows = torch.randn(NUM_BLOCKS * 4, 8).bfloat16()  # 4 tokens a block
+    cache.write(torch.arange(len(rows)), rows)
+    worker = HostCopyWorker(with_rows(kv, cache.pages(NUM_BLOCKS)), 1, region, canonical_layout=False)
+    transfer(worker, [4, 1], [3, 0], is_load=False)
+    transfer(worker, [0, 5], [3, 0], is_load=True)
+    assert torch.equal(cache.read([0, 5], 4, 0, 8), torch.cat([rows[16:20], rows[4:8]]))
+    assert torch.equal(kv.tensors[1].tensor[0], kv.tensors[1].tensor[4])
     worker.shutdown()
 
 
