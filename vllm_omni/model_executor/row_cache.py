@@ -8,7 +8,7 @@ A dictionary of rows by block hash, of bounded size, was considered. It would ke
 those of others, so the scheduler would have to be notified of each; it would save memory where few prompts are spoken.
 The rows of a 7B thinker take an eighth of its KV cache (7 KiB and 56 KiB a token).
 
-Pages that a KV connector has loaded have no rows (``core.sched.cached_rows``), but for those of a pool, which keeps both
+Pages that a KV connector has pulled have no rows (``core.sched.cached_rows``); those of a pool have some
 (``kv/pool/offload/spec.py``).
 """
 
