@@ -94,6 +94,7 @@ READ_LATE = (
     "VLLM_LOGGING_LEVEL",
     "VLLM_MEDIA_FETCH_MAX_RETRIES",
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+    "VLLM_SERVER_DEV_MODE",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 """Those that no import reads, or that ``_become`` applies to what was imported."""

@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams, envs
 from vllm.outputs import RequestOutput
 
 from tests.relay.io import await_io_thread
+from vllm_omni.process.fork_server import forked_stages
 from vllm_omni.relay import hub as relay_hub
 from vllm_omni.testing import llava as llava
 
@@ -85,8 +86,7 @@ def engine_apart(checkpoint: Path, **engine: Any) -> Iterator[LLM]:
     is_one_process = engine.get("tensor_parallel_size", 1) == 1
     if is_one_process:
         engine["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # as in this process
+    with forked_stages("cpu"):  # else it, and each rank, would take ten seconds to import vLLM
         llm = LLM(str(checkpoint), **UPSTREAM | engine)
     try:
         yield llm
