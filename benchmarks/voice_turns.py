@@ -3,14 +3,15 @@
     python -m benchmarks.voice_turns [--runs 3] [--turns 10] [--tokens 430] [--short]
 
 Baseline: the same server, where the thinker keeps no rows of cached prefixes (``row_cache: false``) and the talker has
-no prefix cache, so that both compute the whole prompt of a request with speech. Both servers run all the time and
-alternate, turn by turn; the other idles.
+no prefix cache, so that both compute the whole prompt of a request with speech. A third server has a pool of pages, and
+forgets its prefix caches before each turn: what a server finds after a restart, or another replica. All servers run all
+the time and take turns; the others idle.
 
 Workload: a conversation of its own for each run. Every turn adds ``--tokens`` tokens to the prompt: the last reply and
 a question. The tenth has 4,300 tokens, 3,870 of them history. Answers have 24 tokens of text and 40 codes, greedy,
 float32; thinker and talker have 34 and 33 million random parameters. Regime: a prompt is bound by arithmetic, a step of
 one request by reading the weights. ``text`` is the first token, ``code`` the talker's first, ``audio`` the first sound.
-The last turn is also measured against the first, which has no history. Text and codes of both sides are compared.
+The last turn is also measured against the first, which has no history. Text and codes of all sides are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.testing.qwen2_5_omni import build
 
 GOAL = 1.2  # first audio of the last turn, times that of the first
-SIDES = {"kept": (), "computed": ("thinker.row_cache=false", "talker.enable_prefix_caching=false")}
+SIDES: dict[str, tuple[str, ...]] = {
+    "kept": (),
+    "computed": ("thinker.row_cache=false", "talker.enable_prefix_caching=false"),
+    "pool": (),
+}
+POOL = {"memory_bytes": 1 << 30, "staging_bytes": 256 << 20}
 NUM_TEXT_TOKENS, NUM_CODES = 24, 40
 PARAMS = {
     "thinker": {"temperature": 0.0, "max_tokens": NUM_TEXT_TOKENS, "ignore_eos": True},
@@ -59,10 +65,11 @@ class Turn(NamedTuple):
     codes: list[int]
 
 
-def start(path: Path, stage_overrides: Sequence[str], max_model_len: int, *, is_eager: bool) -> AsyncOmni:
+def start(path: Path, side: str, max_model_len: int, *, is_eager: bool) -> AsyncOmni:
     return AsyncOmni(
         path,
-        stage_overrides=stage_overrides,
+        stage_overrides=SIDES[side],
+        kv_pool={**POOL, "directory": str(path / "slabs")} if side == "pool" else None,
         dtype="float32",
         max_model_len=max_model_len,
         max_num_seqs=4,
@@ -112,9 +119,11 @@ async def measure(sides: dict[str, AsyncOmni], options: argparse.Namespace) -> l
         turns: dict[str, list[Turn]] = {name: [] for name in sides}
         for number, prompt in enumerate(make_turns(run + 1, 2 if run < 0 else options.turns, options.tokens)):
             for name in list(sides) if number % 2 else list(sides)[::-1]:
+                if name == "pool":
+                    assert await sides[name].reset_prefix_cache()
                 turns[name].append(await ask(sides[name], prompt))
-            kept, computed = (turns[name][-1] for name in SIDES)
-            assert (kept.token_ids, kept.codes) == (computed.token_ids, computed.codes), "the sides answer differently"
+            kept, *others = ((turns[name][-1].token_ids, turns[name][-1].codes) for name in SIDES)
+            assert all(other == kept for other in others), "the sides answer differently"
         if run >= 0:
             runs.append(turns)
     return runs
@@ -132,24 +141,30 @@ def summarize(runs: Sequence[dict[str, list[Turn]]]) -> dict[str, list[dict[str,
 
 
 def goals(summary: dict[str, list[dict[str, float]]]) -> list[tuple[str, float, float, bool]]:
-    kept, computed = summary["kept"], summary["computed"]
+    kept, computed, pool = (summary[name] for name in SIDES)
     ratio = kept[-1]["audio_s"] / kept[0]["audio_s"]
     share = kept[-1]["audio_s"] / computed[-1]["audio_s"]
     first = kept[0]["audio_s"] / computed[0]["audio_s"]
+    pooled = pool[-1]["audio_s"] / computed[-1]["audio_s"]
     return [
         ("first audio of the last turn, times that of the first", GOAL, ratio, ratio <= GOAL),
         ("first audio of the last turn, share of the baseline's", 1.0, share, share <= 1.0),
         ("first audio of the first turn, times the baseline's", 1.03, first, first <= 1.03),
+        ("first audio of the last turn from the pool, share of the baseline's", 1.0, pooled, pooled <= 1.0),
     ]
 
 
 def report(summary: dict[str, list[dict[str, float]]], reached: Sequence[tuple[str, float, float, bool]]) -> None:
     print(f"\n{os.cpu_count()} cores, torch {torch.__version__}, {platform.machine()}; float32, greedy, medians\n")
-    print("| turn | prompt | cached | text, kept | computed | code, kept | computed | audio, kept | computed |")
-    print("|" + "---|" * 9)
-    for number, (kept, computed) in enumerate(zip(summary["kept"], summary["computed"], strict=True), 1):
-        times = " | ".join(f"{one[key]:.3f}" for key in Turn._fields[:3] for one in (kept, computed))
-        print(f"| {number} | {kept['num_prompt']:.0f} | {kept['num_cached']:.0f} | {times} |")
+    heads = [f"{what}, {side}" for what in ("text", "code", "audio") for side in SIDES]
+    print(f"| turn | prompt | cached | in the pool | {' | '.join(heads)} |")
+    print("|" + "---|" * (4 + len(heads)))
+    for number, turn in enumerate(zip(*(summary[name] for name in SIDES), strict=True), 1):
+        times = " | ".join(f"{one[key]:.3f}" for key in Turn._fields[:3] for one in turn)
+        kept, pool = turn[0], turn[-1]
+        print(
+            f"| {number} | {kept['num_prompt']:.0f} | {kept['num_cached']:.0f} | {pool['num_cached']:.0f} | {times} |"
+        )
     print("\n| goal | at most | measured | |\n|---|---|---|---|")
     for what, goal, got, is_reached in reached:
         print(f"| {what} | {goal:.2f} | {got:.2f} | {'reached' if is_reached else 'MISSED'} |")
@@ -168,7 +183,7 @@ def main() -> None:
     max_model_len = options.turns * options.tokens + NUM_CODES + 64
     with tempfile.TemporaryDirectory() as directory:
         path = build(Path(directory), **({} if options.short else {"shape": SHAPE}))
-        sides = {name: start(path, settings, max_model_len, is_eager=options.eager) for name, settings in SIDES.items()}
+        sides = {name: start(path, name, max_model_len, is_eager=options.eager) for name in SIDES}
 
         async def run() -> list[dict[str, list[Turn]]]:
             try:

@@ -25,8 +25,14 @@ def test_each_turn_adds_as_many_tokens():
 def test_goals_compare_the_last_turn_with_the_first_and_with_the_baseline():
     kept = [{"audio_s": 1.0}, {"audio_s": 1.5}]
     computed = [{"audio_s": 1.0}, {"audio_s": 3.0}]
-    reached = [(got, is_reached) for _, _, got, is_reached in goals({"kept": kept, "computed": computed})]
-    assert reached == [(1.5, False), (0.5, True), (1.0, True)]
+    pool = [{"audio_s": 1.0}, {"audio_s": 2.4}]
+    found = goals({"kept": kept, "computed": computed, "pool": pool})
+    assert [(got, is_reached) for _, _, got, is_reached in found] == [
+        (1.5, False),
+        (0.5, True),
+        (1.0, True),
+        (0.8, True),
+    ]
 
 
 @pytest.mark.long
@@ -37,4 +43,4 @@ def test_a_short_run_ends_with_a_line_of_json():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [one["num_cached"] for one in result["summary"]["computed"]] == [0, 0]
-    assert result["summary"]["kept"][1]["num_cached"] > 0
+    assert all(result["summary"][side][1]["num_cached"] > 0 for side in ("kept", "pool"))
