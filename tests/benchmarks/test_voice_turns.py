@@ -25,7 +25,7 @@ def test_each_turn_adds_as_many_tokens():
 def test_goals_compare_the_last_turn_with_the_first_and_with_the_baseline():
     kept = [{"audio_s": 1.0}, {"audio_s": 1.5}]
     computed = [{"audio_s": 1.0}, {"audio_s": 3.0}]
-    pool = [{"audio_s": 1.0}, {"audio_s": 2.4}]
+    pool = [{"audio_s": 1.0}, {"audio_s": 2.25}]
     found = goals({"kept": kept, "computed": computed, "pool": pool})
     assert [(got, is_reached) for _, _, got, is_reached in found] == [
         (1.5, False),
