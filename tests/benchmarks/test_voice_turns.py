@@ -31,7 +31,7 @@ def test_goals_compare_the_last_turn_with_the_first_and_with_the_baseline():
         (1.5, False),
         (0.5, True),
         (1.0, True),
-        (0.8, True),
+        (0.75, True),
     ]
 
 
