@@ -36,6 +36,7 @@ from typing import Any
 import setproctitle
 
 from vllm_omni import envs
+from vllm_omni.entrypoints.cli.main import QUIET
 from vllm_omni.entrypoints.cli.quiet import SERVER_VARIABLES, VARIABLES
 from vllm_omni.process import fork_server
 
@@ -294,7 +295,8 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         importlib.import_module("torch").compiler.set_stance("force_eager")
     if envs.VLLM_OMNI_FORK_SERVER:
-        _fork_its_fork_server()
+        is_quiet = Path(sys.argv[0]).name == "vllm-omni" and {*sys.argv[1:2]} <= {*QUIET}
+        _fork_its_fork_server(stdout=2 if is_quiet else 1)
 
 
 def _run() -> None:
@@ -309,8 +311,12 @@ def _run() -> None:
     exec(compile(Path(main.__file__).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
-def _fork_its_fork_server() -> None:
-    """What ``FORK_SERVER.ensure_running`` does, but for the imports: later, this process may have threads."""
+def _fork_its_fork_server(stdout: int) -> None:
+    """What ``FORK_SERVER.ensure_running`` does, but for the imports: later, this process may have threads.
+
+    Args:
+        stdout: what it will write to: commands whose answer is their output redirect it before they start stages.
+    """
     fork_server.READ_LATE = (*fork_server.READ_LATE, *SET_BY_FRONT_ENDS)  # type: ignore[assignment]
     resource_tracker.ensure_running()
     listener = socket.socket(socket.AF_UNIX)
@@ -321,6 +327,7 @@ def _fork_its_fork_server() -> None:
     alive, ours = os.pipe()
     if not (pid := os.fork()):
         os.close(ours)
+        os.dup2(stdout, 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # as supervisor.in_thread
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]  # its parent's directory
         importlib.import_module("vllm_omni.engine.preloaded")

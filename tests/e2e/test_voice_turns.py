@@ -287,10 +287,11 @@ def test_preempted_requests_publish_each_row_once(sides: Sides) -> None:
         assert (reply.rows - other.rows).abs().max() < ROW_TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_next_engine_speaks_from_the_pages_of_a_pool(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5", 2), ("qwen3", 1)])
+def test_the_next_engine_speaks_from_the_pages_of_a_pool(name: str, num_ranks: int, tmp_path: Path) -> None:
     """They have the rows that the talker reads, also those of answers in text; damaged ones are computed."""
     model, turns, others = MODELS[name], turns_of(1), turns_of(2)
+    kept = (*KEPT, f"thinker.tensor_parallel_size={num_ranks}")
     path = model.build(tmp_path / "model")
     slabs = tmp_path / "slabs"
     pool = {"memory_bytes": 32 << 20, "staging_bytes": 8 << 20, "directory": str(slabs)}
@@ -300,17 +301,17 @@ def test_the_next_engine_speaks_from_the_pages_of_a_pool(name: str, tmp_path: Pa
 
     with start(stage_overrides=NOT_KEPT) as llm:
         expected = Side(llm, model).one_by_one([*turns, others[1]])
-    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
+    with start(stage_overrides=kept, kv_pool=pool) as llm:
         engine = Side(llm, model)
         assert_equal(engine.one_by_one(turns[:2]), expected[:2])
         engine.answers(others[:1], ["text"])
-    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
+    with start(stage_overrides=kept, kv_pool=pool) as llm:
         engine, before = Side(llm, model), cached_rows()
-        answers = engine.one_by_one([turns[2], others[1]])
+        answers = engine.answers([turns[2], others[1]])
         assert_equal(answers, expected[2:])
         assert min(answer.num_cached for answer in answers) >= 3 * BLOCK
         assert cached_rows() - before == sum(answer.num_cached for answer in answers)
     for slab in slabs.glob(f"*{SLAB_SUFFIX}"):
         damaged(slab, HEADER_BYTES + (64 << 10))
-    with start(stage_overrides=KEPT, kv_pool=pool) as llm:
+    with start(stage_overrides=kept, kv_pool=pool) as llm:
         assert_equal(Side(llm, model).answers([turns[2]]), [expected[2]])
