@@ -103,8 +103,7 @@ class RemoteEngine:
         Raises:
             HostGone: no host has joined in time, or it has left again.
         """
-        deadline = time.monotonic() + timeout_s
-        peers = [part.wait_for_host(deadline - time.monotonic()) for part in self.parts]
+        peers = [part.wait_for_host(timeout_s) for part in self.parts]
         store = open_store(self.listener.address) if len(self.parts) > 1 else None
         opening = self.listener.open_run(
             self, peers, directory, options, log_stats=log_stats, farewell=farewell, store=store
