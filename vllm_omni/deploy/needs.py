@@ -189,12 +189,18 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
 
     Raises:
         NoPlace: the host has too few devices.
-        ConfigError: an engine argument is wrong.
+        ConfigError: an engine argument is wrong, or an engine spans hosts that have no names.
     """
     host = this_host(opens_devices=False) if host is None else host
     stages = _on_one_host(stages_of(config), has_parts=has_parts)
     if not stages:
         return config
+    for one in stages:
+        if one.nodes > 1:
+            raise ConfigError(
+                f"stage {one.name!r}: nodes = {one.nodes}: its engine spans hosts that join this one: give --stage "
+                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file FILE"
+            )
     made = plan(stages, [host])
     if len(host.devices) == 1 or all(one.pinned for one in stages):
         return config
