@@ -37,7 +37,8 @@ def numeric(host: str) -> str:
 
 def _interface_of(address: str) -> str:
     # All of 127.0.0.0/8 is this host, although the loopback interface names one address.
-    looked_for = "127.0.0.1" if ipaddress.ip_address(address) in ipaddress.ip_network("127.0.0.0/8") else address
+    given = ipaddress.ip_address(address)
+    looked_for = "127.0.0.1" if given in ipaddress.ip_network("127.0.0.0/8") else str(given)
     for name, found in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == looked_for for one in found):
             return name
