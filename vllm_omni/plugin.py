@@ -64,6 +64,7 @@ def register() -> None:
     # Our log lines follow vLLM's handlers, levels and formats.
     logging.getLogger("vllm_omni").parent = logging.getLogger("vllm")
 
+    from vllm_omni.process.node_address import NODE_ADDRESS, listen_at
     from vllm_omni.process.shared_weights import LOAD_FORMAT, SHARED_WEIGHTS
     from vllm_omni.process.tether import enter_stage_process, stage_sections
 
@@ -75,3 +76,5 @@ def register() -> None:
         register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
 
     enter_stage_process()
+    if (address := stage_sections().get(NODE_ADDRESS)) is not None:
+        listen_at(address)

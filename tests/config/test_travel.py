@@ -10,6 +10,8 @@ from vllm_omni.deploy.needs import list_engines
 from vllm_omni.errors import ConfigError
 from vllm_omni.testing import qwen2_5_omni as tiny
 
+SPANS = ["talker.tensor_parallel_size=2", "talker.nodes=2", "talker.host=[box-a, box-b]"]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,8 +93,20 @@ def test_a_host_may_serve_a_deployment_with_a_stage_that_can_only_be_beside_its_
             ["thinker.host=box-a", "thinker.epd.instances=E:1,PD:1", "thinker.data_parallel_size=2"],
             "an engine is on one host",
         ),
-        (["talker.host=box-a", "talker.nodes=2"], "cannot be combined with nodes above 1"),
         (["talker.host=box-a", "talker.data_parallel_size=2"], "an engine is on one host"),
+        (["talker.host=box-a", "talker.nodes=2"], "host = 'box-a': give 2 different names, one for each host"),
+        ([*SPANS, "talker.host=[null, box-b]"], "give 2 different names, one for each host, and start each with"),
+        ([*SPANS, "talker.host=[box-a, box-a]"], "give 2 different names, one for each host"),
+        ([*SPANS, "talker.host=[box-a, box-b, box-c]"], "give 2 different names, one for each host"),
+        ([*SPANS, "talker.tensor_parallel_size=3"], "nodes = 2: cannot share tensor_parallel_size = 3 evenly"),
+        (
+            [*SPANS, "token2wav.nodes=2", "token2wav.host=[box-a, box-b]"],
+            "cannot share tensor_parallel_size = 1 evenly",
+        ),
+        ([*SPANS, "talker.replicas=2"], "nodes = 2: cannot be combined with replicas"),
+        ([*SPANS, "talker.kv_pool.memory_bytes=1000000"], "nodes = 2: cannot be combined with .* kv_pool"),
+        ([*SPANS, "talker.distributed_executor_backend=mp"], "nodes = 2: vLLM's executor for several hosts runs it"),
+        ([*SPANS, "talker.device_ids=[0, 1]"], "nodes = 2: each host chooses its devices: leave device_ids out"),
     ],
     ids=[
         "name",
@@ -102,13 +116,33 @@ def test_a_host_may_serve_a_deployment_with_a_stage_that_can_only_be_beside_its_
         "too few instances",
         "media of instances",
         "ranks of instances",
-        "nodes",
         "data parallel",
+        "one name for two hosts",
+        "the front end's host",
+        "one host twice",
+        "too many for nodes",
+        "uneven ranks",
+        "no ranks",
+        "replicas on nodes",
+        "pool on nodes",
+        "executor on nodes",
+        "devices on nodes",
     ],
 )
 def test_a_host_that_a_stage_cannot_have_is_rejected(model: Path, stages: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(model, *stages)
+
+
+def test_an_engine_that_spans_hosts_has_a_part_on_each(model: Path) -> None:
+    config = load(model, *SPANS)
+    stage = config.stage("talker")
+    assert (stage.engine_names, stage.hosts) == (["talker"], ["box-a"])
+    assert (stage.part_names, stage.part_hosts) == (["talker", "talker/node1"], ["box-a", "box-b"])
+    for part in stage.part_names:
+        there = on_host(unpack_config(pack_config(config), str(model), None), [part]).stage("talker")
+        assert (there.nodes, there.host) == (2, None)
+    assert on_host(config, ["thinker"]).stage("talker").nodes == 1
 
 
 def test_a_replica_has_its_own_host_or_the_front_ends(model: Path) -> None:

@@ -87,6 +87,8 @@ def test_a_name_of_two_nodes_is_rejected_with_their_ids(tiny_checkpoint: Path) -
 
 def test_what_cannot_be_on_another_host_is_rejected(tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"worker_backend = 'ray': each stage has a host: .*cannot be combined with"):
+        spread(config(tiny_checkpoint, "thinker.data_parallel_size=2"), [cpu("a")])
+    with pytest.raises(ConfigError, match=r"worker_backend = 'ray': stage 'thinker': nodes = 2: .*by hand"):
         spread(config(tiny_checkpoint, "thinker.nodes=2"), [cpu("a")])
 
 

@@ -213,7 +213,11 @@ def test_estimates_of_memory_reject_no_start(
     ("override", "make_host", "message"),
     [
         ("thinker.tensor_parallel_size=2", lambda: cards(1), "thinker finds no place: it needs 2 cards on one host"),
-        ("thinker.nodes=2", lambda: cpu(1), "stage 'thinker': nodes = 2: cannot share its 1 ranks evenly"),
+        (
+            "thinker.nodes=2",
+            lambda: cpu(1),
+            "stage 'thinker': nodes = 2: its engine spans hosts that join this one: give",
+        ),
         ("talker.device_ids=[4]", lambda: cards(2), r"talker finds no place: it needs a card \(device_ids 4\) in any"),
     ],
 )
@@ -226,8 +230,16 @@ def test_what_this_host_lacks_is_reported_before_a_start(
 
 def test_ranks_on_two_hosts_are_rejected_on_one(tiny_checkpoint: Path) -> None:
     config = config_of(tiny_checkpoint, "thinker.tensor_parallel_size=2", "thinker.nodes=2")
-    with pytest.raises(NoPlace, match="thinker finds no place: it needs 2 hosts in any layer, and of 1 host"):
+    with pytest.raises(
+        ConfigError, match=r"'thinker': nodes = 2: its engine spans .*'thinker.host=\[NAME, ...\]' with 2"
+    ):
         place_here(config)
+    named = config_of(
+        tiny_checkpoint, "thinker.tensor_parallel_size=4", "thinker.nodes=2", "thinker.host=[box-a, box-b]"
+    )
+    assert [one.name for one in list_engines(named)] == ["talker", "token2wav"]
+    for part in named.stage("thinker").part_names:  # each host has half of the ranks
+        assert device_ids(place_here(on_host(named, [part]), cards(2), has_parts=True)) == {"thinker": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +267,9 @@ def test_a_ready_configuration_keeps_its_devices(tiny_checkpoint: Path) -> None:
 
 
 def test_a_server_rejects_what_this_host_lacks_before_an_engine_starts(tiny_checkpoint: Path) -> None:
-    with pytest.raises(NoPlace, match="thinker finds no place: it needs 2 hosts"):
+    with pytest.raises(
+        ConfigError, match=r"'thinker': nodes = 2: its engine spans .*'thinker.host=\[NAME, ...\]' with 2"
+    ):
         AsyncOmni(tiny_checkpoint, stage_overrides=["thinker.tensor_parallel_size=2", "thinker.nodes=2"], **FLAGS)
 
 

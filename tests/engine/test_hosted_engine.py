@@ -72,9 +72,16 @@ def test_an_engine_continues_once_all_calls_are_answered(order: Sequence[int], m
     engine._thread = SimpleNamespace(is_alive=lambda: True)
     engine._start = SimpleNamespace(options=None, log_stats=False)
     engine._connection = SimpleNamespace(ask_engine=ask, continue_as=lambda *numbers: handed_over.append(numbers))
-    start = SimpleNamespace(options=None, log_stats=False, number=8)
+    start = SimpleNamespace(options=None, log_stats=False, number=8, node=None)
     assert engine._continues(start) == (len(order) == LAST_CALL)
     assert handed_over == ([(7, 8)] if len(order) == LAST_CALL else [])
+
+
+def test_a_part_of_an_engine_on_several_hosts_does_not_continue() -> None:
+    engine: Any = HostedEngine.__new__(HostedEngine)
+    start = SimpleNamespace(options=None, log_stats=False, number=8, node=msg.Node(0, "127.0.0.1", 1))
+    engine._start, engine._thread = start, SimpleNamespace(is_alive=lambda: True)
+    assert not engine._continues(start)
 
 
 def test_the_end_of_an_engine_is_reported_though_it_cannot_be_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:

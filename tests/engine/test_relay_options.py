@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(device_type: str = "cpu", executor: str = UNIPROC, **more: Any) -> Any:
-    parallel = SimpleNamespace(world_size=1, tensor_parallel_size=2, distributed_executor_backend=executor)
+    parallel = SimpleNamespace(local_world_size=1, tensor_parallel_size=2, distributed_executor_backend=executor)
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), parallel_config=parallel)
     host = more.pop("host", None)
     config = SimpleNamespace(host_of=lambda: host)
@@ -130,6 +130,14 @@ def test_tensors_between_hosts_travel_by_tcp_with_the_deployments_secret(model: 
     assert thinker.edges == {"talker": EdgeOptions("tcp", num_ranks=2, stream=True)}
     assert (thinker.host, thinker.secret_file) == ("127.0.0.2", str(token))
     assert options_of(config, "token2wav").transport == "tcp"  # sound for the user
+
+
+def test_tensors_travel_by_tcp_to_an_engine_that_spans_the_host_of_its_source_and_another(model: Path) -> None:
+    spans = ["talker.tensor_parallel_size=2", "talker.nodes=2", "talker.host=[box-a, box-b]"]
+    config = load_config(
+        model, stage_overrides=["thinker.host=box-a", *spans], listen="127.0.0.2:7654", token_file="token"
+    )
+    assert options_of(config, "thinker").edges["talker"].transport == "tcp"
 
 
 def test_tensors_travel_by_tcp_to_a_stage_that_may_start_replicas_on_another_host(model: Path) -> None:

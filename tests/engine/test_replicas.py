@@ -55,7 +55,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.name = self.instance.name
-        self.config = SimpleNamespace(name=self.instance.stage, host_of=lambda: self.host)
+        self.config = SimpleNamespace(name=self.instance.stage, host_of=lambda: self.host, part_hosts=[self.host])
         self._status, self.is_drained, self.num_requests = StageStatus(), False, 0
         self.is_open.set()
 

@@ -48,13 +48,13 @@ class Deployment:
         self.omni: OmniLLM
 
     def log(self, stage: str) -> Path:
-        return self.logs / f"{stage.replace('/', '-')}.log"
+        return self.logs / f"{stage.replace('/', '-').replace(' ', '+')}.log"
 
     def join(self, stage: str, *, token: Path | None = None, log: Path | None = None) -> Any:
         """Start the program of a stage's host."""
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(self.checkpoint), "--omni", "--headless"]
-        command += [f"--stage={stage}", f"--join={self.net.address}:{PORT}", f"--token-file={token or self.token}"]
-        command += self.flags
+        command += [f"--stage={one}" for one in stage.split()]
+        command += [f"--join={self.net.address}:{PORT}", f"--token-file={token or self.token}", *self.flags]
         return self.hosts[stage].start(command, log or self.log(stage), VLLM_OMNI_ORPHAN_S=str(ORPHAN_S))
 
     def status(self, stage: str) -> StageState:
@@ -116,7 +116,7 @@ def deploy(
 
     Args:
         directory: for logs and the secret.
-        stages: name of an engine -> its host in the deployment, each with one engine.
+        stages: name of an engine, or names of several with a space between -> their host in the deployment.
         hosts_dir: with a short path.
         flags: of each host's command, others than those by which it joins.
         engine: arguments of every engine, and others of ``OmniLLM``.

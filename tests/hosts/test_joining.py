@@ -171,7 +171,7 @@ def test_messages_keep_their_order(launched: Launched) -> None:
         (join_of("talker", "nothing"), "no stage 'nothing' is for another host"),
         (join_of("talker"), "the deployment has further stages on host 'box-a': give --stage token2wav as well"),
         (join_of("talker", "talker", "token2wav"), "stage 'talker' is served by the same host already"),
-        (join_of("extra", protocol=0), "it joins by protocol 0, and the front end has 2"),
+        (join_of("extra", protocol=0), f"it joins by protocol 0, and the front end has {msg.PROTOCOL}"),
         (join_of("extra", identity=msg.Identity("1.0", "0.31.0", "cpu", "ab" * 32)), "vLLM: 0.31.0 there, 0.32.0 here"),
         (join_of("extra", identity=msg.Identity("0.9", "0.32.0", "cpu", "ab" * 32)), "vllm-omni-flow: 0.9 there, 1.0"),
         (join_of("extra", identity=msg.Identity("1.0", "0.32.0", "cuda", "ab" * 32)), "devices: cuda there, cpu here"),

@@ -126,9 +126,9 @@ class StageConfig:
     the default: the first stage has its own where there are enough, and the others share them."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # hosts that an engine spans, with as many ranks on each
     host: Annotated[str | list[str | None] | None, AfterValidator(_host)] = None
-    """The host that runs it, by a name for this deployment, or one for each of its instances, or of the replicas that
-    may run. None, the default: the front end's host. Any other one joins the front end (``vllm serve --omni
-    --headless``)."""
+    """The host that runs it, by a name for this deployment, or one for each of its instances, of the replicas that may
+    run, or of the ``nodes`` that its engine spans. None, the default: the front end's host. Any other one joins the
+    front end (``vllm serve --omni --headless``)."""
 
     def __post_init__(self) -> None:
         for key in STAGE_FIELDS:
@@ -196,6 +196,7 @@ class StageConfig:
             ),
             f"{'replicas' if self.max_replicas is None else 'max_replicas'} = {self.max_engines}: cannot share "
             f"{len(devices)} device_ids evenly": len(devices) % self.max_engines,
+            **(self._node_conflicts() if self.nodes > 1 and self.host is not None else {}),
             f"host = {self.host!r}: give one name, or {len(self.engine_names)}, one for each {self._each_engine}": (
                 len(self.hosts) != len(self.engine_names)
             ),
@@ -206,16 +207,34 @@ class StageConfig:
             "in the memory of its own host: leave one of them out": (
                 self.deployment.is_split and self.has_other_host and self.pool is not None and self.pool.keeps_media
             ),
-            "host: cannot be combined with nodes above 1, or vLLM's nnodes or data_parallel_size: an engine is on one "
-            "host": self.has_other_host
-            and (
-                self.nodes > 1
-                or any((self.engine_args.get(name) or 1) > 1 for name in ("nnodes", "data_parallel_size"))
-            ),
+            "host: cannot be combined with vLLM's nnodes or data_parallel_size: an engine is on one host, or on "
+            "several by nodes": self.has_other_host
+            and any((self.engine_args.get(name) or 1) > 1 for name in ("nnodes", "data_parallel_size")),
             "model: the path of a checkpoint is needed (or a ready vllm_config)": not self.model and not is_ready,
             "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
                 sets_executor
             ),
+        }
+
+    def _node_conflicts(self) -> dict[str, object]:
+        """The same for an engine that spans hosts with names."""
+        names = self.host if isinstance(self.host, list) else [self.host]
+        args, where = self.engine_args, f"nodes = {self.nodes}: "
+        return {
+            f"{where}host = {self.host!r}: give {self.nodes} different names, one for each host, and start each "
+            "with --headless, also on the front end's machine": len({*names} - {None}) != self.nodes
+            or len(names) != self.nodes,
+            f"{where}cannot share tensor_parallel_size = {args.get('tensor_parallel_size') or 1} evenly": (
+                (args.get("tensor_parallel_size") or 1) % self.nodes
+            ),
+            f"{where}cannot be combined with replicas, max_replicas, epd.instances or kv_pool: leave them out": (
+                self.max_engines > 1 or self.deployment.is_split or self.pool is not None
+            ),
+            f"{where}vLLM's executor for several hosts runs it: leave executor_class, distributed_executor_backend and "
+            "pipeline_parallel_size out": self.executor_class is not None
+            or args.get("distributed_executor_backend") is not None
+            or (args.get("pipeline_parallel_size") or 1) > 1,
+            f"{where}each host chooses its devices: leave device_ids out": args.get("device_ids"),
         }
 
     def _error(self, message: str) -> ConfigError:
@@ -263,8 +282,21 @@ class StageConfig:
 
     @property
     def hosts(self) -> list[str | None]:
-        """The host of each engine, in the order of ``engine_names``; None: the front end's."""
-        return self.host if isinstance(self.host, list) else [self.host] * len(self.engine_names)
+        """The host of each engine, in the order of ``engine_names``, the first one if it spans several; None: the front
+        end's."""
+        hosts = self.host if isinstance(self.host, list) else [self.host] * len(self.engine_names)
+        return hosts[:1] if self.nodes > 1 and isinstance(self.host, list) else hosts
+
+    @property
+    def part_names(self) -> list[str]:
+        """Its engines, as ``engine_names``; of one that spans hosts its part on each: ["thinker", "thinker/node1"]. The
+        first part has the engine core, and the others only ranks."""
+        return [*self.engine_names, *(f"{self.name}/node{number}" for number in range(1, self.nodes))]
+
+    @property
+    def part_hosts(self) -> list[str | None]:
+        """The host of each part, in the order of ``part_names``."""
+        return self.host if isinstance(self.host, list) else [self.host] * len(self.part_names)
 
     def host_of(self, number: int = 0) -> str | None:
         """The host of an engine, by its place in ``engine_names``; None: the front end's."""
@@ -273,7 +305,7 @@ class StageConfig:
     @property
     def has_other_host(self) -> bool:
         """Whether an engine of the stage runs on another host than the front end, or may be started there."""
-        return any(host is not None for host in self.hosts)
+        return any(host is not None for host in self.part_hosts)
 
     @property
     def _each_engine(self) -> str:

@@ -80,7 +80,7 @@ def on_host(config: OmniConfig, engines: Collection[str]) -> OmniConfig:
 
 
 def _on_host(stage: StageConfig, engines: Collection[str]) -> StageConfig:
-    if stage.name in engines:
+    if stage.name in engines or (stage.nodes > 1 and any(name in engines for name in stage.part_names)):
         return replace(stage, host=None)
     names = stage.engine_names
     if any(name in engines for name in names):

@@ -62,6 +62,11 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
                 f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
                 "that a server starts with: give replicas"
             )
+        if stage.nodes > 1:
+            raise ConfigError(
+                f"worker_backend = 'ray': stage {stage.name!r}: nodes = {stage.nodes}: Ray places an engine on one "
+                "node: start the hosts of one that spans several by hand"
+            )
         try:
             replace(stage, host=stage.host or NOWHERE)
         except ConfigError as exc:

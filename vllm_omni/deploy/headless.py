@@ -48,7 +48,8 @@ def serve_stages(
 
     Args:
         model: where the checkpoint is on this host.
-        stages: their names, or those of replicas, "talker/1", or of instances, "thinker/PD0".
+        stages: their names, or those of replicas, "talker/1", of instances, "thinker/PD0", or of parts of an
+            engine that spans hosts, "thinker/node1".
         join: HOST:PORT of the front end. One that is not up is awaited for ``VLLM_OMNI_JOIN_TIMEOUT_S``, and one that
             is lost for ``VLLM_OMNI_ORPHAN_S``.
         token_file: the secret.
@@ -167,17 +168,19 @@ class _Host:
     def _make_engines(self, joined: msg.Joined) -> tuple[list[StageEngine], list[StageEngine]]:
         """The engines with which the front end starts, and those that it may start later."""
         config = unpack_config(joined.config, self._model, self._pipeline)
-        config = place_here(on_host(config, joined.engines))
+        config = place_here(on_host(config, joined.engines), has_parts=True)
         orchestrator = Orchestrator(config)
         first: list[StageEngine] = []
         later: list[StageEngine] = []
         try:
             for stage in config.stages:
                 several = list_instances(stage)
-                for number, name in enumerate(stage.engine_names):
+                for number, name in enumerate(stage.part_names):
                     if name in joined.engines:
-                        made = first if number < stage.num_started else later
-                        made.append(orchestrator.maker.make_engine(stage, several[number] if several else None))
+                        made = first if stage.nodes > 1 or number < stage.num_started else later
+                        engine = orchestrator.maker.make_engine(stage, several[number] if several else None)
+                        engine.name = name  # that of this host's part, if it spans several
+                        made.append(engine)
         finally:
             orchestrator.shutdown()
         return first, later

@@ -177,7 +177,7 @@ def _near_units(name: str, units: Mapping[str, Sequence[str]], near: Mapping[str
 # -- on this host ------------------------------------------------------------------------------------------------------
 
 
-def place_here(config: OmniConfig, host: Host | None = None) -> OmniConfig:
+def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool = False) -> OmniConfig:
     """Choose the devices of a server that runs on one host: returns the deployment with its ``device_ids``.
 
     Where there is one device, or the deployment names all of them, it stays as it is, and memory is what the start
@@ -185,26 +185,37 @@ def place_here(config: OmniConfig, host: Host | None = None) -> OmniConfig:
 
     Args:
         host: default: this one.
+        has_parts: of an engine that spans hosts, the ranks of one run here.
 
     Raises:
         NoPlace: the host has too few devices.
-        ConfigError: an engine argument is wrong.
+        ConfigError: an engine argument is wrong, or an engine spans hosts that have no names.
     """
     host = this_host(opens_devices=False) if host is None else host
-    stages = stages_of(config)
+    stages = _on_one_host(stages_of(config), has_parts=has_parts)
     if not stages:
         return config
+    for one in stages:
+        if one.nodes > 1:
+            raise ConfigError(
+                f"stage {one.name!r}: nodes = {one.nodes}: its engine spans hosts that join this one: give --stage "
+                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file FILE"
+            )
     made = plan(stages, [host])
     if len(host.devices) == 1 or all(one.pinned for one in stages):
         return config
     orchestrator = Orchestrator(config)  # for its engines' configurations; they are made anew with their devices
     try:
-        made = plan(stages_of(config, orchestrator), [host])
+        made = plan(_on_one_host(stages_of(config, orchestrator), has_parts=has_parts), [host])
     except ConfigError as exc:  # of the estimates, or one that the start finds as well
         logger.warning("devices are chosen without regard to their memory: %s", exc)
     finally:
         orchestrator.shutdown()
     return with_devices(config, made, host)
+
+
+def _on_one_host(stages: Sequence[Stage], *, has_parts: bool) -> list[Stage]:
+    return [replace(one, ranks=one.ranks // one.nodes, nodes=1) for one in stages] if has_parts else [*stages]
 
 
 def with_devices(config: OmniConfig, made: PlacementPlan, host: Host) -> OmniConfig:

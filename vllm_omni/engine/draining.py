@@ -96,7 +96,7 @@ class Draining:
         engines = self._find(name)
         for engine in engines:
             engine.set_drained(False)
-            self.drained_hosts.discard(engine.config.host_of() or "")  # a part of it is back
+            self.drained_hosts.difference_update(engine.config.part_hosts)  # a part of it is back
         self.drained_hosts.discard(name)
         return [DrainedEngine(one.name, one.num_requests, False, one.current_status()) for one in engines]
 
@@ -108,7 +108,7 @@ class Draining:
         }
 
     def _engines_on(self, host: str) -> list[StageEngine]:
-        return [engine for engine in self._engines.values() if engine.config.host_of() == host]
+        return [engine for engine in self._engines.values() if host in engine.config.part_hosts]
 
     def _find(self, name: str) -> list[StageEngine]:
         hosts = self._hosts()

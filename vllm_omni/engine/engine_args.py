@@ -188,6 +188,8 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
         args["hf_overrides"] = spec.hf_overrides or {"architectures": [spec.architecture]}
     if config.executor_class is not None:
         args["distributed_executor_backend"] = config.executor_class
+    if config.nodes > 1:
+        args |= {"nnodes": config.nodes, "distributed_executor_backend": "mp"}
     sections = kind.additional_config(config)
     if args["load_format"] == LOAD_FORMAT:
         sections[SHARED_WEIGHTS] = True

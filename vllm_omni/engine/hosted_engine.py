@@ -13,12 +13,14 @@ from typing import Any
 
 import msgspec
 from msgspec import structs, to_builtins
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 from vllm.v1.engine.utils import CoreEngineProcManager, EngineZmqAddresses, launch_core_engines
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni.engine.engine_args import shares_blocks
+from vllm_omni.engine.node_ranks import NodeRanks, set_node
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.hosts import messages as msg
 from vllm_omni.hosts.connection import HostConnection
@@ -100,6 +102,8 @@ class HostedEngine:
         anything of this one is answered.
         """
         before = self._start
+        if start.node is not None:  # its ranks on the other hosts start again
+            return False
         if before is None or self._thread is None or not self._thread.is_alive():
             return False
         if (before.options, before.log_stats) != (start.options, start.log_stats):
@@ -161,7 +165,7 @@ class HostedEngine:
         started.set()
         logger.info("stage %s: starting", self.name)
         since = time.monotonic()
-        manager: CoreEngineProcManager | None = None
+        manager: CoreEngineProcManager | NodeRanks | None = None
         try:
             manager = self._launch(start)
             self._processes.note()
@@ -175,13 +179,17 @@ class HostedEngine:
             logger.error("stage %s: ended: %s", self.name, reason)
             self._connection.send(msg.Ended(self._number, reason[: msg.MAX_TEXT]))
 
-    def _launch(self, start: msg.Start) -> CoreEngineProcManager:
-        """Start the engine core as vLLM's client does, and wait until it is ready."""
+    def _launch(self, start: msg.Start) -> CoreEngineProcManager | NodeRanks:
+        """Start the engine core as vLLM's client does, or the ranks without it, and wait until they are ready."""
         config = copy.deepcopy(self._config)  # a start writes what it measured into it
         options = structs.replace(
             msgspec.convert(start.options, RelayOptions), host=self._address, secret_file=self._secret_file
         )
         config.additional_config[OPTIONS] = to_builtins(options)
+        if start.node is not None:
+            set_node(config, start.node, self._address)
+            if start.node.rank > 0:
+                return self._launch_ranks(config)
         addresses = EngineZmqAddresses(**self._connection.open_bridge(start.number, self._run_directory.path))
         manager: CoreEngineProcManager | None = None
         try:
@@ -198,7 +206,17 @@ class HostedEngine:
         assert manager is not None, "launch_core_engines has set it"
         return manager
 
-    def _watch(self, manager: CoreEngineProcManager, ending: threading.Event) -> str:
+    def _launch_ranks(self, config: VllmConfig) -> NodeRanks:
+        with self._processes.starting(config.device_config.device_type):
+            ranks = NodeRanks(config)
+            try:
+                ranks.wait_until_loaded()
+            except BaseException:
+                ranks.shutdown(timeout=0)
+                raise
+        return ranks
+
+    def _watch(self, manager: CoreEngineProcManager | NodeRanks, ending: threading.Event) -> str:
         """Wait until the engine has ended, or is to end; returns why."""
         report_at = 0.0
         while not ending.wait(POLL_S):
@@ -212,7 +230,7 @@ class HostedEngine:
                 self._connection.send(msg.Usage(self._number, pids, self._processes.cpu_s(), resident_bytes(pids)))
         return "it was ended"
 
-    def _clear(self, manager: CoreEngineProcManager | None) -> None:
+    def _clear(self, manager: CoreEngineProcManager | NodeRanks | None) -> None:
         """Remove what the engine left. Whatever fails here, the front end is notified of the end afterwards."""
         steps: list[Callable[[], None]] = [partial(self._connection.close_bridge, self._number), self._processes.end]
         if manager is not None:  # upstream's, which fails if a process ends just before it is killed

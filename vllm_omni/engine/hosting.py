@@ -10,7 +10,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from vllm_omni import __version__
-from vllm_omni.config import OmniConfig
+from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.config.travel import pack_config
 from vllm_omni.engine.relay_options import secret_file_of
 from vllm_omni.engine.stage import StageEngine
@@ -37,7 +37,7 @@ def make_listener(
     Raises:
         ConfigError: there is no address or secret for them, or neither has a use.
     """
-    placed = list(_engines_elsewhere(config))
+    placed = list(_parts_elsewhere(config))
     if not placed:
         if config.listen or config.token_file:
             raise ConfigError("listen, token_file: no stage is on another host: give --stage NAME.host=HOST, too")
@@ -54,7 +54,7 @@ def make_listener(
         pack_config(config),
     )
     for name, stage, host in placed:
-        listener.add(name, stage, host)
+        listener.add(name, stage.name, host, listener.engines.get(stage.name) if stage.nodes > 1 else None)
     for engine in engines:
         engine.remote = listener.engines.get(engine.name)
     listener.open()
@@ -63,12 +63,12 @@ def make_listener(
     return listener
 
 
-def _engines_elsewhere(config: OmniConfig) -> Iterator[tuple[str, str, str]]:
-    """Name, stage and host of the engines on other hosts, also of replicas that may start later."""
+def _parts_elsewhere(config: OmniConfig) -> Iterator[tuple[str, StageConfig, str]]:
+    """Name, stage and host of the engines on other hosts, or of their parts, also of replicas that may start later."""
     for stage in config.stages:
-        for name, host in zip(stage.engine_names, stage.hosts, strict=True):
+        for name, host in zip(stage.part_names, stage.part_hosts, strict=True):
             if host is not None:
-                yield name, stage.name, host
+                yield name, stage, host
 
 
 def identity_of(model: str, revision: str | None) -> Identity:

@@ -63,7 +63,7 @@ def _check_caches(engines: Iterable[StageEngine]) -> None:
     """Check sizes that nothing measures. The kernel gives memory when it is used: without this, requests would fail."""
     sizes = {
         engine.name: (engine.vllm_config.cache_config.kv_cache_memory_bytes or 0)
-        * engine.vllm_config.parallel_config.world_size
+        * engine.vllm_config.parallel_config.local_world_size
         for engine in engines
         if _has_cache(engine)
     }
@@ -77,14 +77,14 @@ def _check_caches(engines: Iterable[StageEngine]) -> None:
 
 
 def devices_of(vllm_config: VllmConfig) -> list[str]:
-    """The devices of an engine's ranks: "cpu", or "cuda:0" with the number that the GPU has on its host."""
+    """The devices of an engine's ranks here: "cpu", or "cuda:0" with the number that the GPU has on its host."""
     parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
     if device == "cpu":
-        return ["cpu"] * parallel.world_size
+        return ["cpu"] * parallel.local_world_size
     ids = parallel.assigned_physical_gpu_ids
     if ids is None:
-        ids = [current_platform.device_id_to_physical_device_id(rank) for rank in range(parallel.world_size)]
-    return [f"{device}:{number}" for number in ids[: parallel.world_size]]
+        ids = [current_platform.device_id_to_physical_device_id(rank) for rank in range(parallel.local_world_size)]
+    return [f"{device}:{number}" for number in ids[: parallel.local_world_size]]
 
 
 def find_device(name: str) -> Device:

@@ -134,7 +134,7 @@ def _grows(stage: StageConfig) -> bool:
 
 def _hosts(stage: StageConfig) -> set[str | None]:
     """Where the engines of a stage run, also those that may start later."""
-    return set(stage.hosts)
+    return set(stage.part_hosts)
 
 
 def place(

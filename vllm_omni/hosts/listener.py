@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -28,6 +28,9 @@ from vllm_omni.names import suggest
 from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.remote.wire import Wire
 from vllm_omni.relay.secret import Secret
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +80,14 @@ class HostListener:
         self._wire: Wire | None = None
         self._has_none = asyncio.Event()  # set when the last host has left a closed listener
 
-    def add(self, name: str, stage: str, host: str) -> RemoteEngine:
-        """Add an engine for a host to serve; before ``open``."""
-        engine = self.engines[name] = RemoteEngine(self, name, stage, host)
+    def add(self, name: str, stage: str, host: str, first: RemoteEngine | None = None) -> RemoteEngine:
+        """Add an engine for a host to serve, or a part of one; before ``open``.
+
+        Args:
+            first: the first part of its engine; None: it is the first.
+        """
+        parts = [] if first is None else first.parts
+        engine = self.engines[name] = RemoteEngine(self, name, stage, host, parts=parts)
         return engine
 
     def open(self) -> None:
@@ -151,7 +159,7 @@ class HostListener:
             async with asyncio.timeout(BYE_TIMEOUT_S if self._peers else 0):
                 await self._has_none.wait()
         for engine in self._runs.values():
-            if engine.run is not None:
+            if engine.run is not None and engine.run.bridge is not None:
                 engine.run.bridge.close()
         self._wire.close()
         self._context.destroy(linger=0)
@@ -159,41 +167,57 @@ class HostListener:
     async def open_run(
         self,
         engine: RemoteEngine,
-        peer: Peer,
+        peers: Sequence[Peer],
         directory: Path,
         options: dict[str, Any],
         *,
         log_stats: bool,
         farewell: bytes,
+        store: TCPStore | None,
     ) -> dict[str, str]:
-        """See ``RemoteEngine.launch``."""
-        if engine.peer is not peer:
-            raise HostGone(GONE.format(host=engine.host, address=peer.address))
-        self._next_number += 1
-        number = self._next_number
+        """See ``RemoteEngine.launch``.
+
+        Args:
+            peers: the host of each part.
+            store: of the ranks of an engine with several parts.
+        """
+        for part, peer in zip(engine.parts, peers, strict=True):
+            if part.peer is not peer:
+                raise HostGone(GONE.format(host=part.host, address=peer.address))
+        first = self._next_number + 1
+        addresses, bridge = self._open_bridge(first, peers[0], directory)
+        for rank, (part, peer) in enumerate(zip(engine.parts, peers, strict=True)):
+            self._next_number += 1
+            part.run = EngineRunThere(self._next_number, peer, bridge if rank == 0 else None, farewell, store)
+            self._runs[self._next_number] = part
+        for rank, part in enumerate(engine.parts):
+            node = None if store is None else msg.Node(rank, self.address, store.port)
+            self._send(peers[rank].name, msg.Start(first + rank, part.name, options, log_stats, node))
+        return addresses
+
+    def _open_bridge(self, number: int, peer: Peer, directory: Path) -> tuple[dict[str, str], ClientBridge]:
         addresses = {f"{way}_address": f"ipc://{directory}/host-{number}-{way}" for way in ("input", "output")}
 
         def send_request(frames: Sequence[Any]) -> None:
             counts, parts = msg.split(frames)
             self._send(peer.name, msg.Request(number, counts), parts)
 
-        bridge = ClientBridge(self._context, **addresses, on_request=send_request)
-        engine.run = EngineRunThere(number, peer, bridge, farewell)
-        self._runs[number] = engine
-        self._send(peer.name, msg.Start(number, engine.name, options, log_stats))
-        return addresses
+        return addresses, ClientBridge(self._context, **addresses, on_request=send_request)
 
     async def end_run(self, engine: RemoteEngine) -> None:
         """See ``RemoteEngine.end``."""
         self.kill(engine)
-        if engine.run is not None:
-            self._runs.pop(engine.run.number, None)
-            engine.run.bridge.close()
-            engine.run = None
+        for part in engine.parts:
+            if part.run is not None:
+                self._runs.pop(part.run.number, None)
+                if part.run.bridge is not None:
+                    part.run.bridge.close()
+                part.run = None
 
     def kill(self, engine: RemoteEngine) -> None:
-        if engine.run is not None and engine.run.failure is None:
-            self._send(engine.run.peer.name, msg.Kill(engine.run.number))
+        for run in [part.run for part in engine.parts]:
+            if run is not None and run.failure is None:
+                self._send(run.peer.name, msg.Kill(run.number))
 
     def _send(self, peer: bytes, message: msg.ToHost, frames: Sequence[Any] = ()) -> None:
         assert self._wire is not None
@@ -223,18 +247,29 @@ class HostListener:
             return  # of an earlier start
         match message:
             case msg.Ready(_, counts):
-                run.bridge.ready(msg.join_parts(counts, parts))
+                if run.bridge is not None:
+                    run.bridge.ready(msg.join_parts(counts, parts))
             case msg.Output(_, counts):
-                run.bridge.put(msg.join_parts(counts, parts))
+                if run.bridge is not None:
+                    run.bridge.put(msg.join_parts(counts, parts))
             case msg.Ended(_, reason):
-                self._end(engine, run, reason)
+                self._end(engine, run, reason if len(engine.parts) == 1 else f"on host {engine.host!r}: {reason}")
             case msg.Usage():
                 run.usage = message
 
     def _end(self, engine: RemoteEngine, run: EngineRunThere, reason: str) -> None:
-        if run.failure is None:
-            run.failure = reason
-            run.bridge.fail(run.farewell)
+        """Note the end of an engine, or of a part: then the others, which would wait for it, are killed."""
+        if run.failure is not None:
+            return
+        run.failure = reason
+        others = [part.run for part in engine.parts if part.run is not None and part.run.failure is None]
+        for other in others:
+            other.failure = reason
+        for one in (run, *others):
+            if one.bridge is not None:
+                one.bridge.fail(one.farewell)
+        for other in others:
+            self._send(other.peer.name, msg.Kill(other.number))
 
     # -- hosts that join and leave ------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import zmq
 
-PROTOCOL = 2
+PROTOCOL = 3
 PART_BYTES = 1 << 20
 MAX_PART_BYTES = 4 << 20  # also of a struct: the deployment is one
 MAX_STAGES = 4096
@@ -97,13 +97,23 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
+class Node(msgspec.Struct, frozen=True):
+    """The place of a host among those that an engine spans."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0)]  # 0: it runs the engine core
+    store_host: Text  # where the ranks exchange their addresses
+    store_port: int
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Start an engine; one that was started before under its name is ended first."""
+    """Start an engine, or the part of it that is on this host; one that was started before under its name is ended
+    first."""
 
     number: Number
     engine: Text
     options: dict[str, Any]  # ``RelayOptions``, without host and secret, as plain types
     log_stats: bool
+    node: Node | None = None  # None: the engine is on this host alone
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

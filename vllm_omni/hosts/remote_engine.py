@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.errors import OmniError
 from vllm_omni.hosts.bridge import ClientBridge
 from vllm_omni.hosts.messages import Usage
+from vllm_omni.hosts.rank_store import open_store
 from vllm_omni.relay.io_thread import block_on, io_thread
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from vllm_omni.hosts.listener import HostListener, Peer
 
 logger = logging.getLogger(__name__)
@@ -33,19 +36,24 @@ class EngineRunThere:
 
     number: int
     peer: Peer
-    bridge: ClientBridge
+    bridge: ClientBridge | None  # None: of a part that has only ranks
     farewell: bytes
+    store: TCPStore | None = None  # where the ranks of an engine on several hosts exchange their addresses
     failure: str | None = None  # why it ended
     usage: Usage | None = None
 
 
 @dataclass(eq=False)
 class RemoteEngine:
-    """An engine on another host. Its methods may be called from any thread.
+    """An engine on another host, or its part on one of the hosts that it spans.
+
+    The first part stands for the whole engine, which ends when one of its parts ends. Methods may be called from any
+    thread.
 
     Attributes:
-        name: of the engine, "talker" or "talker/0".
+        name: of the engine, "talker" or "talker/0", or of the part, "talker/node1".
         host: the name that the deployment gives the host; engines with one name are on one host.
+        parts: of its engine, this one among them.
     """
 
     listener: HostListener
@@ -56,10 +64,15 @@ class RemoteEngine:
     run: EngineRunThere | None = None
     why_no_host: str = ""  # not empty: the one that was started for it cannot join
     changed: threading.Condition = field(default_factory=threading.Condition)
+    parts: list[RemoteEngine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parts.append(self)
 
     @property
     def has_host(self) -> bool:
-        return self.peer is not None
+        """Whether each part has one."""
+        return all(part.peer is not None for part in self.parts)
 
     @property
     def address(self) -> str | None:
@@ -80,7 +93,7 @@ class RemoteEngine:
     def launch(
         self, directory: Path, options: dict[str, Any], *, log_stats: bool, farewell: bytes, timeout_s: float
     ) -> dict[str, str]:
-        """Wait for a host, let it start the engine, and return the addresses that vLLM's client binds.
+        """Wait for its hosts, let them start the engine, and return the addresses that vLLM's client binds.
 
         Args:
             directory: private, of this server; the client's sockets are in it.
@@ -90,8 +103,11 @@ class RemoteEngine:
         Raises:
             HostGone: no host has joined in time, or it has left again.
         """
-        peer = self.wait_for_host(timeout_s)
-        opening = self.listener.open_run(self, peer, directory, options, log_stats=log_stats, farewell=farewell)
+        peers = [part.wait_for_host(timeout_s) for part in self.parts]
+        store = open_store(self.listener.address) if len(self.parts) > 1 else None
+        opening = self.listener.open_run(
+            self, peers, directory, options, log_stats=log_stats, farewell=farewell, store=store
+        )
         return block_on(opening, START_TIMEOUT_S, "sockets for an engine on another host")
 
     def wait_for_host(self, timeout_s: float) -> Peer:
@@ -122,22 +138,23 @@ class RemoteEngine:
         return self.listener.how_to_join(self)
 
     def pids(self) -> list[int]:
-        """Ids of its processes, on its host."""
-        run = self.run
-        return [] if run is None or run.failure is not None or run.usage is None else run.usage.pids
+        """Ids of its processes, on their hosts."""
+        return [pid for usage in self._usages() for pid in usage.pids]
 
     def cpu_s(self) -> float:
-        run = self.run
-        return 0.0 if run is None or run.usage is None else run.usage.cpu_s
+        return sum((part.run.usage.cpu_s for part in self.parts if part.run and part.run.usage), 0.0)
 
     def resident_bytes(self) -> int:
-        run = self.run
-        return 0 if run is None or run.failure is not None or run.usage is None else run.usage.resident_bytes
+        return sum(usage.resident_bytes for usage in self._usages())
+
+    def _usages(self) -> list[Usage]:
+        runs = [part.run for part in self.parts]
+        return [run.usage for run in runs if run is not None and run.failure is None and run.usage is not None]
 
     def kill(self) -> None:
-        """Let the host kill its processes."""
+        """Let its hosts kill its processes."""
         io_thread().call(self.listener.kill, self)
 
     def end(self) -> None:
-        """Forget the engine that was started last, and let its host kill it: what it still sends is not heard."""
+        """Forget the engine that was started last, and let its hosts kill it: what it still sends is not heard."""
         block_on(self.listener.end_run(self), START_TIMEOUT_S, "the end of an engine's sockets")

@@ -31,6 +31,7 @@ class RankMemory:
     def __init__(self, vllm_config: VllmConfig, rank: int) -> None:
         tether = vllm_config.additional_config
         self._section = section = msgspec.convert(tether[MEMORY], MemorySection)
+        rank %= vllm_config.parallel_config.local_world_size  # among those of this host
         self._device = section.devices[rank]
         self._name = name_rank(tether.stage, rank, len(section.devices))
         self._division = MemoryDivision(tether.directory, self._device, section.ranks[self._device], section.division)

@@ -39,10 +39,15 @@ READ_LATE = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "traceparent",
     "tracestate",
+    "VLLM_HOST_IP",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TORCHELASTIC_USE_AGENT_STORE",
 )
 """Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
 
-vLLM, its plugin, and its traces set all but the first three when an engine is made.
+vLLM, its plugin, and its traces set all but the first three when an engine is made; the last four, the processes of an
+engine that spans hosts.
 """
 
 POLL_S = 1.0

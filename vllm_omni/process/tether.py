@@ -131,7 +131,7 @@ def enter_stage_process() -> None:
         threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
     atexit.register(_exit_at_once)
     _ignore_signals_until(_tether.directory / ENDING)
-    for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
+    for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm_omni.engine.node_ranks"):
         logging.getLogger(name).addHandler(_FailureReport(_tether.failure_file))
 
 

@@ -46,7 +46,11 @@ def print_placement(parsed: Deployment) -> None:
         config = parsed.load_config()
         left = [one.name for one in list_engines(config) if one.is_left_to_vllm]
         said = [f"not planned, their devices are left to vLLM: {', '.join(left)}"] if left else []
-        away = [f"{one.name} ({one.config.host})" for one in list_every_engine(config) if one.config.host is not None]
+        away = [
+            f"{one.name} ({' and '.join(map(str, dict.fromkeys(one.config.part_hosts)))})"
+            for one in list_every_engine(config)
+            if one.config.host is not None
+        ]
         said += [f"not planned, each host divides its own devices: {', '.join(away)}"] if away else []
         print("\n".join([*lines(made), *said]), file=stdout)
 
