@@ -147,7 +147,7 @@ def test_commands_of_the_guide_to_deployment(
     (checkout / "inventory.yaml").write_text(inventory.text)
     here, there = [block.text.splitlines() for block in blocks if block.text.startswith("engine ")]
     make_checkpoint, on_this_host, on_others, front_end, host, *of_hosts, by_ray, front_ends = commands("deployment.md")
-    drain, undrain, growing, scale, split, of_instance = of_hosts
+    drain, undrain, growing, scale, split, of_instance, spanning, of_part = of_hosts
     asked = [
         ["drain", "box-b"],
         ["undrain", "box-b"],
@@ -161,6 +161,9 @@ def test_commands_of_the_guide_to_deployment(
     assert dict(zip(stage.engine_names, stage.hosts, strict=True)) == hosts
     (name,) = parse_serve_args([word for word in of_instance[2:] if word != "--omni"]).args.stage
     assert hosts[name] is not None
+    stage = parse_serve_args([word for word in spanning[2:] if word != "--omni"]).load_config().stage("thinker")
+    assert dict(zip(stage.part_names, stage.part_hosts, strict=True)) == {"thinker": "box-a", "thinker/node1": "box-b"}
+    assert parse_serve_args([word for word in of_part[2:] if word != "--omni"]).args.stage == [stage.name]
     shutil.rmtree(checkout / make_checkpoint[-1], ignore_errors=True)
     main(make_checkpoint[1:])
     capfd.readouterr()
