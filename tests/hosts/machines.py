@@ -149,12 +149,12 @@ class Network:
         namespace, inner, outer = (f"{self._name}{kind}{number}" for kind in "nio")
         address = f"10.77.{self._third}.{number}"
         ip("netns", "add", namespace)
+        self.hosts.append(Host(address, directory, namespace, outer, inner))  # ``close`` removes it from here on
         ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", namespace)
         ip("link", "set", outer, "master", self._name, "up")
         for words in (["lo", "up"], [inner, "up"]):
             ip("-n", namespace, "link", "set", *words)
         ip("-n", namespace, "addr", "add", f"{address}/24", "dev", inner)
-        self.hosts.append(Host(address, directory, namespace, outer, inner))
         return self.hosts[-1]
 
     def close(self) -> None:
