@@ -6,9 +6,10 @@ from pathlib import Path
 
 from vllm_omni.flow import Activation, Emission
 
-DIRECTORY = "PONDERING_DIRECTORY"
-"""The environment variable that names a directory; while it has the file HOLD, the function computes."""
-HOLD = "hold"
+DIRECTORY = "VLLM_OMNI_FILES_DIR"
+"""The environment variable that names a directory; while it has the file HOLD, the function computes. Of this package,
+so that a process need not be started for it: another variable's change would cost a fork server."""
+HOLD = "pondering/hold"
 
 
 async def ponder(activation: Activation) -> AsyncIterator[Emission]:
@@ -24,6 +25,6 @@ async def ponder(activation: Activation) -> AsyncIterator[Emission]:
 def compute(directory: Path, call_id: str) -> None:
     """Compute without a pause for as long as the file is there; another file says for which call."""
     if (hold := directory / HOLD).exists():
-        (directory / call_id).touch()
+        hold.with_name(call_id).touch()
         while hold.exists():
             pass

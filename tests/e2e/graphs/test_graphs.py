@@ -79,18 +79,10 @@ def start(directory: Path, *stage_overrides: str) -> AsyncOmni:
 
 
 @pytest.fixture(scope="module")
-def pondering(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests hold a function while it computes."""
-    return tmp_path_factory.mktemp("pondering")
-
-
-@pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory, pondering: Path) -> Iterator[AsyncOmni]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DIRECTORY, str(pondering))
-        omni = start(tmp_path_factory.mktemp("graphs"))
-        yield omni
-        omni.shutdown()
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
+    omni = start(tmp_path_factory.mktemp("graphs"))
+    yield omni
+    omni.shutdown()
 
 
 async def ask(omni: AsyncOmni, graph: str, prompt: Sequence[int] = PROMPT, **more: Any) -> OmniRequestOutput:
@@ -458,9 +450,10 @@ async def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def hold(pondering: Path) -> Iterator[Path]:
+def hold() -> Iterator[Path]:
     """The function computes until this file is removed."""
-    file = pondering / HOLD
+    file = Path(os.environ[DIRECTORY]) / HOLD
+    file.parent.mkdir(exist_ok=True)
     file.touch()
     yield file
     file.unlink(missing_ok=True)
