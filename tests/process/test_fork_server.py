@@ -113,6 +113,14 @@ def test_in_another_environment_another_fork_server_takes_its_place(
     assert said(tmp_path / "said", "OMP_NUM_THREADS")[2] == os.environ.get("OMP_NUM_THREADS", "")
 
 
+def test_torch_that_has_compiled_here_does_not_replace_it(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.ensure_running()
+    before = pid_of_server()
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")
+    server.ensure_running()
+    assert pid_of_server() == before
+
+
 def test_a_replaced_fork_server_tells_how_its_last_child_ended_and_ends(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

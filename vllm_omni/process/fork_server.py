@@ -25,8 +25,9 @@ import psutil
 from vllm_omni import envs
 from vllm_omni.vllm_patches import start_engine_cores_in
 
-UNREAD = ("PYTEST_CURRENT_TEST",)
-"""Environment variables that no process of a stage reads, and that change in a program that starts several servers."""
+UNREAD = ("PYTEST_CURRENT_TEST", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+"""Environment variables that no process of a stage reads, and that change in a program that starts several servers: the
+second is torch's, which sets it anew in each process that compiles."""
 
 READ_LATE = (
     "TMPDIR",
