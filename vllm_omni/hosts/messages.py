@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import zmq
 
-PROTOCOL = 3
+PROTOCOL = 4
 PART_BYTES = 1 << 20
 MAX_PART_BYTES = 4 << 20  # also of a struct: the deployment is one
 MAX_STAGES = 4096
@@ -23,6 +23,10 @@ Number: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Parts: TypeAlias = list[Annotated[int, msgspec.Meta(ge=1)]]
 """Of each frame, in how many parts it follows."""
+
+
+Session: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+"""Of one connection of a host, from the front end's clock: a later one has a larger number."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -50,6 +54,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     stages: Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     address: Text  # where the host's relays listen
+    link: Text  # where the controllers of other hosts connect to those of this one: "tcp://..."
     program: Text  # of the host, unlike any other's: its next connection takes the place of one that is not yet lost
 
 
@@ -83,6 +88,19 @@ class Usage(msgspec.Struct, frozen=True, tag=True):
     resident_bytes: int
 
 
+class Statistics(msgspec.Struct, frozen=True, tag=True):
+    """What an engine whose controller is on its host has counted (``engine/host_statistics.py``), twice a second."""
+
+    number: Number
+    parts: Parts
+
+
+class Flow(msgspec.Struct, frozen=True, tag=True):
+    """In both directions, and between hosts. Frame: messages of the graph, as ``EncodedLink`` packs them."""
+
+    parts: Parts
+
+
 # -- to a host --------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +109,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     engines: list[Text]  # that it serves
     config: bytes  # the deployment (``config/travel.py``)
+    session: Session
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -133,16 +152,53 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front end has ended: end all engines."""
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """A host, as the controllers of others reach it."""
+
+    link: Text
+    session: Session
+
+
+class Peers(msgspec.Struct, frozen=True, tag=True):
+    """The hosts that have joined, by their names in the deployment; sent when one has joined or is lost."""
+
+    hosts: dict[Text, Peer]
+
+
 class Probe(msgspec.Struct, frozen=True, tag=True):
     """Makes ZMQ notice whether a host is still connected; it has no answer."""
 
 
-ToFrontEnd: TypeAlias = Join | Ready | Output | Ended | Usage
-ToHost: TypeAlias = Joined | Rejected | Start | Request | Kill | Bye | Probe
+# -- between hosts ----------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a connection."""
+
+    host: Text  # its name in the deployment
+    session: Session
+
+
+ToFrontEnd: TypeAlias = Join | Ready | Output | Ended | Usage | Statistics | Flow
+ToHost: TypeAlias = Joined | Rejected | Start | Request | Kill | Bye | Peers | Probe | Flow
+BetweenHosts: TypeAlias = Hello | Flow
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_between_hosts = msgspec.msgpack.Decoder(BetweenHosts).decode
+
+
+def pack_flow(data: bytes) -> list[Any]:
+    """The frames of a ``Flow``."""
+    counts, parts = split([data])
+    return [encode(Flow(counts)), *parts]
+
+
+def open_flow(message: Flow, parts: Sequence[Any]) -> bytes | memoryview:
+    """The content of a ``Flow``. Raises ``ValueError``: the numbers do not fit."""
+    (frame,) = join_parts(message.parts, parts)
+    return frame if isinstance(frame, bytes) else _view(frame)
 
 
 def split(frames: Sequence[Any]) -> tuple[list[int], list[Any]]:

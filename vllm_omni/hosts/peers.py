@@ -1,0 +1,137 @@
+"""``PeerLinks``: the ways from host to host, for messages between their controllers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+import zmq
+
+from vllm_omni.complaints import Complaints
+from vllm_omni.hosts import messages as msg
+from vllm_omni.hosts.listener import HEARTBEAT_MS
+from vllm_omni.relay.remote.wire import Wire
+from vllm_omni.relay.secret import Secret
+
+logger = logging.getLogger(__name__)
+
+
+class PeerLinks:
+    """The connections of one host to and from others. Belongs to the I/O thread.
+
+    Each host connects to those that it sends to, and first says which connection to the front end it has. One that the
+    front end has lost has an older one than others know, and is not heard.
+
+    Args:
+        address: of this host, where the others reach it.
+        on_flow: called with the messages of another host.
+        on_lost: called with the name of a host to which a connection has ended: what was sent may be lost.
+
+    Attributes:
+        link: where the others connect.
+
+    Raises:
+        OSError, zmq.ZMQError: the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        secret: Secret,
+        address: str,
+        on_flow: Callable[[bytes | memoryview], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._context, self._secret = context, secret
+        self._on_flow, self._on_lost = on_flow, on_lost
+        self._complaints = Complaints(logger)
+        self._hosts: Mapping[str, msg.Peer] = {}
+        self._hello: msg.Hello | None = None  # of this host; None: it is not joined
+        self._ways: dict[str, Wire] = {}  # to others
+        self._known: dict[bytes, msg.Hello] = {}  # connections of others
+        self._inbound = Wire(
+            context,
+            zmq.ROUTER,
+            self._on_message,
+            lambda: None,
+            secret,
+            heartbeat_ms=HEARTBEAT_MS,
+            max_bytes=msg.MAX_PART_BYTES,
+            on_rejected=lambda: self._complaints.warn("rejected a connection: it has not this deployment's secret"),
+        )
+        self.link = self._inbound.bind(address)
+
+    def set_hosts(self, own: msg.Hello, hosts: Mapping[str, msg.Peer]) -> None:
+        """Learn where the others are; connections to earlier ones end.
+
+        Args:
+            own: of this host.
+        """
+        for host, way in list(self._ways.items()):
+            if own != self._hello or hosts.get(host) != self._hosts.get(host):
+                self._end(host, way)
+        self._hello, self._hosts = own, dict(hosts)
+        self._known = {name: one for name, one in self._known.items() if self._is_current(one)}
+
+    def leave(self) -> None:
+        """The front end is lost: nothing is sent or heard until it is joined again."""
+        for host, way in list(self._ways.items()):
+            self._end(host, way)
+        self._hello = None
+        self._known.clear()
+
+    def send(self, host: str, data: bytes) -> None:
+        """Send messages to the controllers of another host; dropped if there is none, as are its calls."""
+        if self._hello is None or host not in self._hosts:
+            return
+        way = self._ways.get(host)
+        if way is None:
+            way = self._ways[host] = self._connect(host)
+        way.send(msg.pack_flow(data))
+
+    def close(self) -> None:
+        self.leave()
+        self._inbound.close()
+
+    def _connect(self, host: str) -> Wire:
+        assert self._hello is not None
+        way = Wire(
+            self._context,
+            zmq.DEALER,
+            lambda frames: None,  # it sends on its own connection
+            partial(self._lose, host),
+            self._secret,
+            heartbeat_ms=HEARTBEAT_MS,
+            max_bytes=msg.MAX_PART_BYTES,
+        )
+        way.connect(self._hosts[host].link)
+        way.send([msg.encode(self._hello)])
+        return way
+
+    def _lose(self, host: str) -> None:
+        if (way := self._ways.get(host)) is not None:
+            self._end(host, way)
+            self._on_lost(host)
+
+    def _end(self, host: str, way: Wire) -> None:
+        del self._ways[host]
+        way.close()
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        name = frames[0].bytes
+        try:
+            message = msg.decode_between_hosts(frames[1].buffer)
+            if isinstance(message, msg.Hello):
+                if self._is_current(message):
+                    self._known[name] = message
+            elif name in self._known:
+                self._on_flow(msg.open_flow(message, frames[2:]))
+        except (msgspec.MsgspecError, ValueError, IndexError) as exc:
+            self._complaints.warn("dropped a message of another host: %s", exc)
+
+    def _is_current(self, hello: msg.Hello) -> bool:
+        """Whether the front end has not lost that connection. This host may learn of a new one later than of calls."""
+        peer = self._hosts.get(hello.host)
+        return peer is None or hello.session >= peer.session
