@@ -25,7 +25,7 @@ Parts: TypeAlias = list[Annotated[int, msgspec.Meta(ge=1)]]
 """Of each frame, in how many parts it follows."""
 
 
-Session: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+Session: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 """Of one connection of a host, from the front end's clock: a later one has a larger number."""
 
 
