@@ -19,6 +19,7 @@ from vllm_omni import envs
 from vllm_omni.config.travel import on_host, unpack_config
 from vllm_omni.deploy.needs import place_here
 from vllm_omni.engine.engine_maker import list_instances
+from vllm_omni.engine.host_controllers import HostControllers
 from vllm_omni.engine.hosted_engine import HostedEngine
 from vllm_omni.engine.hosting import identity_of
 from vllm_omni.engine.memory import memory_sections
@@ -64,8 +65,9 @@ def serve_stages(
     connection = HostConnection(endpoint, Secret.read(secret_file))
     prepare_environment()
     address, program = _relay_address(endpoint), secrets.token_hex(16)
-    request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, program)
     try:
+        link = connection.listen(address)
+        request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, link, program)
         joined = connection.join(request, envs.VLLM_OMNI_JOIN_TIMEOUT_S)
         with _run_directory() as run_directory, run_directory.inherited():
             host = _Host(connection, run_directory, model, pipeline, request.address, secret_file)
@@ -135,6 +137,7 @@ class _Host:
         self._model, self._pipeline = model, pipeline
         self._address, self._secret_file = address, secret_file
         self._engines: dict[str, HostedEngine] = {}
+        self._controllers: HostControllers | None = None  # of some of these engines
         self._joined: msg.Joined | None = None
 
     def prepare(self, joined: msg.Joined) -> None:
@@ -143,7 +146,7 @@ class _Host:
         Raises:
             ConfigError: the deployment does not fit this host.
         """
-        if joined != self._joined:
+        if self._joined is None or joined != replace(self._joined, session=joined.session):
             self._end_engines()
             first, later = self._make_engines(joined)
             made = [*first, *later]
@@ -159,6 +162,7 @@ class _Host:
                     memory=memory.get(one.name),
                     address=self._address,
                     secret_file=self._secret_file,
+                    controllers=self._controllers if self._controllers and self._controllers.serves(one) else None,
                 )
                 for one in made
             }
@@ -167,8 +171,8 @@ class _Host:
 
     def _make_engines(self, joined: msg.Joined) -> tuple[list[StageEngine], list[StageEngine]]:
         """The engines with which the front end starts, and those that it may start later."""
-        config = unpack_config(joined.config, self._model, self._pipeline)
-        config = place_here(on_host(config, joined.engines), has_parts=True)
+        whole = unpack_config(joined.config, self._model, self._pipeline)
+        config = place_here(on_host(whole, joined.engines), has_parts=True)
         orchestrator = Orchestrator(config)
         first: list[StageEngine] = []
         later: list[StageEngine] = []
@@ -181,6 +185,17 @@ class _Host:
                         engine = orchestrator.maker.make_engine(stage, several[number] if several else None)
                         engine.name = name  # that of this host's part, if it spans several
                         made.append(engine)
+            roles = orchestrator.roles_on_hosts(whole)
+            if joined.host in roles.values():
+                self._controllers = HostControllers(
+                    joined.host,
+                    roles,
+                    orchestrator.plans,
+                    orchestrator.specs,
+                    {engine.name: engine for engine in first},
+                    self._connection,
+                    self._secret_file,
+                )
         finally:
             orchestrator.shutdown()
         return first, later
@@ -210,9 +225,11 @@ class _Host:
             self._connection.send(msg.Ended(start.number, str(exc) or repr(exc)))
 
     def end(self) -> None:
-        for engine in self._engines.values():
-            engine.end(is_last=True)
+        self._end_engines(is_last=True)
 
-    def _end_engines(self) -> None:
+    def _end_engines(self, *, is_last: bool = False) -> None:
         for engine in self._engines.values():
-            engine.end()
+            engine.end(is_last=is_last)
+        if self._controllers is not None:
+            self._controllers.close()
+            self._controllers = None

@@ -20,6 +20,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni.engine.engine_args import shares_blocks
+from vllm_omni.engine.host_controllers import HostControllers
 from vllm_omni.engine.node_ranks import NodeRanks, set_node
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.hosts import messages as msg
@@ -53,6 +54,7 @@ class HostedEngine:
         memory: how it divides the memory of its devices with the others here.
         address: where its relays listen.
         secret_file: of the deployment, here.
+        controllers: of this host, if that of the engine is among them; None: it is the front end's.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class HostedEngine:
         memory: MemorySection | None,
         address: str,
         secret_file: str,
+        controllers: HostControllers | None = None,
     ) -> None:
         self.name = engine.name
+        self._engine, self._controllers = engine, controllers
         self._connection = connection
         self._run_directory = run_directory
         self._address, self._secret_file = address, secret_file
@@ -171,6 +175,8 @@ class HostedEngine:
             self._processes.note()
             logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - since)
             reason = self._watch(manager, ending)
+            if self._controllers is not None:
+                self._controllers.detach(self._engine, reason)
         except Exception as exc:
             logger.debug("stage %s did not start", self.name, exc_info=True)
             reason = self._processes.failure() or ended_early(exc) or str(exc) or repr(exc)
@@ -190,7 +196,13 @@ class HostedEngine:
             set_node(config, start.node, self._address)
             if start.node.rank > 0:
                 return self._launch_ranks(config)
-        addresses = EngineZmqAddresses(**self._connection.open_bridge(start.number, self._run_directory.path))
+        directory, controllers = self._run_directory.path, self._controllers
+        bridge = self._connection.open_bridge(start.number, directory, is_held=controllers is not None)
+        addresses = EngineZmqAddresses(**bridge)
+        if controllers is not None:
+            own = controllers.addresses(directory, start.number)
+            addresses.inputs.append(own["input_address"])
+            addresses.outputs.append(own["output_address"])
         manager: CoreEngineProcManager | None = None
         try:
             with (
@@ -199,6 +211,11 @@ class HostedEngine:
             ):
                 assert isinstance(launch.engine_manager, CoreEngineProcManager), "one engine, without Ray"
                 manager = launch.engine_manager
+            if controllers is not None:
+                controllers.attach(
+                    self._engine, start.number, config, self._processes, directory, log_stats=start.log_stats
+                )
+                self._connection.release_bridge(start.number)
         except BaseException:
             if manager is not None:
                 manager.shutdown(timeout=0)

@@ -19,12 +19,13 @@ from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import EMPTY, Answer, kind_of_output
 from vllm_omni.engine.cache_edges import cache_sources, check_layouts, with_connectors
+from vllm_omni.engine.controller_places import expect_two_clients, roles_on_hosts
 from vllm_omni.engine.draining import Draining
 from vllm_omni.engine.engine_maker import EngineMaker
 from vllm_omni.engine.flow_metrics import FlowMetrics
 from vllm_omni.engine.function_node import FunctionNode
 from vllm_omni.engine.function_process import FunctionProcess
-from vllm_omni.engine.graph_checks import check_graph, whole_fields
+from vllm_omni.engine.graph_checks import check_graph
 from vllm_omni.engine.graph_metrics import collect
 from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.hosting import make_listener
@@ -41,6 +42,7 @@ from vllm_omni.engine.payload_edges import PayloadEdges
 from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.queue_limits import QueueLimits, num_answers
 from vllm_omni.engine.relay_options import make_relay_options, secret_file_of
+from vllm_omni.engine.remote_controllers import RemoteControllers, make_runtime
 from vllm_omni.engine.request_params import check_params
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.request_record import RequestRecord
@@ -61,7 +63,7 @@ from vllm_omni.errors import (
     StageFailed,
     UnknownModel,
 )
-from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan, parse_graphs
+from vllm_omni.flow import GraphCall, StaticPlan, parse_graphs
 from vllm_omni.flow.graph.plan import Route
 from vllm_omni.flow.run.scope import index_plans
 from vllm_omni.hosts.listener import HostListener
@@ -86,6 +88,7 @@ class Orchestrator:
         engines: by name; the name of an instance is "thinker/PD0", of a replica "talker/0".
         nodes: by the name of the stage or function.
         plans: by graph, those included that only other graphs call.
+        specs: of the stages, with their connectors.
         models: what requests name: the graphs of the pipeline and their graph calls, "graph.call".
         hub: the front end's; opens media for the user, and releases what no stage has read.
         requests: those that run, and whether others are accepted.
@@ -117,7 +120,7 @@ class Orchestrator:
         self._route = cache(lambda graph, outputs: self._graphs[graph].route(outputs))
         specs = {spec.name: spec for spec in self.pipeline.stages}
         self._cache_sources = cache_sources(self.plans.values(), specs)
-        self._specs = with_connectors(self.plans.values(), specs, self._cache_sources)
+        self.specs = with_connectors(self.plans.values(), specs, self._cache_sources)
         self.pipeline.set_chunks(config.edges)
         self.pipeline.set_voices(config.voices)
         self.hub = RelayHub(RelayOptions(secret_file=secret_file_of(config)), prefault=False)
@@ -125,6 +128,7 @@ class Orchestrator:
         self.nodes: dict[str, ServedNode] = {spec.name: FunctionNode(spec) for spec in self.pipeline.functions}
         self.gate = AdmissionGate()
         self.streamed_replies = StreamedReplies()
+        self.controllers: RemoteControllers | None = None  # if some run beside engines on other hosts
         self.sessions: Sessions | None = None  # if the pipeline has any
         self.latency_metrics, self.flow_metrics, self.traces = LatencyMetrics(), FlowMetrics(), Traces()
         self.queue_limits = QueueLimits({})
@@ -133,7 +137,7 @@ class Orchestrator:
         reader = partial(RequestProcessor, self.media_budget, self.latency_metrics.read.observe)
         sources = self._cache_sources
         self.maker = EngineMaker(
-            *(self._specs, sources, self.plans, self.hub, reader, self.engine_class), log_stats=log_stats
+            *(self.specs, sources, self.plans, self.hub, reader, self.engine_class), log_stats=log_stats
         )
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
@@ -154,11 +158,10 @@ class Orchestrator:
         self.queue_limits = QueueLimits.of(self.engines.values())
         check_layouts(self._cache_sources, lambda stage: self.front(stage).vllm_config)
         options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
-        self._local_engines = [
-            engine
-            for name, engine in self.engines.items()
-            if any(edge.transport == LOCAL for edge in options[name].edges.values())
-        ]
+        local = [name for name, its in options.items() if LOCAL in {edge.transport for edge in its.edges.values()}]
+        self._local_engines = [self.engines[name] for name in local]
+        for role in (roles := self.roles_on_hosts(self.config)):
+            expect_two_clients(self.engines[role].vllm_config)
         memory = memory_sections(one for one in self.engines.values() if one.config.host_of() is None)
         listen = partial(make_listener, self.config, self.engines.values(), self._on_listening)
         running = start_engines(self.engines, options, self.hub, memory, self.function_processes, listen)
@@ -171,14 +174,16 @@ class Orchestrator:
             *(self.config, self.nodes, self.engines, self.maker, self._relay_options, self.queue_limits, running),
             self.draining,
         )
-        payload_edges = PayloadEdges(self.plans.values(), self._specs)
+        payload_edges = PayloadEdges(self.plans.values(), self.specs)
         for node in self.nodes.values():
             node.gate = self.gate
             if isinstance(node, StageNode):
                 node.streamed_replies = self.streamed_replies
-                node.whole_fields = whole_fields(node.config.name, self.plans.values())
-                node.outer_readers, node.entered = payload_edges.outer_readers, payload_edges.entered
-        self.runtime = GraphRuntime([payload_edges.with_own_payloads(plan) for plan in self.plans.values()], self.nodes)
+                payload_edges.bind(node)
+        plans = [payload_edges.with_own_payloads(plan) for plan in self.plans.values()]
+        if running.listener is not None and roles:
+            self.controllers = RemoteControllers(roles, plans, self.engines, running.listener)
+        self.runtime = make_runtime(plans, self.nodes, self.controllers)
         if endpoint := self.front(self.config.stages[0].name).vllm_config.observability_config.otlp_traces_endpoint:
             self.traces = Traces(OtelExporter(endpoint))
         if (ttl_s := self.pipeline.session_ttl_s) is not None:
@@ -187,6 +192,10 @@ class Orchestrator:
             sources = self.latency_metrics, self.queue_limits, self.flow_metrics, self.media_budget
             of_graph = partial(collect, self.runtime, self.engines.values(), self.nodes.values(), *sources)
             METRICS.add_graph(running.server_id, of_graph)
+
+    def roles_on_hosts(self, config: OmniConfig) -> dict[str, str]:
+        """See ``roles_on_hosts``; the graphs and stages are the same on all hosts."""
+        return roles_on_hosts(config, self.plans.values(), self.specs, self._cache_sources)
 
     def _relay_options(self, engine: StageEngine) -> RelayOptions:
         return make_relay_options(engine, self._reading_engines, self.plans.values(), self.config)
@@ -293,7 +302,7 @@ class Orchestrator:
     def modalities_of(self, graph: str | None = None) -> dict[str, str]:
         """The modalities that a graph can answer in, and their kinds (``KEYS`` of ``Answer``, or others of text)."""
         plan, named = self.plan_of(graph), self.pipeline.modalities.items()
-        return {name: kind_of_output(plan, output, self._specs) for name, output in named if output in plan.outputs}
+        return {name: kind_of_output(plan, output, self.specs) for name, output in named if output in plan.outputs}
 
     def medium(self) -> str:
         """The medium that the first graph makes, where the first stage is a diffusion stage: other outputs follow it.
@@ -437,16 +446,24 @@ class Orchestrator:
         except Exception as exc:
             raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc
         session = context.session_id if self.sessions is not None else None
-        call = self.runtime.open(
-            context.request_id,
-            inputs,
-            outputs,
-            graph=plan.name,
-            context=context,
-            deadline_s=context.deadline_s,
-            session=session,
-            on_report=record.add,
-        )
+        deadline_s = context.deadline_s
+        try:
+            if self.controllers is not None:
+                inputs, deadline_s = await self.controllers.enter(context, inputs, plan, self.gate)
+            call = self.runtime.open(
+                context.request_id,
+                inputs,
+                outputs,
+                graph=plan.name,
+                context=context,
+                deadline_s=deadline_s,
+                session=session,
+                on_report=record.add,
+            )
+        except BaseException:
+            if not self.runtime.is_open(context.request_id):
+                self.gate.leave(context.request_id)
+            raise
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)
         return call

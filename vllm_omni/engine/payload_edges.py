@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from vllm_omni.engine.node import closed_at_end
+from vllm_omni.engine.graph_checks import whole_fields
+from vllm_omni.engine.node import StageNode, closed_at_end
 from vllm_omni.engine.stage_edges import stage_edges
 from vllm_omni.flow import CallInfo, Chunk, StaticPlan, TransferFunction
 from vllm_omni.flow.graph.plan import Edge, NodePlan
@@ -28,6 +29,7 @@ class PayloadEdges:
     """
 
     def __init__(self, plans: Collection[StaticPlan], specs: Mapping[str, StageSpec]) -> None:
+        self._plans = plans
         self._readers: dict[Edge, set[str]] = {}  # edge -> the nodes to which it leads
         self.outer_readers: dict[tuple[str, str], set[str]] = {}
         self.entered: set[str] = set()
@@ -41,6 +43,11 @@ class PayloadEdges:
             if len(one.path) > 1 or one.path[0].source != maker.node.name:
                 self.outer_readers.setdefault((maker.node.name, maker.field), set()).add(reader)
                 self.entered.add(reader)
+
+    def bind(self, node: StageNode) -> None:
+        """Let the node of a stage know who reads its outputs, and how."""
+        node.whole_fields = whole_fields(node.config.name, self._plans)
+        node.outer_readers, node.entered = self.outer_readers, self.entered
 
     def with_own_payloads(self, plan: StaticPlan) -> StaticPlan:
         """The plan, whose payloads pass ``Payload.of`` on the edges that carry them, before the transfer function."""

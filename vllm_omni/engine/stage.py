@@ -17,11 +17,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from msgspec import structs
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_omni import envs
 from vllm_omni.config import StageConfig
@@ -41,6 +42,7 @@ from vllm_omni.engine.rendering import render_prompt
 from vllm_omni.engine.request_caches import RequestCaches, check_given, check_prompt
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
+from vllm_omni.engine.stage_params import check_stage_params
 from vllm_omni.engine.transfer_params import KV_CONFIG
 from vllm_omni.errors import InvalidRequest, StageFailed
 from vllm_omni.hosts.remote_engine import RemoteEngine
@@ -62,8 +64,6 @@ ABORT_TIMEOUT_S = 1.0
 # How long an engine may take to answer any other call, for the same reason.
 ANSWER_TIMEOUT_S = 300.0
 UNLIMITED_S = 1e7
-
-_TEXT_PARAMS = ("stop", "bad_words", "structured_outputs")  # need a tokenizer; upstream ignores two of them without
 
 T = TypeVar("T")
 
@@ -112,6 +112,7 @@ class StageEngine(StageNode):
         self.on_status: Callable[[], None] = lambda: None  # called after each change of status, by the supervisor
         self._llm: StageLLM | None = None
         self._processes: StageProcesses | RemoteProcesses | None = None
+        self._make_statistics: Callable[[StageLLM], StatLoggerBase] | None = None  # see ``attach``
         self._loop: asyncio.AbstractEventLoop | None = None  # the requests' event loop, once there was one
         self.num_requests, self.start_s = 0, 0.0
         self.is_drained = False
@@ -145,16 +146,7 @@ class StageEngine(StageNode):
             # A start writes what the engine measured into its configuration; a restart needs it as it was.
             self._fresh_config = copy.deepcopy(self.vllm_config)
             try:
-                self._llm = StageLLM(
-                    self.vllm_config,
-                    self.spec.output_type,
-                    hub,
-                    client_addresses=processes.launch(),
-                    has_own_vocabulary=self.spec.has_own_vocabulary,
-                    log_stats=self._log_stats,
-                    generates_tokens=self.kind.generates_tokens,
-                    profiles_front_end=self._is_first and (self.instance is None or self.instance.is_front),
-                )
+                self._llm = self._make_llm(self.vllm_config, processes.launch())
             except Exception as exc:
                 raise StageFailed(self.name, self._start_failure(exc)) from exc
         if self._reader is not None:
@@ -162,6 +154,48 @@ class StageEngine(StageNode):
         processes.note()
         self.start_s = time.monotonic() - started
         logger.info("stage %s: ready after %.1f s", self.name, self.start_s)
+
+    def _make_llm(self, vllm_config: VllmConfig, addresses: dict[str, str] | None, client_index: int = 0) -> StageLLM:
+        is_front = self._is_first and (self.instance is None or self.instance.is_front)
+        return StageLLM(
+            vllm_config,
+            self.spec.output_type,
+            self._hub,
+            has_own_vocabulary=self.spec.has_own_vocabulary,
+            log_stats=self._log_stats,
+            generates_tokens=self.kind.generates_tokens,
+            profiles_front_end=is_front and client_index == 0,
+            client_addresses=addresses,
+            client_index=client_index,
+            make_statistics=self._make_statistics,
+        )
+
+    def attach(
+        self,
+        processes: StageProcesses,
+        hub: RelayHub,
+        vllm_config: VllmConfig,
+        addresses: dict[str, str],
+        make_statistics: Callable[[StageLLM], StatLoggerBase] | None,
+    ) -> None:
+        """Let requests run here on an engine core that the front end supervises. Blocks until it is ready."""
+        self._processes, self._hub, self._stuck = processes, hub, None
+        self._make_statistics = make_statistics
+        if self._llm is None:
+            self._llm = self._make_llm(vllm_config, addresses, client_index=1)
+        else:
+            self.llm.engine_core.shutdown(timeout=0)
+            self._replace_engine_core(self.llm.connect(vllm_config, addresses))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it was attached, or started, once."""
+        return self._llm is not None
+
+    def detach(self, reason: str) -> None:
+        """The engine core that was attached has ended: end its requests. On their event loop."""
+        self._stuck = self._stuck or f"its engine has died: {reason}"
+        self.llm.fail()
 
     def bind_config(self, tether: ServerTether) -> None:
         """Complete the configuration with which the engine's processes start: they live as long as the tether's."""
@@ -188,9 +222,7 @@ class StageEngine(StageNode):
             processes.end()
             config = copy.deepcopy(self._fresh_config)
             with processes.starting(self.vllm_config.device_config.device_type):
-                make_client = EngineCoreClient.make_async_mp_client
-                executor = Executor.get_class(config)
-                engine_core = make_client(config, executor, self.llm.log_stats, processes.launch())
+                engine_core = self.llm.connect(config, processes.launch())
             # The new engine has none of the media that the front end believes it to have.
             asyncio.run(self.llm.renderer.clear_mm_cache_async())
         except Exception as exc:
@@ -350,28 +382,12 @@ class StageEngine(StageNode):
                 yield output
 
     def check_params(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
-        """Check a user's parameters: what the model needs, the vocabulary, limits, and whether tokens are text.
-
-        Args:
-            given: those fields of them that are not defaults.
-
-        Raises:
-            InvalidRequest: the engine cannot honour one.
-        """
+        """See ``check_stage_params``."""
         check_given(self.config.name, self.cache_source, given)
-        self.spec.check_sampling_params(params, given)
-        config = self.vllm_config
-        if not self.kind.generates_tokens:
-            return
-        for name in _TEXT_PARAMS if config.model_config.skip_tokenizer_init else ():
-            if getattr(params, name):
-                said = f"stage {self.name!r}: {name}: its tokens are not text, so it has no effect"
-                raise InvalidRequest(said, param=name)
-        try:
-            # Without a grammar, which needs the tokenizer: the engine's client checks it.
-            params.verify(config.model_config, config.speculative_config, None, None)
-        except (ValueError, VLLMClientError) as exc:
-            raise rejection(exc, self.name) from exc
+        kind = self.kind
+        check_stage_params(
+            self.name, self.spec, self.vllm_config, params, given, generates_tokens=kind.generates_tokens
+        )
 
     async def prepare(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +19,10 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_omni.core.sched.read_window import report_of
+from vllm_omni.engine.host_statistics import Recorded, Totals
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.media_budget import HOLDING
 from vllm_omni.engine.media_cache import SenderCache
@@ -43,6 +45,8 @@ class StageLLM(AsyncLLM):
         has_own_vocabulary: see ``StageSpec``.
         generates_tokens: False: its log lines count steps and results.
         client_addresses: where to bind for an engine core that is started elsewhere; None: it is started here.
+        client_index: of the clients of this engine core; the first one supervises it.
+        make_statistics: makes, of this client, what gets its statistics in the place of loggers.
         profiles_front_end: whether ``start_profile`` also profiles this process; torch allows one profiler in it.
     """
 
@@ -60,8 +64,11 @@ class StageLLM(AsyncLLM):
         profiles_front_end: bool = True,
         generates_tokens: bool = True,
         client_addresses: dict[str, str] | None = None,
+        client_index: int = 0,
+        make_statistics: Callable[[StageLLM], StatLoggerBase] | None = None,
     ) -> None:
-        num_results: Counter[str] = Counter()
+        self._client_index = client_index
+        self._num_results = num_results = Counter[str]()
         self.stat_loggers: list[StageStatLogger] = []  # one for each data-parallel rank; none without ``log_stats``
 
         def make_logger(vllm_config: VllmConfig, engine_index: int) -> StageStatLogger:
@@ -69,14 +76,18 @@ class StageLLM(AsyncLLM):
             self.stat_loggers.append(StageStatLogger(vllm_config, engine_index, num_results=results))
             return self.stat_loggers[-1]
 
+        loggers: list[Any] = [StagePrometheusStatLogger, make_logger] if log_stats else []
+        if make_statistics is not None:
+            loggers = [lambda vllm_config, engine_index: make_statistics(self)]
         super().__init__(
             vllm_config,
             Executor.get_class(vllm_config),
             log_stats=False,  # upstream's own loggers; statistics are collected all the same for the loggers below
-            stat_loggers=[StagePrometheusStatLogger, make_logger] if log_stats else None,
+            stat_loggers=loggers or None,
             usage_context=UsageContext.ENGINE_CONTEXT,
             log_requests=False,
             client_addresses=client_addresses,
+            client_index=client_index,
         )
         # Upstream's output loop keeps the processor it starts with, and inside an event loop it starts at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
@@ -141,6 +152,30 @@ class StageLLM(AsyncLLM):
         """See ``MultimodalOutputProcessor``."""
         assert isinstance(self.output_processor, MultimodalOutputProcessor)
         return self.output_processor.num_cached_rows
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        return Totals(dict(self._num_results), self.num_cached_rows)
+
+    def record(self, recorded: Recorded) -> None:
+        """Take what another client of this engine core has counted, as if it had been counted here."""
+        assert isinstance(self.output_processor, MultimodalOutputProcessor)
+        self._num_results.update(Counter(recorded.totals.results) - self._num_results)
+        self.output_processor.num_cached_rows = recorded.totals.num_cached_rows
+        for step in recorded.steps if self.logger_manager is not None else ():
+            self.logger_manager.record(step.scheduler, step.iteration_stats(), self.renderer.stat_mm_cache())
+
+    def fail(self) -> None:
+        """The engine core has died, of which it could not notify this client itself: end its requests."""
+        self.engine_core.resources.engine_dead = True
+        self.engine_core.outputs_queue.put_nowait(EngineDeadError())
+
+    def connect(self, vllm_config: VllmConfig, addresses: dict[str, str] | None) -> EngineCoreClient:
+        """A client for another engine core, for ``replace_engine_core``. Blocks until that is ready."""
+        executor = Executor.get_class(vllm_config)
+        return EngineCoreClient.make_async_mp_client(
+            vllm_config, executor, self.log_stats, addresses, client_index=self._client_index
+        )
 
     @property
     def has_failed(self) -> bool:

@@ -77,6 +77,7 @@ class EngineBridge:
         on_ready: called with the engine core's first message, without its identity.
         on_output: called with the frames of each output.
         first: the engine core's first message, once it has come: another client needs it, too.
+        is_held: ``on_ready`` waits for ``release``.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class EngineBridge:
     ) -> None:
         self.on_ready, self.on_output = on_ready, on_output
         self.first: list[bytes] = []
+        self.is_held = False
         self._input = DrainedSocket(context, zmq.ROUTER, self._take_first)
         self._output = DrainedSocket(context, zmq.PULL, lambda frames: self.on_output(frames))
         self._input.socket.bind(input_address)
@@ -96,7 +98,14 @@ class EngineBridge:
 
     def _take_first(self, frames: list[zmq.Frame]) -> None:
         self.first = [frame.bytes for frame in frames[1:]]
-        self.on_ready(self.first)
+        if not self.is_held:
+            self.on_ready(self.first)
+
+    def release(self) -> None:
+        """Report the engine core's first message, now or once it has come."""
+        self.is_held = False
+        if self.first:
+            self.on_ready(self.first)
 
     def mute(self) -> None:
         """Drop what the engine core sends."""

@@ -8,7 +8,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -19,6 +19,7 @@ from vllm_omni.hosts import messages as msg
 from vllm_omni.hosts.bridge import EngineBridge, Frames
 from vllm_omni.hosts.endpoint import Endpoint
 from vllm_omni.hosts.listener import HEARTBEAT_MS
+from vllm_omni.hosts.peers import PeerLinks
 from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.remote.wire import Wire
 from vllm_omni.relay.secret import Secret
@@ -36,6 +37,19 @@ NUM_WRONG_SECRETS = 3  # one handshake also fails if the front end ends meanwhil
 
 class FrontEndLost(OmniError):
     """The connection to the front end has ended, or none was made in time."""
+
+
+class Controllers(Protocol):
+    """The controllers of a host, on the I/O thread; see ``engine/host_controllers.py``."""
+
+    def receive(self, data: memoryview) -> None:
+        """Take messages of the front end, or of controllers on another host."""
+
+    def lose_peer(self, host: str) -> None:
+        """What was sent to another host may be lost."""
+
+    def end_calls(self) -> None:
+        """The front end is lost, and with it all calls."""
 
 
 class HostConnection:
@@ -56,6 +70,8 @@ class HostConnection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wire: Wire | None = None
         self._bridges: dict[int, EngineBridge] = {}  # by the number of a start
+        self._peers: PeerLinks | None = None
+        self.controllers: Controllers | None = None  # of this host, on the I/O thread
 
     def join(self, join: msg.Join, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> msg.Joined:
         """Connect and join; wait for a front end that is not there yet, and say so every ``REPORT_S``.
@@ -115,11 +131,39 @@ class HostConnection:
         """Send a message, from any thread; without a connection it is dropped."""
         io_thread().call(self._send, message)
 
-    def open_bridge(self, number: int, directory: Path) -> dict[str, list[str]]:
-        """Make the sockets to which an engine core connects; returns their addresses as vLLM's launcher takes them."""
+    def listen(self, address: str) -> str:
+        """Listen for the controllers of other hosts at an address of this one; returns where they connect.
+
+        Raises:
+            ConfigError: it cannot be listened at.
+        """
+        try:
+            return block_on(self._listen(address), SOCKETS_TIMEOUT_S, "a socket")
+        except (OSError, zmq.ZMQError) as exc:
+            raise ConfigError(f"{address}: cannot be listened at: {exc}") from exc
+
+    def send_flow(self, host: str | None, data: bytes) -> None:
+        """Send messages of the graph to another host, or to the front end (None), from any thread."""
+        io_thread().call(self._send_flow, host, data)
+
+    def send_statistics(self, number: int, data: bytes) -> None:
+        """Send what an engine has counted, from any thread."""
+        counts, parts = msg.split([data])
+        io_thread().call(self._send, msg.Statistics(number, counts), parts)
+
+    def open_bridge(self, number: int, directory: Path, *, is_held: bool) -> dict[str, list[str]]:
+        """Make the sockets to which an engine core connects; returns their addresses as vLLM's launcher takes them.
+
+        Args:
+            is_held: the front end learns that the engine core is ready when ``release_bridge`` is called.
+        """
         addresses = {f"{way}_address": f"ipc://{directory}/engine-{number}-{way}" for way in ("input", "output")}
-        block_on(self._open_bridge(number, addresses), SOCKETS_TIMEOUT_S, "sockets for an engine")
+        block_on(self._open_bridge(number, addresses, is_held), SOCKETS_TIMEOUT_S, "sockets for an engine")
         return {"inputs": [addresses["input_address"]], "outputs": [addresses["output_address"]]}
+
+    def release_bridge(self, number: int) -> None:
+        """See ``open_bridge``."""
+        io_thread().call(self._release_bridge, number)
 
     def close_bridge(self, number: int) -> None:
         """Close them: nothing of this start is sent any longer."""
@@ -169,9 +213,34 @@ class HostConnection:
         self._close()
         await asyncio.sleep(0)  # callbacks of the socket that were due
 
-    async def _open_bridge(self, number: int, addresses: dict[str, str]) -> None:
+    async def _listen(self, address: str) -> str:
+        self._peers = PeerLinks(self._context, self._secret, address, self._on_flow, self._on_peer_lost)
+        return self._peers.link
+
+    def _on_flow(self, data: memoryview) -> None:
+        if self.controllers is not None:
+            self.controllers.receive(data)
+
+    def _on_peer_lost(self, host: str) -> None:
+        if self.controllers is not None:
+            self.controllers.lose_peer(host)
+
+    def _send_flow(self, host: str | None, data: bytes) -> None:
+        if host is not None:
+            assert self._peers is not None, "listen was called"
+            self._peers.send(host, data)
+        elif self._wire is not None:
+            self._wire.send(msg.pack_flow(data))
+
+    async def _open_bridge(self, number: int, addresses: dict[str, str], is_held: bool) -> None:
         on_ready, on_output = self._senders(number)
-        self._bridges[number] = EngineBridge(self._context, **addresses, on_ready=on_ready, on_output=on_output)
+        bridge = EngineBridge(self._context, **addresses, on_ready=on_ready, on_output=on_output)
+        bridge.is_held = is_held
+        self._bridges[number] = bridge
+
+    def _release_bridge(self, number: int) -> None:
+        if (bridge := self._bridges.get(number)) is not None:
+            bridge.release()
 
     def _senders(self, number: int) -> tuple[Callable[[Frames], None], Callable[[Frames], None]]:
         """What sends an engine core's first message, and its outputs, as of one start."""
@@ -204,6 +273,8 @@ class HostConnection:
         for bridge in self._bridges.values():
             bridge.close()
         self._bridges.clear()
+        if self._peers is not None:
+            self._peers.close()
         self._context.destroy(linger=0)
 
     async def _close_bridge(self, number: int) -> None:
@@ -217,11 +288,21 @@ class HostConnection:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
             message = msg.decode_to_host(frames[0].buffer)
-            if isinstance(message, msg.Request):
-                if (bridge := self._bridges.get(message.number)) is not None:
-                    bridge.request(msg.join_parts(message.parts, frames[1:]))
-            elif not isinstance(message, msg.Probe):
-                self.inbox.put(message)
+            match message:
+                case msg.Request(number, parts):
+                    if (bridge := self._bridges.get(number)) is not None:
+                        bridge.request(msg.join_parts(parts, frames[1:]))
+                case msg.Flow(parts):
+                    self._on_flow(msg.join_one(parts, frames[1:]))
+                case msg.Peers(hosts):
+                    if self._peers is not None:
+                        self._peers.update(hosts)
+                case msg.Probe():
+                    pass
+                case _:
+                    if isinstance(message, msg.Joined) and self._peers is not None:
+                        self._peers.join(msg.Hello(message.host, message.session))
+                    self.inbox.put(message)
             if isinstance(message, msg.Bye):
                 self._close()
         except (msgspec.MsgspecError, ValueError) as exc:
@@ -236,6 +317,10 @@ class HostConnection:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+            if self._peers is not None:
+                self._peers.leave()
+            if self.controllers is not None:
+                self.controllers.end_calls()
             for bridge in self._bridges.values():  # what engines still send belongs to this connection
                 bridge.mute()
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -50,7 +51,27 @@ class Peer:
     name: bytes  # of its connection, in ZMQ
     address: str
     program: str
+    link: str  # where the controllers of other hosts connect
+    session: int
     engines: list[RemoteEngine] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        """Its name in the deployment."""
+        return self.engines[0].host
+
+
+class Controllers(Protocol):
+    """The front end's side of controllers on hosts, on the I/O thread; see ``engine/hosted_controllers.py``."""
+
+    def receive(self, data: memoryview) -> None:
+        """Take messages of controllers on a host."""
+
+    def lose(self, engine: RemoteEngine, reason: str) -> None:
+        """The host of an engine is lost, and with it what runs on its controller."""
+
+    def count(self, engine: RemoteEngine, data: memoryview) -> None:
+        """Take what an engine has counted."""
 
 
 class HostListener:
@@ -74,8 +95,11 @@ class HostListener:
         self.is_closed = False
         self._complaints = Complaints(logger)
         self._peers: dict[bytes, Peer] = {}
+        self._by_host: dict[str, Peer] = {}
         self._runs: dict[int, RemoteEngine] = {}  # by the number of the start
         self._next_number = 0
+        self._next_session = time.time_ns()  # larger than those of a front end that was here before
+        self.controllers: Controllers | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wire: Wire | None = None
         self._has_none = asyncio.Event()  # set when the last host has left a closed listener
@@ -204,6 +228,12 @@ class HostListener:
 
         return addresses, ClientBridge(self._context, **addresses, on_request=send_request)
 
+    def send_flow(self, host: str, data: bytes) -> None:
+        """Send messages to the controllers of a host; dropped if there is none, as are its calls."""
+        if (peer := self._by_host.get(host)) is not None:
+            counts, parts = msg.split([data])
+            self._send(peer.name, msg.Flow(counts), parts)
+
     async def end_run(self, engine: RemoteEngine) -> None:
         """See ``RemoteEngine.end``."""
         self.kill(engine)
@@ -241,6 +271,10 @@ class HostListener:
 
     def _handle(self, peer: Peer, message: msg.ToFrontEnd, parts: list[zmq.Frame]) -> None:
         assert not isinstance(message, msg.Join)
+        if isinstance(message, msg.Flow):
+            if self.controllers is not None:
+                self.controllers.receive(msg.join_one(message.parts, parts))
+            return
         engine = self._runs.get(message.number)
         run = None if engine is None else engine.run
         if engine is None or run is None or run.peer is not peer or run.failure is not None:
@@ -256,6 +290,9 @@ class HostListener:
                 self._end(engine, run, reason if len(engine.parts) == 1 else f"on host {engine.host!r}: {reason}")
             case msg.Usage():
                 run.usage = message
+            case msg.Statistics(_, counts):
+                if self.controllers is not None:
+                    self.controllers.count(engine, msg.join_one(counts, parts))
 
     def _end(self, engine: RemoteEngine, run: EngineRunThere, reason: str) -> None:
         """Note the end of an engine, or of a part: then the others, which would wait for it, are killed."""
@@ -280,13 +317,22 @@ class HostListener:
             logger.warning("host %s cannot join: %s", join.address, exc)
             self._send(name, msg.Rejected(str(exc)[: msg.MAX_TEXT]))
             return
-        peer = self._peers[name] = Peer(name, join.address, join.program, engines)
-        self._send(name, msg.Joined([engine.name for engine in engines], self._config))
+        self._next_session += 1
+        peer = Peer(name, join.address, join.program, join.link, self._next_session, engines)
+        self._send(name, msg.Joined([engine.name for engine in engines], self._config, peer.host, peer.session))
+        others = {one.host: msg.Peer(one.link, one.session) for one in self._peers.values()}
+        self._peers[name] = self._by_host[peer.host] = peer
+        self._send(name, msg.Peers(others))
+        self._announce(peer.host, msg.Peer(peer.link, peer.session), but=name)
         for engine in engines:
             logger.info("stage %s: host %r has joined from %s", engine.name, engine.host, peer.address)
             with engine.changed:
                 engine.peer, engine.why_no_host = peer, ""
                 engine.changed.notify_all()
+
+    def _announce(self, host: str, peer: msg.Peer, *, but: bytes = b"") -> None:
+        for name in [one for one in self._peers if one != but]:
+            self._send(name, msg.Peers({host: peer}))
 
     def _find_engines(self, name: bytes, join: msg.Join) -> list[RemoteEngine]:
         """The engines that a host asks to serve.
@@ -340,6 +386,7 @@ class HostListener:
             self._has_none.set()
         if peer is None or self.is_closed:
             return
+        del self._by_host[peer.host]
         for engine in peer.engines:
             reason = GONE.format(host=engine.host, address=peer.address)
             logger.error("stage %s: %s; it waits for a host: %s", engine.name, reason, self.how_to_join(engine))
@@ -347,3 +394,6 @@ class HostListener:
                 engine.peer = None
             if engine.run is not None and engine.run.peer is peer:
                 self._end(engine, engine.run, reason)
+            if self.controllers is not None:
+                self.controllers.lose(engine, reason)
+        self._announce(peer.host, msg.Peer("", peer.session + 1))

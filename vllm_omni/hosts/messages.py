@@ -109,6 +109,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     engines: list[Text]  # that it serves
     config: bytes  # the deployment (``config/travel.py``)
+    host: Text  # its name in the deployment
     session: Session
 
 
@@ -155,12 +156,12 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 class Peer(msgspec.Struct, frozen=True):
     """A host, as the controllers of others reach it."""
 
-    link: Text
-    session: Session
+    link: Text  # empty: it is lost
+    session: Session  # earlier ones are not to be heard
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
-    """The hosts that have joined, by their names in the deployment; sent when one has joined or is lost."""
+    """What has changed about the hosts, by their names in the deployment: after ``Joined``, all of them."""
 
     hosts: dict[Text, Peer]
 
@@ -193,12 +194,6 @@ def pack_flow(data: bytes) -> list[Any]:
     """The frames of a ``Flow``."""
     counts, parts = split([data])
     return [encode(Flow(counts)), *parts]
-
-
-def open_flow(message: Flow, parts: Sequence[Any]) -> bytes | memoryview:
-    """The content of a ``Flow``. Raises ``ValueError``: the numbers do not fit."""
-    (frame,) = join_parts(message.parts, parts)
-    return frame if isinstance(frame, bytes) else _view(frame)
 
 
 def split(frames: Sequence[Any]) -> tuple[list[int], list[Any]]:
@@ -236,3 +231,9 @@ def join_parts(counts: Sequence[int], parts: Sequence[Any]) -> list[Any]:
         frames.append(own[0] if count == 1 else b"".join(map(_view, own)))
         place += count
     return frames
+
+
+def join_one(counts: Sequence[int], parts: Sequence[Any]) -> memoryview:
+    """The only frame of ``split``. Raises ``ValueError``: the numbers do not fit."""
+    (frame,) = join_parts(counts, parts)
+    return _view(frame)

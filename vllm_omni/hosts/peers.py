@@ -41,13 +41,13 @@ class PeerLinks:
         context: zmq.Context[zmq.Socket[bytes]],
         secret: Secret,
         address: str,
-        on_flow: Callable[[bytes | memoryview], None],
+        on_flow: Callable[[memoryview], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._context, self._secret = context, secret
         self._on_flow, self._on_lost = on_flow, on_lost
         self._complaints = Complaints(logger)
-        self._hosts: Mapping[str, msg.Peer] = {}
+        self._hosts: dict[str, msg.Peer] = {}
         self._hello: msg.Hello | None = None  # of this host; None: it is not joined
         self._ways: dict[str, Wire] = {}  # to others
         self._known: dict[bytes, msg.Hello] = {}  # connections of others
@@ -63,28 +63,30 @@ class PeerLinks:
         )
         self.link = self._inbound.bind(address)
 
-    def set_hosts(self, own: msg.Hello, hosts: Mapping[str, msg.Peer]) -> None:
-        """Learn where the others are; connections to earlier ones end.
-
-        Args:
-            own: of this host.
-        """
-        for host, way in list(self._ways.items()):
-            if own != self._hello or hosts.get(host) != self._hosts.get(host):
-                self._end(host, way)
-        self._hello, self._hosts = own, dict(hosts)
-        self._known = {name: one for name, one in self._known.items() if self._is_current(one)}
+    def join(self, own: msg.Hello) -> None:
+        """The front end is joined: learn what others are to know of this connection."""
+        self.leave()
+        self._hello = own
 
     def leave(self) -> None:
         """The front end is lost: nothing is sent or heard until it is joined again."""
-        for host, way in list(self._ways.items()):
-            self._end(host, way)
+        for host in list(self._ways):
+            self._end(host)
         self._hello = None
+        self._hosts.clear()
         self._known.clear()
+
+    def update(self, hosts: Mapping[str, msg.Peer]) -> None:
+        """Learn where others are; connections to earlier ones end, and those of earlier ones are not heard."""
+        for host, peer in hosts.items():
+            if host in self._ways and self._hosts.get(host) != peer:
+                self._end(host)
+            self._hosts[host] = peer
+        self._known = {name: one for name, one in self._known.items() if self._is_current(one)}
 
     def send(self, host: str, data: bytes) -> None:
         """Send messages to the controllers of another host; dropped if there is none, as are its calls."""
-        if self._hello is None or host not in self._hosts:
+        if self._hello is None or host not in self._hosts or not self._hosts[host].link:
             return
         way = self._ways.get(host)
         if way is None:
@@ -111,13 +113,12 @@ class PeerLinks:
         return way
 
     def _lose(self, host: str) -> None:
-        if (way := self._ways.get(host)) is not None:
-            self._end(host, way)
+        if host in self._ways:
+            self._end(host)
             self._on_lost(host)
 
-    def _end(self, host: str, way: Wire) -> None:
-        del self._ways[host]
-        way.close()
+    def _end(self, host: str) -> None:
+        self._ways.pop(host).close()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         name = frames[0].bytes
@@ -126,8 +127,8 @@ class PeerLinks:
             if isinstance(message, msg.Hello):
                 if self._is_current(message):
                     self._known[name] = message
-            elif name in self._known:
-                self._on_flow(msg.open_flow(message, frames[2:]))
+            elif self._hello is not None and name in self._known:
+                self._on_flow(msg.join_one(message.parts, frames[2:]))
         except (msgspec.MsgspecError, ValueError, IndexError) as exc:
             self._complaints.warn("dropped a message of another host: %s", exc)
 

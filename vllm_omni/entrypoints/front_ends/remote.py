@@ -149,7 +149,7 @@ class RemoteOrchestrator(Orchestrator):
             engine.vllm_config.model_config.max_model_len = self._max_model_lens[engine.name]
             # Media that one front end has sent are unknown to the others: upstream then keeps them here alone.
             engine.vllm_config.parallel_config._api_process_count = 2
-            own_vocabulary = self._specs[engine.config.name].has_own_vocabulary
+            own_vocabulary = self.specs[engine.config.name].has_own_vocabulary
             engine.face = EngineFace(engine.vllm_config, self._tasks, has_own_vocabulary=own_vocabulary)
         first = self.front(self.config.stages[0].name)
         assert isinstance(first, RemoteStage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -72,9 +72,14 @@ class RemoteController:
 
 
 class _RemoteTracker:
-    """Reports activations of one call at one node to the entry."""
+    """Reports activations of one call at one node to the entry.
 
-    def __init__(self, link: Link, call_id: str, node: str) -> None:
+    Attributes:
+        route: of the call; None: it is not open.
+    """
+
+    def __init__(self, link: Link, call_id: str, node: str, route: Route | None = None) -> None:
+        self.route = route
         self._link = link
         self._call_id = call_id
         self._node = node
@@ -142,6 +147,17 @@ class RoleHost:
     def num_open_calls(self) -> int:
         return len({call_id for node in self._nodes.values() for call_id in node.trackers})
 
+    def calls_with(self, nodes: Set[str]) -> set[str]:
+        """The open calls that one of these nodes takes part in, wherever it is served."""
+        trackers = [pair for node in self._nodes.values() for pair in node.trackers.items()]
+        return {call_id for call_id, one in trackers if one.route is not None and not nodes.isdisjoint(one.route.nodes)}
+
+    def end_calls(self) -> None:
+        """Cancel and forget all calls: their entry is lost."""
+        for name, node in self._nodes.items():
+            for call_id in [*node.trackers, *node.early]:
+                self._close(node, CloseCall(call_id, name))
+
     async def wait_stopped(self) -> None:
         """Wait until the entry has no more work for this process (``GraphRuntime.shutdown_hosts``)."""
         await self._stopped.wait()
@@ -166,7 +182,7 @@ class RoleHost:
         key = (message.graph, frozenset(message.outputs))
         route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
         node.closed.pop(message.call_id, None)  # a call id may be reused
-        tracker = node.trackers[message.call_id] = _RemoteTracker(self.link, message.call_id, message.target)
+        tracker = node.trackers[message.call_id] = _RemoteTracker(self.link, message.call_id, message.target, route)
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
         for early in node.early.pop(message.call_id, ()):
             node.controller.receive(early)

@@ -25,8 +25,8 @@ class ZmqLink(EncodedLink):
     """A link whose processes pull from one socket each, and push into one per peer.
 
     So messages from one process to another stay in order. Sending never waits: credit bounds the number of messages in
-    flight. The socket's file descriptor is drained rather than awaited by ``zmq.asyncio``, which is twelve times slower.
-    What arrives without the token is dropped. Nothing is encrypted.
+    flight. The socket's file descriptor is drained rather than awaited by ``zmq.asyncio``, which is twelve times
+    slower. What arrives without the token is dropped. Nothing is encrypted.
 
     Args:
         address: the address that this process listens on: ``ipc://...`` or ``tcp://host:port``.

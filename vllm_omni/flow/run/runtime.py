@@ -196,6 +196,10 @@ class GraphRuntime:
                 raise RoleUnavailable(f"{where}: role {node.role!r} is unavailable: {reason}")
         return route
 
+    def is_open(self, call_id: str) -> bool:
+        """Whether a call of this id is open."""
+        return call_id in self._calls
+
     def end_session(self, session: str) -> None:
         """Release the state of a session. Open calls keep theirs; later calls start with new state."""
         self._parameters.end(session)
@@ -229,15 +233,15 @@ class GraphRuntime:
         for controller in self._controllers.values():
             controller.shutdown()
 
-    def lose(self, role: str, reason: str) -> None:
-        """Mark a role whose process has died: calls that need it fail at once, and new ones are rejected until
-        ``regain``.
+    def lose(self, role: str, reason: str, error: Exception | None = None) -> None:
+        """Mark a role whose process has died: calls that need it fail at once, with ``RoleUnavailable`` or the given
+        error, and new ones are rejected until ``regain``.
         """
         self._lost[role] = reason
         names = {name for plan in self.plans.values() for name, node in plan.nodes.items() if node.role == role}
         for call in list(self._calls.values()):
             if names.intersection(call.route.nodes):
-                call.lose(names, RoleUnavailable(f"role {role!r} was lost: {reason}"))
+                call.lose(names, error or RoleUnavailable(f"role {role!r} was lost: {reason}"))
 
     def regain(self, role: str) -> None:
         """Mark a role as served again."""

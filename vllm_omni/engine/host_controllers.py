@@ -1,0 +1,157 @@
+"""``HostControllers``: controllers that run beside their engines, on another host than the front end.
+
+A frame goes from the controller that has made it straight to the host of the one that reads it. The front end has the
+other side (``engine/remote_controllers.py``): it opens, cancels and closes calls, and gets what the user gets. Of each
+engine core there are two clients of vLLM's: the front end's, which supervises it, and the one here, for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from vllm.config import VllmConfig
+
+from vllm_omni.engine.controller_places import expect_two_clients
+from vllm_omni.engine.host_statistics import HostStatistics
+from vllm_omni.engine.payload_edges import PayloadEdges
+from vllm_omni.engine.remote_controllers import MAX_MESSAGE_BYTES
+from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.wire import ServedPayloads
+from vllm_omni.errors import StageFailed
+from vllm_omni.flow import StaticPlan
+from vllm_omni.flow.remote.encoded_link import EncodedLink, Outbox
+from vllm_omni.flow.remote.host import RoleHost
+from vllm_omni.flow.run.scope import index_plans
+from vllm_omni.hosts.connection import HostConnection
+from vllm_omni.model_executor.pipeline import StageSpec
+from vllm_omni.process.stage_processes import StageProcesses
+from vllm_omni.relay.hub import RelayHub, RelayOptions
+
+END_TIMEOUT_S = 10.0
+
+
+class HostControllers:
+    """Those of one host, on an event loop in a thread of its own: decoding sound may wait for an engine's relay.
+
+    Args:
+        host: the name of this one in the deployment.
+        roles: stage -> the host of its controller, of all that are not the front end's (``roles_on_hosts``).
+        engines: of the stages of this host, not started.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        roles: Mapping[str, str],
+        plans: Mapping[str, StaticPlan],
+        specs: Mapping[str, StageSpec],
+        engines: Mapping[str, StageEngine],
+        connection: HostConnection,
+        secret_file: str,
+    ) -> None:
+        self._connection, self._roles = connection, dict(roles)
+        self._hub = RelayHub(RelayOptions(secret_file=secret_file), prefault=False)
+        self._engines = {role: engines[role] for role, its in roles.items() if its == host}
+        edges = PayloadEdges(plans.values(), specs)
+        for engine in self._engines.values():
+            edges.bind(engine)
+            expect_two_clients(engine.vllm_config)
+        used = [edges.with_own_payloads(plan) for plan in plans.values()]
+        self._hosts = {name: roles.get(node.role) for name, node in index_plans(used)[1].items()}
+        self._outboxes: dict[str | None, Outbox] = {}
+        self._link = EncodedLink(self._find_outbox, ServedPayloads(), max_message_bytes=MAX_MESSAGE_BYTES)
+        self._role_host = RoleHost(used, self._engines, self._link)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="controllers", daemon=True)
+        self._thread.start()
+        connection.controllers = self
+
+    def serves(self, engine: StageEngine) -> bool:
+        """Whether the controller of an engine is here."""
+        return self._engines.get(engine.name) is engine
+
+    def _find_outbox(self, target: str) -> Outbox:
+        host = self._hosts.get(target)  # None: the front end's
+        if host not in self._outboxes:
+            self._outboxes[host] = Outbox(partial(self._connection.send_flow, host))
+        return self._outboxes[host]
+
+    # -- for threads that start and watch engines ---------------------------------------------------------------------
+
+    def addresses(self, directory: Path, number: int) -> dict[str, str]:
+        """Where the client binds for the engine core of a start."""
+        return {f"{way}_address": f"ipc://{directory}/controller-{number}-{way}" for way in ("input", "output")}
+
+    def attach(
+        self,
+        engine: StageEngine,
+        number: int,
+        vllm_config: VllmConfig,
+        processes: StageProcesses,
+        directory: Path,
+        *,
+        log_stats: bool,
+    ) -> None:
+        """Let requests run on an engine core that has been started. Blocks until it is ready.
+
+        Args:
+            number: of the start.
+        """
+        send = partial(self._connection.send_statistics, number)
+        statistics = (lambda llm: HostStatistics(send, llm.totals)) if log_stats else None
+        engine.attach(processes, self._hub, vllm_config, self.addresses(directory, number), statistics)
+
+    def detach(self, engine: StageEngine, reason: str) -> None:
+        """The engine core has ended: its requests fail, before another one takes its place."""
+
+        async def detach() -> None:
+            engine.detach(reason)
+
+        asyncio.run_coroutine_threadsafe(detach(), self._loop).result(END_TIMEOUT_S)
+
+    # -- on the I/O thread (``hosts.connection.Controllers``) ---------------------------------------------------------
+
+    def receive(self, data: memoryview) -> None:
+        self._loop.call_soon_threadsafe(self._link.receive, data)
+
+    def lose_peer(self, host: str) -> None:
+        self._loop.call_soon_threadsafe(self._fail_calls, host)
+
+    def end_calls(self) -> None:
+        self._loop.call_soon_threadsafe(self._role_host.end_calls)
+
+    # -- on the event loop --------------------------------------------------------------------------------------------
+
+    def _fail_calls(self, host: str) -> None:
+        nodes = {name for name, its in self._hosts.items() if its == host}
+        for call_id in self._role_host.calls_with(nodes):
+            stage = next(role for role, its in self._roles.items() if its == host)
+            said = f"its host {host!r} cannot be reached from that of {', '.join(self._engines)}"
+            self._link.report(call_id, "", StageFailed(stage, said))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the calls and the event loop; the engines have ended, or do."""
+        self._connection.controllers = None
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(END_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_TIMEOUT_S)
+        self._loop.close()
+        for engine in self._engines.values():
+            engine.remove()
+        self._hub.close()
+
+    async def _end(self) -> None:
+        self._role_host.end_calls()
+        for engine in self._engines.values():
+            if engine.is_attached:
+                await engine.aclose()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
