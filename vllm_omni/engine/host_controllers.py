@@ -32,6 +32,7 @@ from vllm_omni.process.stage_processes import StageProcesses
 from vllm_omni.relay.hub import RelayHub, RelayOptions
 
 END_TIMEOUT_S = 10.0
+PEER_LOST_S = 1.0  # by how much later the front end may notice what this host has noticed
 
 
 class HostControllers:
@@ -62,6 +63,7 @@ class HostControllers:
             expect_two_clients(engine.vllm_config)
         used = [edges.with_own_payloads(plan) for plan in plans.values()]
         self._hosts = {name: roles.get(node.role) for name, node in index_plans(used)[1].items()}
+        self._attached: set[StageEngine] = set()
         self._outboxes: dict[str | None, Outbox] = {}
         self._link = EncodedLink(self._find_outbox, ServedPayloads(), max_message_bytes=MAX_MESSAGE_BYTES)
         self._role_host = RoleHost(used, self._engines, self._link)
@@ -104,6 +106,7 @@ class HostControllers:
         send = partial(self._connection.send_statistics, number)
         statistics = (lambda llm: HostStatistics(send, llm.totals)) if log_stats else None
         engine.attach(processes, self._hub, vllm_config, self.addresses(directory, number), statistics)
+        self._attached.add(engine)
 
     def detach(self, engine: StageEngine, reason: str) -> None:
         """The engine core has ended: its requests fail, before another one takes its place."""
@@ -119,18 +122,22 @@ class HostControllers:
         self._loop.call_soon_threadsafe(self._link.receive, data)
 
     def lose_peer(self, host: str) -> None:
-        self._loop.call_soon_threadsafe(self._fail_calls, host)
+        self._loop.call_soon_threadsafe(self._on_peer_lost, host)
 
     def end_calls(self) -> None:
         self._loop.call_soon_threadsafe(self._role_host.end_calls)
 
     # -- on the event loop --------------------------------------------------------------------------------------------
 
-    def _fail_calls(self, host: str) -> None:
+    def _on_peer_lost(self, host: str) -> None:
+        """What calls have sent to it may be lost. The front end says what became of a host that it has lost, too."""
         nodes = {name for name, its in self._hosts.items() if its == host}
-        for call_id in self._role_host.calls_with(nodes):
-            stage = next(role for role, its in self._roles.items() if its == host)
-            said = f"its host {host!r} cannot be reached from that of {', '.join(self._engines)}"
+        self._loop.call_later(PEER_LOST_S, self._fail_calls, host, nodes, self._role_host.calls_with(nodes))
+
+    def _fail_calls(self, host: str, nodes: set[str], calls: set[str]) -> None:
+        stage = next(role for role, its in self._roles.items() if its == host)
+        said = f"its host {host!r} cannot be reached from that of {', '.join(self._engines)}"
+        for call_id in calls & self._role_host.calls_with(nodes):
             self._link.report(call_id, "", StageFailed(stage, said))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ class HostControllers:
     async def _end(self) -> None:
         self._role_host.end_calls()
         for engine in self._engines.values():
-            if engine.is_attached:
+            if engine in self._attached:
                 await engine.aclose()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:

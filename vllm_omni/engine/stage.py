@@ -39,7 +39,7 @@ from vllm_omni.engine.reading import Reading
 from vllm_omni.engine.rejection import raise_reported, rejection
 from vllm_omni.engine.remote_processes import RemoteProcesses, make_processes
 from vllm_omni.engine.rendering import render_prompt
-from vllm_omni.engine.request_caches import RequestCaches, check_given, check_prompt
+from vllm_omni.engine.request_caches import RequestCaches, check_prompt
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.engine.stage_params import check_stage_params
@@ -186,11 +186,6 @@ class StageEngine(StageNode):
         else:
             self.llm.engine_core.shutdown(timeout=0)
             self._replace_engine_core(self.llm.connect(vllm_config, addresses))
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether it was attached, or started, once."""
-        return self._llm is not None
 
     def detach(self, reason: str) -> None:
         """The engine core that was attached has ended: end its requests. On their event loop."""
@@ -383,11 +378,7 @@ class StageEngine(StageNode):
 
     def check_params(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
         """See ``check_stage_params``."""
-        check_given(self.config.name, self.cache_source, given)
-        kind = self.kind
-        check_stage_params(
-            self.name, self.spec, self.vllm_config, params, given, generates_tokens=kind.generates_tokens
-        )
+        check_stage_params(self, params, given)
 
     async def prepare(
         self, request: StageRequest, context: RequestContext, wanted: frozenset[str]
