@@ -15,6 +15,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint: Path) -> list[OmniRequestOutput]:
-    """The answers of one machine."""
+def of_one_machine(checkpoint: Path) -> tuple[list[OmniRequestOutput], OmniRequestOutput]:
     return answers_of_one_machine(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def expected(of_one_machine: tuple[list[OmniRequestOutput], OmniRequestOutput]) -> list[OmniRequestOutput]:
+    """The answers of one machine."""
+    return of_one_machine[0]
+
+
+@pytest.fixture(scope="session")
+def expected_of_image(of_one_machine: tuple[list[OmniRequestOutput], OmniRequestOutput]) -> OmniRequestOutput:
+    return of_one_machine[1]

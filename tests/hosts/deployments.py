@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from tests.e2e.engines import make_image
 from tests.hosts import machines
 from tests.hosts.machines import Network, network
+from tests.reference.media import IMAGE
 from vllm_omni import OmniLLM
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.process.status import StageState
@@ -75,6 +77,11 @@ async def answer(omni: OmniLLM, number: int) -> OmniRequestOutput:
     return await collect(omni.engine.generate(PROMPT.format(number), PARAMS))
 
 
+async def answer_to_image(omni: OmniLLM) -> OmniRequestOutput:
+    prompt = {"prompt": PROMPT.format(IMAGE), "multi_modal_data": {"image": make_image(1)}}
+    return await collect(omni.engine.generate(prompt, PARAMS))
+
+
 def wait_for(what: str, is_true: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_true():
@@ -91,15 +98,14 @@ def assert_equal(answers: Sequence[OmniRequestOutput], expected: Sequence[OmniRe
         torch.testing.assert_close(audio, other.multimodal_output["audio"], rtol=0, atol=1e-4 * largest)
 
 
-def answers_of_one_machine(checkpoint: Path) -> list[OmniRequestOutput]:
-    """What every deployment is to answer."""
+def answers_of_one_machine(checkpoint: Path) -> tuple[list[OmniRequestOutput], OmniRequestOutput]:
+    """What every deployment is to answer: to ``ask_all``, and to ``answer_to_image``."""
 
     async def ask() -> list[OmniRequestOutput]:
         return await asyncio.gather(*(answer(omni, number) for number in range(NUM_REQUESTS)))
 
     with OmniLLM(checkpoint, **SMALL) as omni:
-        answers: list[OmniRequestOutput] = omni.run(ask())
-    return answers
+        return omni.run(ask()), omni.run(answer_to_image(omni))
 
 
 @contextmanager

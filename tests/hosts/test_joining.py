@@ -137,7 +137,8 @@ Launched = tuple[HostConnection, Client, EngineCore]
 
 
 def test_a_host_that_joins_gets_the_deployment_and_its_engines(hosts: Hosts, listener: HostListener) -> None:
-    assert hosts().join(join_of("talker", "token2wav"), TIMEOUT_S) == msg.Joined(["talker", "token2wav"], CONFIG)
+    joined = hosts().join(join_of("talker", "token2wav"), TIMEOUT_S)
+    assert (joined.engines, joined.config, joined.host) == (["talker", "token2wav"], CONFIG, "box-a")
     wait_for(lambda: listener.engines["talker"].has_host)
     assert not listener.engines["extra/0"].has_host
 

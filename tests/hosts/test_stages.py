@@ -8,8 +8,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -17,18 +18,24 @@ import zmq
 from tests import machine
 from tests.hosts.deployments import (
     NOTICED_S,
+    NUM_REQUESTS,
     ORPHAN_S,
     PARAMS,
     PORT,
     PROMPT,
+    SMALL,
     TIMEOUT_S,
     Deployment,
     answer,
+    answer_to_image,
     assert_equal,
     deploy,
     wait_for,
 )
-from vllm_omni.errors import InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.engine.metrics import METRICS
+from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.flow import ENTRY, FlowStatistics
+from vllm_omni.flow.run.frame import Frame
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.relay.secret import MIN_BYTES, Secret
 from vllm_omni.testing import qwen2_5_omni as tiny
@@ -44,13 +51,101 @@ def deployment(
 ) -> Iterator[Deployment]:
     hosts = [f"{stage}.host={host}" for stage, host in STAGES.items()]
     places = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("h")
-    with deploy(checkpoint, places[0], STAGES, *hosts, hosts_dir=places[1]) as made:
+    counted = {**SMALL, "log_stats": True}
+    with deploy(checkpoint, places[0], STAGES, *hosts, hosts_dir=places[1], engine=counted) as made:
         yield made
 
 
 def test_stages_on_other_hosts_answer_as_one_machine(deployment: Deployment, expected: list[OmniRequestOutput]) -> None:
     assert_equal(deployment.ask_all(), expected)
     assert_equal(deployment.ask_all(), expected)
+
+
+def test_frames_between_stages_do_not_pass_through_the_front_end(
+    deployment: Deployment, expected: list[OmniRequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestrator = deployment.omni.engine.orchestrator
+    controllers = orchestrator.controllers
+    assert controllers is not None
+    heard: list[Any] = []
+    dispatch = controllers.link._dispatch
+    monkeypatch.setattr(controllers.link, "_dispatch", lambda message: (heard.append(message), dispatch(message)))
+    assert_equal(deployment.ask_all(), expected)
+    assert {one.target for one in heard} == {ENTRY}
+    outputs = {one.field for one in heard if isinstance(one, Frame)}
+    assert outputs == set(orchestrator.plan_of(None).outputs) & outputs
+    assert outputs >= {"text", "audio"}
+    clients = [engine.llm for engine in orchestrator.engines.values()]
+    assert [client.output_handler for client in clients] == [None] * 3, "no request was the front end's"
+
+
+def test_engines_elsewhere_are_counted_as_those_here(deployment: Deployment, expected: list[OmniRequestOutput]) -> None:
+    engines = deployment.omni.engine.orchestrator.engines
+
+    def num_tokens() -> dict[str, int]:
+        totals = {name: METRICS.totals(engine.vllm_config) for name, engine in engines.items()}
+        return {name: one.num_tokens for name, one in totals.items() if one is not None}
+
+    before = num_tokens()
+    assert_equal(deployment.ask_all(), expected)
+    tokens = {"thinker": 24 * NUM_REQUESTS, "talker": 40 * NUM_REQUESTS}
+    wait_for("the counts", lambda: {name: num_tokens()[name] - before[name] for name in tokens} == tokens, NOTICED_S)
+    assert num_tokens()["token2wav"] > before["token2wav"]
+    assert {engine.num_requests for engine in engines.values()} == {0}
+
+
+def test_a_prompt_with_an_image_is_read_here_and_answered_there(
+    deployment: Deployment, expected_of_image: OmniRequestOutput
+) -> None:
+    assert_equal([deployment.omni.run(answer_to_image(deployment.omni))] * 2, [expected_of_image] * 2)
+
+
+def test_a_prompt_that_cannot_be_read_is_the_clients(deployment: Deployment) -> None:
+    with pytest.raises(InvalidRequest, match="maximum context length is 1024 tokens"):
+        deployment.omni.run(collect(deployment.omni.engine.generate(PROMPT.format("a " * 2000), PARAMS)))
+    with pytest.raises(InvalidRequest, match="temperature"):
+        deployment.omni.run(collect(deployment.omni.engine.generate(PROMPT, {"thinker": {"temperature": -1.0}})))
+
+
+def test_a_request_that_is_left_or_late_leaves_nothing(
+    deployment: Deployment, expected: list[OmniRequestOutput]
+) -> None:
+    long: dict[str, Any] = {**PARAMS, "thinker": {**PARAMS["thinker"], "max_tokens": 400}}
+
+    async def leave() -> None:
+        async with aclosing(deployment.omni.engine.generate(PROMPT.format(0), long)) as outputs:
+            await anext(outputs)
+
+    deployment.omni.run(leave())
+    with pytest.raises(DeadlineExceeded):
+        deployment.omni.run(collect(deployment.omni.engine.generate(PROMPT.format(0), long, deadline_s=0.2)))
+    assert_equal(deployment.ask_all(), expected)
+    assert deployment.omni.engine.orchestrator.runtime.statistics() == FlowStatistics(0, 0, 0, 0)
+    for stage in STAGES:
+        wait_for("the end of all leases", lambda stage=stage: not _num_leases(deployment, stage), NOTICED_S)
+
+
+def test_a_pause_holds_requests_and_aborts_those_that_run(
+    deployment: Deployment, expected: list[OmniRequestOutput]
+) -> None:
+    engine = deployment.omni.engine
+    long: dict[str, Any] = {**PARAMS, "thinker": {**PARAMS["thinker"], "max_tokens": 400}}
+
+    async def pause() -> list[OmniRequestOutput]:
+        running = asyncio.ensure_future(collect(engine.generate(PROMPT.format(0), long)))
+        await asyncio.sleep(0.2)
+        await engine.pause_generation(mode="abort")
+        with pytest.raises(CallAborted):
+            await running
+        held = [asyncio.ensure_future(answer(deployment.omni, number)) for number in range(NUM_REQUESTS)]
+        left = asyncio.ensure_future(answer(deployment.omni, 0))
+        await asyncio.sleep(0.2)
+        assert not any(one.done() for one in held)
+        left.cancel()
+        await engine.resume_generation()
+        return await asyncio.gather(*held)
+
+    assert_equal(deployment.omni.run(pause()), expected)
 
 
 def test_no_engine_of_the_front_end_runs_beside_it(deployment: Deployment) -> None:

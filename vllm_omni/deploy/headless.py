@@ -67,7 +67,7 @@ def serve_stages(
     address, program = _relay_address(endpoint), secrets.token_hex(16)
     try:
         link = connection.listen(address)
-        request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, link, program)
+        request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, program, link)
         joined = connection.join(request, envs.VLLM_OMNI_JOIN_TIMEOUT_S)
         with _run_directory() as run_directory, run_directory.inherited():
             host = _Host(connection, run_directory, model, pipeline, request.address, secret_file)

@@ -32,7 +32,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
             return None
         made = IterationStats()
         vars(made).update(self.iteration)
-        made.prompt_token_stats = PromptTokenStats(**self.iteration["prompt_token_stats"])
+        counts: dict[str, Any] = self.iteration["prompt_token_stats"]
+        made.prompt_token_stats = PromptTokenStats(**{**counts, "ALL_SOURCES": PromptTokenStats.ALL_SOURCES})
         ended = [{**one, "finish_reason": FinishReason(one["finish_reason"])} for one in made.finished_requests]
         made.finished_requests = [FinishedRequestStats(**one) for one in ended]
         return made

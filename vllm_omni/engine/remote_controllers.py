@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.host_statistics import Recorded
+from vllm_omni.engine.media_budget import HOLDING
 from vllm_omni.engine.wire import ServedPayloads
 from vllm_omni.errors import DeadlineExceeded, LinkError, StageFailed
 from vllm_omni.flow import ENTRY, GraphRuntime, StaticPlan
@@ -93,6 +94,8 @@ class RemoteControllers:
                 f"call {context.request_id!r} is not done at its deadline, after {deadline_s:.3g} s: it was not opened"
             )
             raise DeadlineExceeded(said) from exc
+        if (holding := HOLDING.get()) is not None:  # the prompt is read
+            holding.release()
         return inputs, None if deadline_s is None else max(deadline_s - (time.monotonic() - started), MIN_DEADLINE_S)
 
     async def _render(self, inputs: Mapping[str, Any], plan: StaticPlan) -> dict[str, Any]:

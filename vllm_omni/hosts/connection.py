@@ -151,7 +151,7 @@ class HostConnection:
         counts, parts = msg.split([data])
         io_thread().call(self._send, msg.Statistics(number, counts), parts)
 
-    def open_bridge(self, number: int, directory: Path, *, is_held: bool) -> dict[str, list[str]]:
+    def open_bridge(self, number: int, directory: Path, *, is_held: bool = False) -> dict[str, list[str]]:
         """Make the sockets to which an engine core connects; returns their addresses as vLLM's launcher takes them.
 
         Args:

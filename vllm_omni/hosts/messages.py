@@ -54,8 +54,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     stages: Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     address: Text  # where the host's relays listen
-    link: Text  # where the controllers of other hosts connect to those of this one: "tcp://..."
     program: Text  # of the host, unlike any other's: its next connection takes the place of one that is not yet lost
+    link: Text = ""  # where the controllers of other hosts connect to those of this one: "tcp://..."
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

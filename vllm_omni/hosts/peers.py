@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import msgspec
 import zmq
@@ -88,10 +87,14 @@ class PeerLinks:
         """Send messages to the controllers of another host; dropped if there is none, as are its calls."""
         if self._hello is None or host not in self._hosts or not self._hosts[host].link:
             return
-        way = self._ways.get(host)
-        if way is None:
-            way = self._ways[host] = self._connect(host)
-        way.send(msg.pack_flow(data))
+        try:
+            way = self._ways.get(host)
+            if way is None:
+                way = self._ways[host] = self._connect(host)
+            way.send(msg.pack_flow(data))
+        except (OSError, zmq.ZMQError) as exc:  # a connection has ended, or no descriptor is free
+            self._complaints.warn("messages for host %r cannot be sent: %s", host, exc)
+            self._lose(host)
 
     def close(self) -> None:
         self.leave()
@@ -103,7 +106,7 @@ class PeerLinks:
             self._context,
             zmq.DEALER,
             lambda frames: None,  # it sends on its own connection
-            partial(self._lose, host),
+            lambda: self._lose(host) if self._ways.get(host) is way else None,
             self._secret,
             heartbeat_ms=HEARTBEAT_MS,
             max_bytes=msg.MAX_PART_BYTES,
@@ -113,12 +116,12 @@ class PeerLinks:
         return way
 
     def _lose(self, host: str) -> None:
-        if host in self._ways:
-            self._end(host)
-            self._on_lost(host)
+        self._end(host)
+        self._on_lost(host)
 
     def _end(self, host: str) -> None:
-        self._ways.pop(host).close()
+        if (way := self._ways.pop(host, None)) is not None:
+            way.close()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         name = frames[0].bytes

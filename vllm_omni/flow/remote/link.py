@@ -1,4 +1,4 @@
-"""A link over sockets of ZMQ, which processes have alone, for graphs without a server."""
+"""A link over sockets of ZMQ of its own, for graphs without a server; that has connections with a secret (``hosts/``)."""
 
 from __future__ import annotations
 
