@@ -110,11 +110,7 @@ class HostControllers:
 
     def detach(self, engine: StageEngine, reason: str) -> None:
         """The engine core has ended: its requests fail, before another one takes its place."""
-
-        async def detach() -> None:
-            engine.detach(reason)
-
-        asyncio.run_coroutine_threadsafe(detach(), self._loop).result(END_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(engine.detach(reason), self._loop).result(END_TIMEOUT_S)
 
     # -- on the I/O thread (``hosts.connection.Controllers``) ---------------------------------------------------------
 

@@ -187,10 +187,10 @@ class StageEngine(StageNode):
             self.llm.engine_core.shutdown(timeout=0)
             self._replace_engine_core(self.llm.connect(vllm_config, addresses))
 
-    def detach(self, reason: str) -> None:
+    async def detach(self, reason: str) -> None:
         """The engine core that was attached has ended: end its requests. On their event loop."""
         self._stuck = self._stuck or f"its engine has died: {reason}"
-        self.llm.fail()
+        await self.llm.fail()
 
     def bind_config(self, tether: ServerTether) -> None:
         """Complete the configuration with which the engine's processes start: they live as long as the tether's."""

@@ -165,10 +165,11 @@ class StageLLM(AsyncLLM):
         for step in recorded.steps if self.logger_manager is not None else ():
             self.logger_manager.record(step.scheduler, step.iteration_stats(), self.renderer.stat_mm_cache())
 
-    def fail(self) -> None:
-        """The engine core has died, of which it could not notify this client itself: end its requests."""
+    async def fail(self) -> None:
+        """The engine core has ended, of which it could not notify this client itself: end its requests."""
+        await self.stop_reading()
         self.engine_core.resources.engine_dead = True
-        self.engine_core.outputs_queue.put_nowait(EngineDeadError())
+        self.output_processor.propagate_error(EngineDeadError())
 
     def connect(self, vllm_config: VllmConfig, addresses: dict[str, str] | None) -> EngineCoreClient:
         """A client for another engine core, for ``replace_engine_core``. Blocks until that is ready."""

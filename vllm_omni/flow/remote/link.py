@@ -1,4 +1,4 @@
-"""A link over sockets of ZMQ of its own, for graphs without a server; that has connections with a secret (``hosts/``)."""
+"""A link over sockets of its own, for graphs without a server, whose connections have a secret (``hosts/``)."""
 
 from __future__ import annotations
 
