@@ -94,6 +94,7 @@ def test_the_end_of_an_engine_is_reported_though_it_cannot_be_cleared_away(monke
     engine: Any = HostedEngine.__new__(HostedEngine)
     engine.name, engine._number = "thinker", 7
     engine._connection = SimpleNamespace(close_bridge=fail, send=sent.append)
+    engine._engine, engine._controllers = None, SimpleNamespace(detach=fail)
     engine._processes = SimpleNamespace(end=fail, note=lambda: None)
     monkeypatch.setattr(engine, "_launch", lambda start: SimpleNamespace(shutdown=fail))
     monkeypatch.setattr(engine, "_watch", lambda manager, ending: "killed by SIGKILL")

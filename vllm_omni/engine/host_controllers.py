@@ -110,6 +110,9 @@ class HostControllers:
 
     def detach(self, engine: StageEngine, reason: str) -> None:
         """The engine core has ended: its requests fail, before another one takes its place."""
+        if engine not in self._attached:
+            return
+        self._attached.remove(engine)
         asyncio.run_coroutine_threadsafe(engine.detach(reason), self._loop).result(END_TIMEOUT_S)
 
     # -- on the I/O thread (``hosts.connection.Controllers``) ---------------------------------------------------------
@@ -151,9 +154,6 @@ class HostControllers:
 
     async def _end(self) -> None:
         self._role_host.end_calls()
-        for engine in self._engines.values():
-            if engine in self._attached:
-                await engine.aclose()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

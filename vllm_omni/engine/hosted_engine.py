@@ -175,12 +175,10 @@ class HostedEngine:
             self._processes.note()
             logger.info("stage %s: ready after %.1f s", self.name, time.monotonic() - since)
             reason = self._watch(manager, ending)
-            if self._controllers is not None:
-                self._controllers.detach(self._engine, reason)
         except Exception as exc:
             logger.debug("stage %s did not start", self.name, exc_info=True)
             reason = self._processes.failure() or ended_early(exc) or str(exc) or repr(exc)
-        self._clear(manager)
+        self._clear(manager, reason)
         if not ending.is_set():
             logger.error("stage %s: ended: %s", self.name, reason)
             self._connection.send(msg.Ended(self._number, reason[: msg.MAX_TEXT]))
@@ -247,11 +245,13 @@ class HostedEngine:
                 self._connection.send(msg.Usage(self._number, pids, self._processes.cpu_s(), resident_bytes(pids)))
         return "it was ended"
 
-    def _clear(self, manager: CoreEngineProcManager | NodeRanks | None) -> None:
+    def _clear(self, manager: CoreEngineProcManager | NodeRanks | None, reason: str) -> None:
         """Remove what the engine left. Whatever fails here, the front end is notified of the end afterwards."""
         steps: list[Callable[[], None]] = [partial(self._connection.close_bridge, self._number), self._processes.end]
         if manager is not None:  # upstream's, which fails if a process ends just before it is killed
             steps.insert(0, partial(manager.shutdown, timeout=0))
+        if self._controllers is not None:
+            steps.insert(0, partial(self._controllers.detach, self._engine, reason))
         for step in steps:
             try:
                 step()
