@@ -83,7 +83,7 @@ async def orchestrator() -> Orchestrator:
     made.config = SimpleNamespace(stages=[SimpleNamespace(name="writer", max_replicas=None)])  # type: ignore[assignment]
     made.plans = {"g": GraphParser(graph).parse()}
     made.models = made._graphs = made.plans
-    made._cache_sources = {}
+    made._cache_sources, made.controllers = {}, None
     made._route, made.sessions = lambda name, outputs: made.plans[name].route(outputs), None
     made.engines, made.nodes = {}, {"writer": Stage()}
     made.gate, made.latency_metrics = AdmissionGate(), LatencyMetrics()
