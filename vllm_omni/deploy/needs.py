@@ -192,7 +192,7 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
         ConfigError: an engine argument is wrong, or an engine spans hosts that have no names.
     """
     host = this_host(opens_devices=False) if host is None else host
-    stages = _on_one_host(stages_of(config), has_parts=has_parts)
+    stages = on_one_host(stages_of(config)) if has_parts else stages_of(config)
     if not stages:
         return config
     for one in stages:
@@ -206,7 +206,8 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
         return config
     orchestrator = Orchestrator(config)  # for its engines' configurations; they are made anew with their devices
     try:
-        made = plan(_on_one_host(stages_of(config, orchestrator), has_parts=has_parts), [host])
+        stages = stages_of(config, orchestrator)
+        made = plan(on_one_host(stages) if has_parts else stages, [host])
     except ConfigError as exc:  # of the estimates, or one that the start finds as well
         logger.warning("devices are chosen without regard to their memory: %s", exc)
     finally:
@@ -214,8 +215,9 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
     return with_devices(config, made, host)
 
 
-def _on_one_host(stages: Sequence[Stage], *, has_parts: bool) -> list[Stage]:
-    return [replace(one, ranks=one.ranks // one.nodes, nodes=1) for one in stages] if has_parts else [*stages]
+def on_one_host(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages with the ranks that one of their engine's hosts has."""
+    return [replace(one, ranks=one.ranks // one.nodes, nodes=1) for one in stages]
 
 
 def with_devices(config: OmniConfig, made: PlacementPlan, host: Host) -> OmniConfig:
