@@ -199,7 +199,8 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
         if one.nodes > 1:
             raise ConfigError(
                 f"stage {one.name!r}: nodes = {one.nodes}: its engine spans hosts that join this one: give --stage "
-                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file FILE"
+                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file "
+                "FILE, or --worker-backend ray"
             )
     made = plan(stages, [host])
     if len(host.devices) == 1 or all(one.pinned for one in stages):
