@@ -146,7 +146,8 @@ def test_commands_of_the_guide_to_deployment(
     (inventory,) = [block for block in blocks if block.language == "yaml"]
     (checkout / "inventory.yaml").write_text(inventory.text)
     here, there = [block.text.splitlines() for block in blocks if block.text.startswith("engine ")]
-    make_checkpoint, on_this_host, on_others, front_end, host, *of_hosts, by_ray, front_ends = commands("deployment.md")
+    make_checkpoint, on_this_host, on_others, front_end, host, *of_hosts, front_ends = commands("deployment.md")
+    *of_hosts, by_ray, spanning_by_ray = of_hosts
     drain, undrain, growing, scale, split, of_instance, spanning, of_part = of_hosts
     asked = [
         ["drain", "box-b"],
@@ -185,6 +186,8 @@ def test_commands_of_the_guide_to_deployment(
     assert of_host.args.join == of_front_end.args.listen
     placed = parse_serve_args([word for word in by_ray[2:] if word != "--omni"]).load_config()
     assert (placed.worker_backend, [stage.host for stage in placed.stages]) == ("ray", [None, "box-b", None])
+    stage = parse_serve_args([word for word in spanning_by_ray[2:] if word != "--omni"]).load_config().stage("thinker")
+    assert (stage.nodes, stage.host) == (2, None)
     assert parse_serve_args(front_ends[2:]).args.api_server_count == 2
     with pytest.raises(SystemExit) as ended:
         main([*on_others[1:], "--stage", "thinker.replicas=3", "--stage", "thinker.layer=0"])

@@ -69,6 +69,16 @@ def started(host: HostConnection) -> msg.Start:
     return message
 
 
+@pytest.mark.parametrize("part", ["thinker/node1", "thinker/node0"])
+def test_a_host_joins_for_the_part_that_it_names(listener: HostListener, part: str) -> None:
+    hosts = [HostConnection(listener._endpoint, SECRET) for _ in range(2)]
+    assert hosts[0].join(join_of(part), TIMEOUT_S).engines == ["thinker" if part == "thinker/node0" else part]
+    with pytest.raises(ConfigError, match=f"stage '{part}' is served by"):  # though the other part has no host
+        hosts[1].join(join_of(part), TIMEOUT_S)
+    for one in hosts:
+        one.close()
+
+
 def test_a_third_host_is_rejected(hosts: list[HostConnection], listener: HostListener) -> None:
     third = HostConnection(listener._endpoint, SECRET)
     with pytest.raises(ConfigError, match="stage 'thinker' is served by"):

@@ -1,5 +1,6 @@
-"""A real server whose stages Ray places on two machines (``--worker-backend ray``)."""
+"""A real server whose stages, or whose engine's parts, Ray places on two machines (``--worker-backend ray``)."""
 
+import asyncio
 import base64
 import signal
 from collections.abc import Iterator
@@ -11,25 +12,21 @@ import pytest
 from tests import machine
 from tests.e2e.engines import MARKS, UPSTREAM, greedy, tokens_of, upstream_answers
 from tests.e2e.test_epd_transports import PROMPTS, SHAPE
-from tests.hosts.deployments import wait_for
+from tests.hosts.deployments import NUM_REQUESTS, SMALL, answer, assert_equal, wait_for
 from tests.hosts.ray_cluster import VARIABLES, Cluster, cluster
 from tests.processes import paused
 from tests.server import END_TIMEOUT_S, Server, ask, serve
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
+from vllm_omni.messages.outputs import OmniRequestOutput
+from vllm_omni.process.status import StageState
 from vllm_omni.relay.secret import MIN_BYTES
 from vllm_omni.testing import llava as llava
-from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = [*MARKS, pytest.mark.timeout(600), pytest.mark.long]  # units: tests/deploy/test_cluster.py
 
 FLAGS = ["--max-model-len=1024", "--enforce-eager", "--dtype=float32", "--skip-mm-profiling"]
 CLEAN_WITHIN_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +50,11 @@ def flags_of(cluster: Cluster) -> list[str]:
 
 def children_of(server: Server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def titles(cluster: Cluster) -> list[str]:
+    """Of the processes on box-b."""
+    return ["".join(one.cmdline()) for one in cluster.programs()]
 
 
 def assert_secret(server: Server, cluster: Cluster) -> None:
@@ -108,6 +110,33 @@ def test_instances_that_ray_places_answer_as_one_machine(
         group = omni.engine.orchestrator.nodes["language"]
         assert isinstance(group, InstanceGroup)
         assert (group.statistics().num_encoded, group.statistics().num_migrations) == (4, 5)
+    wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+
+
+def test_an_engine_on_both_nodes_answers_as_one_machine_also_after_the_end_of_a_part(
+    ray_cluster: Cluster, checkpoint: Path, expected: list[OmniRequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    spans = ["thinker.tensor_parallel_size=2", "thinker.nodes=2"]
+    with OmniLLM(
+        checkpoint, **SMALL, stage_overrides=spans, worker_backend="ray", ray_address=ray_cluster.address
+    ) as omni:
+
+        async def ask_all() -> list[OmniRequestOutput]:
+            return await asyncio.gather(*(answer(omni, number) for number in range(NUM_REQUESTS)))
+
+        def states() -> set[StageState]:
+            return {one.state for one in omni.engine.stage_report().values()}
+
+        assert sorted(ray_cluster.state()["actors"]) == ["box-a", "box-b"]
+        assert_equal(omni.run(ask_all()), expected)
+        assert any("thinker/node1::Worker_TP1" in title for title in titles(ray_cluster))
+        (program,) = [one for one in ray_cluster.programs() if "vllm_omni.deploy.host_program" in one.cmdline()]
+        program.kill()
+        wait_for("the engine is lost", lambda: states() != {StageState.RUNNING}, CLEAN_WITHIN_S)
+        wait_for("all stages run", lambda: states() == {StageState.RUNNING}, 2 * CLEAN_WITHIN_S)
+        assert_equal(omni.run(ask_all()), expected)
     wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
 
 

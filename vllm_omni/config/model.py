@@ -222,7 +222,7 @@ class StageConfig:
         args, where = self.engine_args, f"nodes = {self.nodes}: "
         return {
             f"{where}host = {self.host!r}: give {self.nodes} different names, one for each host, and start each "
-            "with --headless, also on the front end's machine": len({*names} - {None}) != self.nodes
+            "with --headless, also on the front end's machine, unless Ray does": len({*names} - {None}) != self.nodes
             or len(names) != self.nodes,
             f"{where}cannot share tensor_parallel_size = {args.get('tensor_parallel_size') or 1} evenly": (
                 (args.get("tensor_parallel_size") or 1) % self.nodes

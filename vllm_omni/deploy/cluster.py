@@ -1,4 +1,5 @@
-"""``spread``: which nodes of a cluster run which engines, by the rules of ``placement``, and what each gives.
+"""``spread``: which nodes of a cluster run which engines, by the rules of ``placement``, and what each gives. ``move``:
+which node takes the place of one that is gone.
 
 Pure: nodes in, a deployment and its bundles out. Ray reserves cards by number and does not know their memory, so
 engines are placed by the number of cards; the start on each host divides what it measures.
@@ -6,18 +7,18 @@ engines are placed by the number of cards; the start on each host divides what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from vllm_omni.config import OmniConfig
+from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.config.model import HOST_NAME
 from vllm_omni.config.travel import on_host
-from vllm_omni.deploy.needs import list_every_engine, stages_of
+from vllm_omni.deploy.needs import EngineNeeds, list_every_engine, on_one_host, stages_of
 from vllm_omni.deploy.placement import plan
 from vllm_omni.deploy.ray_messages import Bundle, Node
-from vllm_omni.deploy.resources import Host, Replica
+from vllm_omni.deploy.resources import Host, Replica, Stage
 from vllm_omni.deploy.shortage import NoPlace
 from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.names import suggest
@@ -35,15 +36,17 @@ class NotYet(OmniError):
 
 @dataclass(frozen=True)
 class Share:
-    """The engines on one node."""
+    """The engines on one node, or their parts."""
 
     bundle: Bundle
-    engines: tuple[str, ...]
+    engines: tuple[str, ...]  # as ``StageConfig.part_names``
     is_chosen: bool  # here, rather than by the deployment: another node does as well
+    spanning: frozenset[str] = frozenset()  # stages of whose engines other nodes have parts, too
 
 
 def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[Share]]:
-    """Give each engine a node: the one that its ``host`` names, or one with room.
+    """Give each engine, or each part of one that spans ``nodes``, a node: the one that its ``host`` names, or one with
+    room.
 
     Returns:
         The deployment, with the names of its nodes as hosts; and what runs on each.
@@ -62,13 +65,8 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
                 f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
                 "that a server starts with: give replicas"
             )
-        if stage.nodes > 1:
-            raise ConfigError(
-                f"worker_backend = 'ray': stage {stage.name!r}: nodes = {stage.nodes}: Ray places an engine on one "
-                "node: start the hosts of one that spans several by hand"
-            )
         try:
-            replace(stage, host=stage.host or NOWHERE)
+            replace(stage, host=stage.host or _nowhere(stage))
         except ConfigError as exc:
             raise ConfigError(f"worker_backend = 'ray': each stage has a host: {exc}") from exc
     engines = list_every_engine(config)
@@ -79,18 +77,23 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
         )
     named: dict[Node, list[str]] = {}
     for one in engines:
-        if one.config.host_of() is not None:
-            named.setdefault(find_node(str(one.config.host_of()), nodes, one.name), []).append(one.name)
+        for part, node in _find_nodes(one, nodes).items():
+            named.setdefault(node, []).append(part)
     rest = [one.name for one in engines if all(one.name not in names for names in named.values())]
     placed: dict[str, list[Replica]] = {}  # by the node's id
     for node, names in named.items():
-        placed[node.id] = _place(config, names, [node])
+        stages = on_one_host(stages_of(on_host(config, names)))
+        placed[node.id] = _place([_with_part(config, stage, names) for stage in stages], [node])
     if rest:
         left_over = [_without(node, _num_cards(placed.get(node.id, []))) for node in nodes]
-        for replica in _place(config, rest, left_over):
-            placed.setdefault(replica.hosts[0], []).append(replica)
+        for replica in _place(stages_of(on_host(config, rest)), left_over):
+            for its in _parts_of(config, replica):
+                placed.setdefault(its.hosts[0], []).append(its)
     by_id = {node.id: node for node in nodes}
-    shares = [_share(by_id[one], replicas, is_chosen=by_id[one] not in named) for one, replicas in placed.items()]
+    spanning = frozenset(stage.name for stage in config.stages if stage.nodes > 1)
+    shares = [
+        _share(by_id[one], replicas, spanning, is_chosen=by_id[one] not in named) for one, replicas in placed.items()
+    ]
     hosts = {name: share.bundle.host for share in shares for name in share.engines}
     return _with_hosts(config, hosts), shares
 
@@ -114,8 +117,102 @@ def find_node(name: str, nodes: Sequence[Node], engine: str) -> Node:
     raise ConfigError(f"engine {engine!r}: host = {name!r}: the cluster has no such node: {suggest(name, known)}")
 
 
-def _place(config: OmniConfig, engines: Collection[str], nodes: Sequence[Node]) -> list[Replica]:
-    stages = stages_of(on_host(config, engines))
+def move(share: Share, shares: Sequence[Share], nodes: Sequence[Node]) -> Share:
+    """Give a share whose node is gone another one: a node of the same name, or else one with as much room.
+
+    Parts of an engine stay on different nodes. So a share that has one names its node; for another, Ray may choose.
+
+    Args:
+        shares: of the server, this one among them.
+
+    Raises:
+        NotYet: there is no such node.
+    """
+    bundle = share.bundle
+    peers = [one for one in shares if one is not share and not share.spanning.isdisjoint(one.spanning)]
+    allowed = [node for node in nodes if not any(_belongs_to(node, one) for one in peers)]
+    same = [node for node in allowed if _is_named(node, share)]
+    if not same and not share.is_chosen:
+        raise NotYet(f"node {bundle.host} is gone, and the deployment names it")
+    if same or not peers:
+        return replace(share, bundle=msgspec.structs.replace(bundle, node=same[0].id if same else ""))
+    with_room = [node for node in allowed if _grants(node, bundle)]
+    if not with_room:
+        raise NotYet(
+            f"node {bundle.host} is gone, and no other node has {describe(bundle.resources)} free and no part of "
+            f"{', '.join(sorted(share.spanning))}"
+        )
+    fullest = min(with_room, key=lambda node: (node.num_cards, node.num_cpus))
+    return replace(share, bundle=msgspec.structs.replace(bundle, node=fullest.id))
+
+
+def describe(resources: Mapping[str, float]) -> str:
+    """Resources as a user reads them: "2 GPU"."""
+    return ", ".join(f"{number:g} {name}" for name, number in resources.items())
+
+
+def _nowhere(stage: StageConfig) -> str | list[str | None]:
+    return [f"{NOWHERE}-{number}" for number in range(stage.nodes)] if stage.nodes > 1 else NOWHERE
+
+
+def _find_nodes(engine: EngineNeeds, nodes: Sequence[Node]) -> dict[str, Node]:
+    """The nodes that an engine's ``host`` names, by the engine's name, or by those of its parts.
+
+    Raises:
+        ConfigError: as ``find_node``; or two parts have one node.
+    """
+    config = engine.config
+    hosts = dict(zip(config.part_names, config.part_hosts, strict=True)) if config.nodes > 1 else {}
+    found: dict[str, Node] = {}
+    for part, host in (hosts or {engine.name: config.host_of()}).items():
+        if host is None:
+            continue
+        node = find_node(host, nodes, engine.name)
+        if node in found.values():
+            raise ConfigError(
+                f"engine {engine.name!r}: nodes = {config.nodes}: host = {config.host!r}: {host!r} is the node of "
+                "another part: give different nodes"
+            )
+        found[part] = node
+    return found
+
+
+def _with_part(config: OmniConfig, stage: Stage, names: Sequence[str]) -> Stage:
+    """A stage on one host, under the name of its engine's part there."""
+    own = [stage.name, *_further_parts(config, stage.name)]
+    return replace(stage, names=tuple(one for one in names if one in own)) if len(own) > 1 else stage
+
+
+def _parts_of(config: OmniConfig, replica: Replica) -> Iterator[Replica]:
+    """The part of a replica on each of its nodes."""
+    names = [replica.name, *_further_parts(config, replica.stage)]
+    for name, host in zip(names, replica.hosts, strict=True):
+        yield replace(replica, name=name, places=tuple(place for place in replica.places if place.host == host))
+
+
+def _further_parts(config: OmniConfig, stage: str) -> list[str]:
+    """Names of the parts of a stage's engine beside the first; none of a kind of instances ("thinker/PD")."""
+    return next((one.part_names[1:] for one in config.stages if one.name == stage and one.nodes > 1), [])
+
+
+def _belongs_to(node: Node, share: Share) -> bool:
+    """Whether a share is on a node, or will be: it waits for the one that the deployment names."""
+    return node.id == share.bundle.node or (not share.is_chosen and _is_named(node, share))
+
+
+def _is_named(node: Node, share: Share) -> bool:
+    return share.bundle.host in (node.name, node.address)
+
+
+def _grants(node: Node, bundle: Bundle) -> bool:
+    """Whether a node has what a bundle needs free; a host without cards is another kind of host."""
+    needs = bundle.resources
+    if "GPU" in needs:
+        return node.num_cards >= needs["GPU"]
+    return not node.has_cards and node.num_cpus >= needs["CPU"]
+
+
+def _place(stages: Sequence[Stage], nodes: Sequence[Node]) -> list[Replica]:
     try:
         with_room = [node for node in nodes if _has_room(node)]
         if not with_room:
@@ -156,15 +253,20 @@ def host_name(node: Node) -> str:
     return node.name if HOST_NAME.fullmatch(node.name) else node.id
 
 
-def _share(node: Node, replicas: Sequence[Replica], *, is_chosen: bool) -> Share:
+def _share(node: Node, replicas: Sequence[Replica], spanning: frozenset[str], *, is_chosen: bool) -> Share:
     num_cards, num_ranks = _num_cards(replicas), sum(len(one.places) for one in replicas)
     resources = {"GPU": float(num_cards)} if num_cards else {"CPU": float(num_ranks)}
-    return Share(Bundle(host_name(node), node.id, resources), tuple(one.name for one in replicas), is_chosen)
+    return Share(
+        Bundle(host_name(node), node.id, resources),
+        tuple(one.name for one in replicas),
+        is_chosen,
+        spanning.intersection(one.stage for one in replicas),
+    )
 
 
 def _with_hosts(config: OmniConfig, hosts: dict[str, str]) -> OmniConfig:
     stages = []
     for stage in config.stages:
-        of_engines: list[str | None] = [hosts[name] for name in stage.engine_names]
+        of_engines: list[str | None] = [hosts[name] for name in stage.part_names]
         stages.append(replace(stage, host=of_engines if len(of_engines) > 1 else of_engines[0]))
     return replace(config, stages=tuple(stages))

@@ -49,7 +49,7 @@ def _secret_file(secret: bytes) -> str:
 
 
 def _end_with_actor() -> None:
-    while sys.stdin.buffer.readline():
+    while os.read(sys.stdin.fileno(), 1):  # a buffer's lock, held in a daemon thread, would abort the interpreter's end
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(END_TIMEOUT_S)

@@ -192,21 +192,23 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
         ConfigError: an engine argument is wrong, or an engine spans hosts that have no names.
     """
     host = this_host(opens_devices=False) if host is None else host
-    stages = _on_one_host(stages_of(config), has_parts=has_parts)
+    stages = on_one_host(stages_of(config)) if has_parts else stages_of(config)
     if not stages:
         return config
     for one in stages:
         if one.nodes > 1:
             raise ConfigError(
                 f"stage {one.name!r}: nodes = {one.nodes}: its engine spans hosts that join this one: give --stage "
-                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file FILE"
+                f"'{one.name}.host=[NAME, ...]' with {one.nodes} names, --listen HOST:PORT and --token-file "
+                "FILE, or --worker-backend ray"
             )
     made = plan(stages, [host])
     if len(host.devices) == 1 or all(one.pinned for one in stages):
         return config
     orchestrator = Orchestrator(config)  # for its engines' configurations; they are made anew with their devices
     try:
-        made = plan(_on_one_host(stages_of(config, orchestrator), has_parts=has_parts), [host])
+        stages = stages_of(config, orchestrator)
+        made = plan(on_one_host(stages) if has_parts else stages, [host])
     except ConfigError as exc:  # of the estimates, or one that the start finds as well
         logger.warning("devices are chosen without regard to their memory: %s", exc)
     finally:
@@ -214,8 +216,9 @@ def place_here(config: OmniConfig, host: Host | None = None, *, has_parts: bool 
     return with_devices(config, made, host)
 
 
-def _on_one_host(stages: Sequence[Stage], *, has_parts: bool) -> list[Stage]:
-    return [replace(one, ranks=one.ranks // one.nodes, nodes=1) for one in stages] if has_parts else [*stages]
+def on_one_host(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages with the ranks that one of their engine's hosts has."""
+    return [replace(one, ranks=one.ranks // one.nodes, nodes=1) for one in stages]
 
 
 def with_devices(config: OmniConfig, made: PlacementPlan, host: Host) -> OmniConfig:

@@ -29,7 +29,7 @@ class Bundle(msgspec.Struct, frozen=True):
     """What one host needs of a node."""
 
     host: str  # its name in the deployment
-    node: str  # id of the node; empty: any that has the resources
+    node: str  # id of the node; empty: any that has the resources, which is never so for a part of an engine
     resources: dict[str, float]
 
 

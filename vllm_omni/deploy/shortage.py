@@ -112,7 +112,8 @@ class _Case:
         empty = tuple(structs.replace(device, free=device.total) for device in like.devices)
 
         def with_further(number: int) -> tuple[Host, ...]:
-            return (*self.hosts, *(Host(f"{like.name} again {further}", empty) for further in range(number)))
+            further = (Host(f"{like.name} again {one}", empty, has_cards=like.has_cards) for one in range(number))
+            return (*self.hosts, *further)
 
         # With a host for each node of each replica, no further one would help.
         most = sum(len(numbers) * self.stages[name].nodes for name, numbers in self.numbers.items())

@@ -15,17 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from msgspec import structs
-
 from vllm_omni import envs
 from vllm_omni.config import OmniConfig
 from vllm_omni.deploy import ray_messages as msg
-from vllm_omni.deploy.cluster import NotYet, Share, spread
+from vllm_omni.deploy.cluster import NotYet, Share, describe, move, spread
 from vllm_omni.engine.relay_options import secret_file_of
 from vllm_omni.errors import MissingDependency, OmniError, how_to_install
 from vllm_omni.hosts.endpoint import Endpoint
@@ -158,7 +156,7 @@ class RayWorkers:
     def _reserve(self, bundles: list[msg.Bundle], nodes: list[msg.Node]) -> None:
         order = msg.Reserve(bundles, REPORT_S)
         if not self._ray.ask(order, msg.Reserved, REPORT_S + ANSWER_TIMEOUT_S).is_ready:
-            needs = "; ".join(f"{_said(one.resources)} on {one.host}" for one in bundles)
+            needs = "; ".join(f"{describe(one.resources)} on {one.host}" for one in bundles)
             free = "; ".join(f"{node.name} has {node.num_cards} GPU, {node.num_cpus:g} CPU" for node in nodes)
             raise NotYet(f"it has not granted {needs}; free: {free}")
 
@@ -203,13 +201,12 @@ class RayWorkers:
         while not self._ending.is_set():
             try:
                 for host in [one for one, at in due.items() if at <= time.monotonic()]:
-                    self._run(host)
-                    started[host] = time.monotonic()
-                    del due[host]
+                    if self._run(host):
+                        started[host] = time.monotonic()
+                        del due[host]
+                    else:
+                        due[host] = time.monotonic() + REPORT_S
                 ended = self._ray.ask(msg.Watch(WATCH_S), msg.Ended, WATCH_S + ANSWER_TIMEOUT_S).outcomes
-            except NotYet as exc:
-                logger.warning("waits for Ray's cluster: %s", exc)
-                continue
             except ClusterLost as exc:
                 if self._ending.is_set():
                     return
@@ -228,22 +225,23 @@ class RayWorkers:
                 if one.is_rejected and self._listener is not None:
                     self._listener.fail(one.host, reason)
 
-    def _run(self, host: str) -> None:
-        """Start the program of a host; on another node if its own is gone."""
+    def _run(self, host: str) -> bool:
+        """Start the program of a host, on another node if its own is gone; returns whether the cluster has room."""
         (share,) = [one for one in self._shares if one.bundle.host == host]
         nodes = self._ray.ask(msg.ListNodes(), msg.Nodes).nodes
-        if share.bundle.node not in {node.id for node in nodes} | {""}:
-            same = [node.id for node in nodes if host in (node.name, node.address)]
-            if not same and not share.is_chosen:
-                self._ending.wait(REPORT_S)
-                raise NotYet(f"node {host} is gone, and the deployment names it")
-            bundle = structs.replace(share.bundle, node=same[0] if same else "")
-            self._reserve([bundle], nodes)
-            moved = replace(share, bundle=bundle)
+        if not _is_alive(share, nodes):
+            try:
+                moved = move(share, self._shares, nodes)
+                self._reserve([moved.bundle], nodes)
+            except NotYet as exc:
+                logger.warning("waits for Ray's cluster: %s", exc)
+                return False
             self._shares = [moved if one is share else one for one in self._shares]
+        stages = [_join_name(self.config, name) for name in share.engines]
         revision = self.config.stages[0].engine_args.get("revision")
-        work = msg.Work(host, self.config.model, list(share.engines), self.config.listen, revision, self._secret)
+        work = msg.Work(host, self.config.model, stages, self.config.listen, revision, self._secret)
         self._ray.ask(msg.Run(work), msg.Running)
+        return True
 
     def _connect_again(self) -> None:
         """Connect, and reserve again what this server had: Ray has ended it, or will."""
@@ -258,12 +256,19 @@ class RayWorkers:
                 self._ending.wait(REPORT_S)
 
 
+def _is_alive(share: Share, nodes: Sequence[msg.Node]) -> bool:
+    """Whether the node of a share is in the cluster; where Ray has chosen it, Ray also replaces it."""
+    return not share.bundle.node or share.bundle.node in {node.id for node in nodes}
+
+
+def _join_name(config: OmniConfig, name: str) -> str:
+    """The name by which a host joins for an engine, or for its part: "thinker" would mean any part of the thinker."""
+    is_first_part = any(stage.name == name and stage.nodes > 1 for stage in config.stages)
+    return f"{name}/node0" if is_first_part else name
+
+
 def _read(config: OmniConfig) -> bytes:
     """The secret, which the hosts are given by a call from process to process."""
     Secret.read(secret_file_of(config))  # checks it
     with open(secret_file_of(config), "rb") as file:
         return file.read()
-
-
-def _said(resources: dict[str, float]) -> str:
-    return ", ".join(f"{number:g} {name}" for name, number in resources.items())

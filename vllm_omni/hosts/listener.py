@@ -359,7 +359,7 @@ class HostListener:
         return found
 
     def _find_engine(self, stage: str, taken: Sequence[RemoteEngine]) -> RemoteEngine:
-        own = [one for one in self.engines.values() if stage in (one.name, one.stage)]
+        own = [one for one in self.engines.values() if stage in (one.name, one.stage, one.part_name)]
         if not own:
             raise ConfigError(f"no stage {stage!r} is for another host: {suggest(stage, list(self.engines))}")
         free = [one for one in own if one.peer is None and one not in taken]

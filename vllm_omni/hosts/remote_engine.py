@@ -70,6 +70,11 @@ class RemoteEngine:
         self.parts.append(self)
 
     @property
+    def part_name(self) -> str:
+        """Of a part its name alone, "talker/node0" of the first one; of an engine on one host its name."""
+        return f"{self.stage}/node{self.parts.index(self)}" if len(self.parts) > 1 else self.name
+
+    @property
     def has_host(self) -> bool:
         """Whether each part has one."""
         return all(part.peer is not None for part in self.parts)
