@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -25,13 +26,16 @@ from typing import Any, Protocol
 
 import zmq
 
-from vllm_omni.flow.remote.link import TOKEN_BYTES, ZmqLink
+from vllm_omni.engine.wire import ServedPayloads
+from vllm_omni.flow.remote.encoded_link import EncodedLink, Outbox
 from vllm_omni.flow.run.frame import Frame
 from vllm_omni.hosts import messages as msg
 from vllm_omni.hosts.bridge import IDENTITY
 from vllm_omni.hosts.connection import HostConnection
 from vllm_omni.hosts.endpoint import Endpoint
 from vllm_omni.hosts.listener import HostListener
+from vllm_omni.hosts.peers import PeerLinks
+from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.secret import MIN_BYTES, Secret
 
 PAYLOAD = os.urandom(256)
@@ -39,13 +43,12 @@ WINDOW = 64  # messages on their way at once, where messages per second are coun
 TIMEOUT_S = 60.0
 PORTS = {"zmq": 7701, "curve": 7702, "link": 7703, "served": 7704}
 SECRET = Secret(b"s" * MIN_BYTES)
-TOKEN = bytes(TOKEN_BYTES)
 SAME = msg.Identity("1", "1", "cpu", "1")
 
 WAYS = {
     "local": "vLLM's sockets on one machine (ipc)",
     "served": "ours, front end to an engine core on a host (CURVE)",
-    "link": "ours, between controllers (ZmqLink, not encrypted)",
+    "link": "ours, between the controllers of two hosts (CURVE)",
     "zmq": "plain ZMQ, not encrypted",
     "curve": "plain ZMQ, CURVE",
     "ray actor": "a call of a Ray actor",
@@ -118,21 +121,51 @@ def ipc(directory: Path) -> dict[str, str]:
     return {f"{way}_address": f"ipc://{directory}/{way}" for way in ("input", "output")}
 
 
+class HostEnd:
+    """The messages of a host's controllers to and from those of another host, as ``HostControllers`` has them.
+
+    Made on the event loop of the controllers; the sockets belong to the I/O thread.
+    """
+
+    def __init__(self, own: str, addresses: dict[str, str]) -> None:
+        loop, context = asyncio.get_running_loop(), zmq.Context()
+        (other,) = addresses.keys() - {own}
+
+        async def make() -> PeerLinks:
+            made = PeerLinks(
+                context,
+                SECRET,
+                addresses[own],
+                lambda data: loop.call_soon_threadsafe(self.link.receive, data),
+                lambda host: None,
+                port=PORTS["link"],
+            )
+            made.join(msg.Hello(own, 1))
+            made.update({other: msg.Peer(f"tcp://{addresses[other]}:{PORTS['link']}", 1)})
+            return made
+
+        peers = block_on(make(), TIMEOUT_S, "sockets")
+        outbox = Outbox(lambda data: io_thread().call(peers.send, other, data))
+        self.link = EncodedLink(lambda target: outbox, ServedPayloads())
+
+
 class Controllers:
-    """Frames between two ends of a ``ZmqLink``, each on the event loop of its process."""
+    """Frames between the controllers of two hosts."""
 
     def __init__(self, here: str, there: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._link: ZmqLink
-        self._addresses = link_addresses(here, there)
+        self._link: EncodedLink
+        self._addresses = {"near": here, "far": there}
+        self._receive: Callable[[], None]
 
     def exchange(self, window: int, on_answer: Callable[[], bool]) -> None:
         self._loop.run_until_complete(self._exchange(window, on_answer))
 
     async def _exchange(self, window: int, on_answer: Callable[[], bool]) -> None:
         if not hasattr(self, "_link"):
-            self._link = ZmqLink(self._addresses["near"], self._addresses, TOKEN)
+            self._link = HostEnd("near", self._addresses).link
             self._link.bind("near", lambda message: self._receive())
+            wait_for_port(self._addresses["far"], PORTS["link"])
         num_open, done = window, self._loop.create_future()
 
         def receive() -> None:
@@ -150,8 +183,16 @@ class Controllers:
         await asyncio.wait_for(done, TIMEOUT_S)
 
 
-def link_addresses(here: str, there: str) -> dict[str, str]:
-    return {"near": f"tcp://{here}:{PORTS['link']}", "far": f"tcp://{there}:{PORTS['link']}"}
+def wait_for_port(address: str, port: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((address, port), TIMEOUT_S).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.05)
 
 
 def frame(target: str) -> Frame:
@@ -264,11 +305,11 @@ def be_far(name: str, here: str, there: str, directory: Path) -> None:
             # As on a host, the engine core is another process.
             subprocess.run([sys.executable, "-m", __spec__.name, "core", json.dumps(ways)], check=True)
         case "link":
-            asyncio.run(return_frames(link_addresses(here, there)))
+            asyncio.run(return_frames({"near": here, "far": there}))
 
 
 async def return_frames(addresses: dict[str, str]) -> None:
-    link = ZmqLink(addresses["far"], addresses, TOKEN)
+    link = HostEnd("far", addresses).link
     link.bind("far", lambda message: link.send(frame("near")))
     await asyncio.Event().wait()
 

@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
@@ -40,6 +40,7 @@ LOCAL = "token2wav"  # the stage beside the front end, which has as many replica
 MAX_LOCAL = 2
 ON_HOSTS = ("thinker", "talker/0", "talker/1")  # engines, each on a host of its own
 TALKERS = ON_HOSTS[1:]
+STAGES = ("thinker", "talker", "token2wav")  # each on a host of its own, with its controller
 
 
 # -- the schedule ------------------------------------------------------------------------------------------------------
@@ -58,35 +59,51 @@ class Event(NamedTuple):
         return f"{self.kind} {self.target} for {self.lasts_s:.1f} s, {then}"
 
 
-KINDS: dict[str, tuple[int, Sequence[str], tuple[float, float]]] = {  # weight, targets, how long it lasts
+Faults: TypeAlias = dict[str, tuple[int, Sequence[str], tuple[float, float]]]
+"""Kind -> its weight, its targets, how long it lasts."""
+
+
+def _of_hosts(engines: Sequence[str]) -> Faults:
+    return {
+        "kill host": (2, engines, DOWN_S),
+        "cut host, a moment": (2, engines, GLITCH_S),
+        "cut host": (3, engines, CUT_S),
+        "cut host, long": (1, engines, LOST_S),
+    }
+
+
+WITH_REPLICAS: Faults = {
     "kill engine": (4, (*ON_HOSTS, f"{LOCAL}/0"), (0.0, 0.0)),
-    "kill host": (2, ON_HOSTS, DOWN_S),
-    "cut host, a moment": (2, ON_HOSTS, GLITCH_S),
-    "cut host": (3, ON_HOSTS, CUT_S),
-    "cut host, long": (1, ON_HOSTS, LOST_S),
+    **_of_hosts(ON_HOSTS),
     "drain": (2, TALKERS, DRAINED_S),
     "scale": (1, (LOCAL,), (0.0, 0.0)),
 }
+WITH_CONTROLLERS: Faults = {
+    "kill engine": (4, STAGES, (0.0, 0.0)),
+    **_of_hosts(STAGES),
+    "part hosts": (3, STAGES, CUT_S),  # a host and the next one
+}
 
 
-def make_events(seed: int, number: int) -> Iterator[Event]:
+def make_events(seed: int, number: int, faults: Faults = WITH_REPLICAS) -> Iterator[Event]:
     """The events of a seed; a shorter schedule is the start of a longer one.
 
     What an event has hit is hit by no other one before everything has recovered.
     """
     rng = random.Random(seed)
+    num_targets = len({target for _, targets, _ in faults.values() for target in targets})
     hit: set[str] = set()
     for _ in range(number):
         weights = {
             (kind, target): weight / len(targets)
-            for kind, (weight, targets, _) in KINDS.items()
+            for kind, (weight, targets, _) in faults.items()
             for target in targets
             if target not in hit
         }
         kind, target = rng.choices(list(weights), list(weights.values()))[0]
         hit.add(target)
-        recovers = rng.random() < 0.5 or len(hit) > len(ON_HOSTS)
-        lasts_s, pause_s = rng.uniform(*KINDS[kind][2]), rng.uniform(*PAUSE_S)
+        recovers = rng.random() < 0.5 or len(hit) == num_targets - 1
+        lasts_s, pause_s = rng.uniform(*faults[kind][2]), rng.uniform(*PAUSE_S)
         if recovers:
             hit.clear()
         yield Event(kind, target, lasts_s, None if recovers else pause_s)
@@ -344,6 +361,14 @@ class Chaos:
                 await asyncio.sleep(event.lasts_s)
                 await asyncio.to_thread(self._deployment.hosts[target].mend)
                 await asyncio.sleep(NOTICED_S)  # that it was lost may be noticed only now
+            case "part hosts":
+                names = [*self._deployment.hosts]
+                near = self._deployment.hosts[target]
+                far = self._deployment.hosts[names[(names.index(target) + 1) % len(names)]]
+                await asyncio.to_thread(near.part, far)
+                await asyncio.sleep(event.lasts_s)
+                await asyncio.to_thread(near.meet, far)
+                await asyncio.sleep(NOTICED_S)
             case "drain":
                 with suppress(InvalidRequest):  # the other talker does not run
                     await self._engine.drain(target, event.lasts_s)

@@ -26,7 +26,11 @@ from tests.hosts.chaos import (
     ON_HOSTS,
     ORPHAN_S,
     POLL_S,
+    STAGES,
+    WITH_CONTROLLERS,
+    WITH_REPLICAS,
     Chaos,
+    Event,
     Load,
     Question,
     Reply,
@@ -56,20 +60,24 @@ def test_a_shorter_schedule_is_the_start_of_a_longer_one() -> None:
     assert list(make_events(7, 60))[:8] == list(make_events(7, 8))
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=["replicas", "controllers"])
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """With replicas, the front end has all controllers; else each stage and its controller are on a host of its own."""
     machine.require("networks")
     zygote.ensure_running()
     before = _processes()
-    overrides = [f"thinker.host={HOSTS[0]}", "talker.replicas=2", f"talker.host=[{', '.join(HOSTS[1:])}]"]
-    overrides += [f"{LOCAL}.max_replicas={MAX_LOCAL}"]
+    if has_replicas := request.param == "replicas":
+        overrides = [f"thinker.host={HOSTS[0]}", "talker.replicas=2", f"talker.host=[{', '.join(HOSTS[1:])}]"]
+        overrides += [f"{LOCAL}.max_replicas={MAX_LOCAL}"]
+    else:
+        overrides = [f"{stage}.host={host}" for stage, host in zip(STAGES, HOSTS, strict=True)]
     checkpoint = tiny.build(tmp_path_factory.mktemp("checkpoint"))
     places = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("h")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deployments, "ORPHAN_S", ORPHAN_S)
         for name, value in RESTARTS.items():
             patch.setenv(name, value)
-        stages = dict(zip(ON_HOSTS, HOSTS, strict=True))
+        stages = dict(zip(ON_HOSTS if has_replicas else STAGES, HOSTS, strict=True))
         with deploy(checkpoint, places[0], stages, *overrides, hosts_dir=places[1]) as made:
             name = Path(made.omni.engine.orchestrator.running.server_id).name
             yield made
@@ -110,10 +118,11 @@ def _seeds() -> Iterator[tuple[int, int]]:
 def test_requests_under_chaos_are_answered_as_alone_or_fail_by_name_and_leave_nothing(
     deployment: Deployment, alone: dict[Question, Reply], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    faults = WITH_REPLICAS if "talker/0" in deployment.hosts else WITH_CONTROLLERS
     for seed, number in _seeds():
         started, chaos = time.monotonic(), Chaos(deployment)
         try:
-            counts = deployment.omni.run(_run(deployment, alone, chaos, seed, number))
+            counts = deployment.omni.run(_run(deployment, alone, chaos, seed, make_events(seed, number, faults)))
         except Exception as exc:
             events = "\n".join(f"  {event}" for event in chaos.past)
             raise AssertionError(f"FUZZ_SEED={seed}: {exc}\nafter the events:\n{events}") from exc
@@ -123,13 +132,13 @@ def test_requests_under_chaos_are_answered_as_alone_or_fail_by_name_and_leave_no
 
 
 async def _run(
-    deployment: Deployment, alone: dict[Question, Reply], chaos: Chaos, seed: int, number: int
+    deployment: Deployment, alone: dict[Question, Reply], chaos: Chaos, seed: int, events: Iterator[Event]
 ) -> Counter[str]:
     load = Load(deployment, seed, alone)
     async with asyncio.TaskGroup() as tasks:
         for client in range(NUM_CLIENTS):
             tasks.create_task(load.client(client))
-        await chaos.run(make_events(seed, number))
+        await chaos.run(events)
         load.stop()
     for question, reply in (await answer_alone(deployment)).items():
         reply.check(alone[question])

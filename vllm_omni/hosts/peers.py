@@ -27,6 +27,7 @@ class PeerLinks:
         address: of this host, where the others reach it.
         on_flow: called with the messages of another host.
         on_lost: called with the name of a host to which a connection has ended: what was sent may be lost.
+        port: 0: a free one.
 
     Attributes:
         link: where the others connect.
@@ -42,6 +43,8 @@ class PeerLinks:
         address: str,
         on_flow: Callable[[memoryview], None],
         on_lost: Callable[[str], None],
+        *,
+        port: int = 0,
     ) -> None:
         self._context, self._secret = context, secret
         self._on_flow, self._on_lost = on_flow, on_lost
@@ -60,7 +63,7 @@ class PeerLinks:
             max_bytes=msg.MAX_PART_BYTES,
             on_rejected=lambda: self._complaints.warn("rejected a connection: it has not this deployment's secret"),
         )
-        self.link = self._inbound.bind(address)
+        self.link = self._inbound.bind(address, port)
 
     def join(self, own: msg.Hello) -> None:
         """The front end is joined: learn what others are to know of this connection."""
