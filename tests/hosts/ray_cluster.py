@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ SIZE = ["--object-store-memory=80000000", "--num-cpus=2"]
 PORT = 6399
 OURS = re.compile(r"vllm_omni|HostActor|multiprocessing|VLLM|EngineCore")
 END_TIMEOUT_S = 30.0
+POLL_S = 0.1
 
 
 class Cluster:
@@ -79,11 +81,19 @@ class Cluster:
         places = [root / "dev/shm", root / str(self._host.directory).lstrip("/")]
         return sorted(path.name for place in places for path in place.glob("*vllm-omni-*"))
 
-    def is_clean(self) -> bool:
-        if self.programs() or self.files():
-            return False
-        state = self.state()
-        return not state["actors"] and not state["groups"]
+    def left(self) -> dict[str, Any]:
+        """What is left of servers: programs and files on box-b, actors and groups."""
+        found: dict[str, Any] = {"programs": [one.cmdline() for one in self.programs()], "files": self.files()}
+        if not any(found.values()):
+            state = self.state()
+            found = {name: state[name] for name in ("actors", "groups")}
+        return {name: those for name, those in found.items() if those}
+
+    def wait_until_clean(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while left := self.left():
+            assert time.monotonic() < deadline, f"left in the cluster after {timeout_s:g} s: {left}"
+            time.sleep(POLL_S)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_stages_that_ray_places_answer_as_one_machine_and_leave_nothing_after_ct
         server.process.send_signal(signal.SIGINT)
         server.process.wait(END_TIMEOUT_S)
         assert not psutil.wait_procs(children, END_TIMEOUT_S)[1]
-        wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+        ray_cluster.wait_until_clean(CLEAN_WITHIN_S)
 
 
 def test_instances_that_ray_places_answer_as_one_machine(
@@ -110,7 +111,7 @@ def test_instances_that_ray_places_answer_as_one_machine(
         group = omni.engine.orchestrator.nodes["language"]
         assert isinstance(group, InstanceGroup)
         assert (group.statistics().num_encoded, group.statistics().num_migrations) == (4, 5)
-    wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+    ray_cluster.wait_until_clean(CLEAN_WITHIN_S)
 
 
 def test_an_engine_on_both_nodes_answers_as_one_machine_also_after_the_end_of_a_part(
@@ -131,13 +132,13 @@ def test_an_engine_on_both_nodes_answers_as_one_machine_also_after_the_end_of_a_
 
         assert sorted(ray_cluster.state()["actors"]) == ["box-a", "box-b"]
         assert_equal(omni.run(ask_all()), expected)
-        assert any("thinker/node1::Worker_TP1" in title for title in titles(ray_cluster))
+        assert any(re.search(r"thinker(/node1)?::Worker_TP", title) for title in titles(ray_cluster))
         (program,) = [one for one in ray_cluster.programs() if "vllm_omni.deploy.host_program" in one.cmdline()]
         program.kill()
         wait_for("the engine is lost", lambda: states() != {StageState.RUNNING}, CLEAN_WITHIN_S)
         wait_for("all stages run", lambda: states() == {StageState.RUNNING}, 2 * CLEAN_WITHIN_S)
         assert_equal(omni.run(ask_all()), expected)
-    wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+    ray_cluster.wait_until_clean(CLEAN_WITHIN_S)
 
 
 def test_stages_come_back_after_the_end_of_their_actor_or_of_all_and_a_killed_server_leaves_nothing(
@@ -162,4 +163,4 @@ def test_stages_come_back_after_the_end_of_their_actor_or_of_all_and_a_killed_se
         server.process.kill()
         server.process.wait()
         assert not psutil.wait_procs(children, END_TIMEOUT_S)[1]
-        wait_for("nothing of the server is in the cluster", ray_cluster.is_clean, CLEAN_WITHIN_S)
+        ray_cluster.wait_until_clean(CLEAN_WITHIN_S)
