@@ -1,5 +1,6 @@
 """Connections between the controllers of two hosts, by their sockets; end to end: tests/hosts/test_stages.py."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,7 @@ TIMEOUT_S = 10.0
 class Host:
     """A host that keeps what it hears."""
 
-    def __init__(self, name: str, session: int, secret: Secret = SECRET) -> None:
+    def __init__(self, name: str, session: int, secret: Secret = SECRET, address: str = "127.0.0.1") -> None:
         self.name = name
         self.heard: list[bytes] = []
         self.lost: list[str] = []
@@ -26,7 +27,7 @@ class Host:
 
         async def make() -> PeerLinks:
             return PeerLinks(
-                self._context, secret, "127.0.0.1", lambda data: self.heard.append(bytes(data)), self.lost.append
+                self._context, secret, address, lambda data: self.heard.append(bytes(data)), self.lost.append
             )
 
         self.links = block_on(make(), TIMEOUT_S, "sockets")
@@ -96,6 +97,17 @@ def test_messages_arrive_as_they_were_sent_in_their_order(pair: tuple[Host, Host
         near.send("far", data)
     wait_for(lambda: len(far.heard) == len(sent))
     assert far.heard == sent
+
+
+def test_hosts_reach_one_another_by_ipv6(make: Made) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    near, far = make("near", 1, address="::1"), make("far", 2, address="::1")
+    near.knows(far)
+    near.send("far", b"over IPv6")
+    wait_for(lambda: far.heard == [b"over IPv6"])
 
 
 def test_a_host_that_has_not_learned_of_another_one_yet_hears_it(make: Made) -> None:
