@@ -19,7 +19,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from vllm_omni.core.sched.read_window import report_of
 from vllm_omni.engine.host_statistics import Recorded, Totals
@@ -89,6 +89,10 @@ class StageLLM(AsyncLLM):
             client_addresses=client_addresses,
             client_index=client_index,
         )
+        if make_statistics is not None and self.logger_manager is not None:
+            # Upstream adds its own, for a registry that nobody reads on a host.
+            loggers = self.logger_manager.stat_loggers
+            self.logger_manager.stat_loggers = [one for one in loggers if type(one) is not PrometheusStatLogger]
         # Upstream's output loop keeps the processor it starts with, and inside an event loop it starts at once.
         assert self.output_handler is None, "a stage is started from a thread that has no event loop"
         if has_own_vocabulary:
