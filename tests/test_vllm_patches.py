@@ -1,8 +1,12 @@
 """vLLM is changed at run time in ``vllm_patches.py`` alone, as far as the source shows it."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from vllm.platforms import current_platform
 
 from vllm_omni import vllm_patches
 
@@ -109,3 +113,24 @@ def test_the_check_sees_each_way_to_change_vllm() -> None:
         "chat.__dict__.update(other.__dict__)",
     ):
         assert len(list(find_changes(source))) == 1, source
+
+
+def test_kernels_of_a_platform_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    register = classmethod(lambda cls: calls.append("registered"))
+    monkeypatch.setattr(type(current_platform), "register_triton_kernel_overrides", register)
+    vllm_patches.register_kernels_once()
+    current_platform.register_triton_kernel_overrides()
+    assert calls == ["registered"]
+
+
+def test_what_is_frozen_stays_so_to_the_end_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfreeze = gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    vllm_patches.end_without_collecting()
+    gc.freeze()
+    try:
+        gc.unfreeze()
+        assert gc.get_freeze_count()
+    finally:
+        unfreeze()

@@ -51,6 +51,10 @@ Function, and what it replaces  Why                                           Up
  chooses the start method
 ``start_workers_in``            The ranks of an engine are forked likewise    the same
  the same of another module
+``register_kernels_once``       What is forked has the kernels of its CPU     a check of the function's for what it
+ a method of the platform       already: finding them again takes 0.4 s       has registered
+``end_without_collecting``      A process that ends need not search, and so   a shutdown that knows whether its
+ a function of Python's gc      copy, the objects that it shares              process ends
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
  a constructor                  has made                                      and the handlers of OpenAI's routes
 ==============================  ============================================  =======================================
@@ -58,6 +62,7 @@ Function, and what it replaces  Why                                           Up
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -300,6 +305,25 @@ def start_workers_in(context: Callable[[], BaseContext | None]) -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: context() or get_mp_context()
+
+
+def register_kernels_once() -> None:
+    """Replace vLLM's Triton kernels by those of this platform now, in this process and in what is forked from it.
+
+    vLLM searches all modules for references each time that a worker starts.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def end_without_collecting() -> None:
+    """Leave what is frozen out of collections, in this process and in what is forked from it, also at their ends.
+
+    vLLM's engine cores and workers unfreeze it then, for those that run in a process that goes on.
+    """
+    gc.unfreeze = lambda: None
 
 
 def filter_logs(log_filter: logging.Filter) -> None:

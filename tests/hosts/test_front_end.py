@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.hosts.deployments import PORT, Deployment, wait_for
 from tests.hosts.machines import network
 from vllm_omni.relay.secret import MIN_BYTES
@@ -21,12 +22,12 @@ WAITS_S = "120"  # longer than a front end needs to start
 
 
 @contextmanager
-def front_end(deployment: Deployment) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+def front_end(deployment: Deployment) -> Iterator[tuple["zygote.Popen", dict[str, Any]]]:
     """The process, and what it has answered."""
     where = f"{deployment.net.address}:{PORT}"
     command = [sys.executable, "-m", "tests.hosts.front_end_program", str(deployment.checkpoint), where]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, str(deployment.token)], **pipes) as process:
+    with zygote.Popen([*command, str(deployment.token)], **pipes) as process:
         try:
             assert process.stdout is not None
             line = next(line for line in iter(process.stdout.readline, "") if line.startswith("{"))

@@ -7,6 +7,7 @@ import os
 from multiprocessing import forkserver
 from pathlib import Path
 
+import vllm.model_executor.layers.quantization.online.base
 import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm.utils.system_utils import set_process_title
@@ -18,7 +19,7 @@ import vllm_omni.model_executor.diffusers_executor
 import vllm_omni.model_executor.generation_executor
 import vllm_omni.worker.cpu_worker  # noqa: F401
 from vllm_omni.process.fork_server import FORK_SERVER, worker_context
-from vllm_omni.vllm_patches import start_workers_in
+from vllm_omni.vllm_patches import end_without_collecting, register_kernels_once, start_workers_in
 
 
 def _remove_socket(parent: int) -> None:
@@ -34,5 +35,7 @@ def _remove_socket(parent: int) -> None:
 atexit.register(_remove_socket, os.getppid())
 FORK_SERVER.serve_descendants()
 start_workers_in(worker_context)
+register_kernels_once()
+end_without_collecting()
 set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share
