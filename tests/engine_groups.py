@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "hosts": (
         "tests/hosts/test_stages.py",
         "tests/hosts/test_replicas.py",
+        "tests/hosts/test_placed_replicas.py",
         "tests/hosts/test_chaos.py",
         "tests/hosts/test_front_end.py",
         "tests/hosts/test_epd.py",

@@ -139,6 +139,10 @@ class StageFailed(OmniError):
         return type(self)(f"{node} > {self.stage}", self.reason)
 
 
+class EngineLost(StageFailed):
+    """An engine has died, or its host is lost, and with it what a request had there: another engine may answer it."""
+
+
 class Unavailable(OmniError):
     """The request can be tried again, later or elsewhere. HTTP 503."""
 

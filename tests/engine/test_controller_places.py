@@ -11,7 +11,7 @@ from vllm_omni.engine.orchestrator import Orchestrator
 def roles(checkpoint: Path, *overrides: str) -> dict[str, str]:
     orchestrator = Orchestrator(load_config(checkpoint, stage_overrides=overrides))
     try:
-        return orchestrator.roles_on_hosts(orchestrator.config)
+        return orchestrator.controllers_on_hosts(orchestrator.config)
     finally:
         orchestrator.shutdown()
 
@@ -31,10 +31,10 @@ def test_engines_of_this_host_have_theirs_here(tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "left"),
     [
-        # The front end chooses among replicas, and gives one of them what a lost one had read of the thinker.
-        (["talker.replicas=2"], {"token2wav": "box-c"}),
-        (["talker.max_replicas=2"], {"token2wav": "box-c"}),
-        (["token2wav.replicas=2"], {"thinker": "box-a", "talker": "box-b"}),
+        # The front end chooses among replicas of which one is beside it, and gives one what a lost one had read.
+        (["talker.replicas=2", "talker.host=[null, box-b]"], {"token2wav": "box-c"}),
+        (["talker.replicas=2", "talker.balance=affinity"], {"token2wav": "box-c"}),  # it knows the prompts
+        (["token2wav.replicas=2", "token2wav.host=null"], {"thinker": "box-a", "talker": "box-b"}),
         (["thinker.epd.instances=E:1,P:1,D:1"], {"talker": "box-b", "token2wav": "box-c"}),
         (
             ["thinker.nodes=2", "thinker.tensor_parallel_size=2", "thinker.host=[box-a, box-d]"],
@@ -42,7 +42,15 @@ def test_engines_of_this_host_have_theirs_here(tiny_checkpoint: Path) -> None:
         ),
     ],
 )
-def test_several_engines_of_a_stage_have_theirs_in_the_front_end(
+def test_engines_among_which_the_front_end_chooses_have_theirs_there(
     tiny_checkpoint: Path, more: list[str], left: dict[str, str]
 ) -> None:
     assert roles(tiny_checkpoint, *HOSTS, *more) == left
+
+
+def test_replicas_that_are_all_elsewhere_have_theirs_beside_them(tiny_checkpoint: Path) -> None:
+    """Also those that may start later."""
+    several = ["talker.replicas=2", "talker.max_replicas=3", "talker.host=[box-b, box-b, box-d]"]
+    placed = {"talker/0": "box-b", "talker/1": "box-b", "talker/2": "box-d"}
+    expected = {"thinker": "box-a", **placed, "token2wav": "box-c"}
+    assert roles(tiny_checkpoint, *HOSTS, *several) == expected

@@ -185,14 +185,14 @@ class _Host:
                         engine = orchestrator.maker.make_engine(stage, several[number] if several else None)
                         engine.name = name  # that of this host's part, if it spans several
                         made.append(engine)
-            roles = orchestrator.roles_on_hosts(whole)
-            if joined.host in roles.values():
+            hosts = orchestrator.controllers_on_hosts(whole)
+            if joined.host in hosts.values():
                 self._controllers = HostControllers(
                     joined.host,
-                    roles,
+                    hosts,
                     orchestrator.plans,
                     orchestrator.specs,
-                    {engine.name: engine for engine in first},
+                    {engine.name: engine for engine in (*first, *later)},
                     self._connection,
                     self._secret_file,
                 )

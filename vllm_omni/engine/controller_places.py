@@ -1,4 +1,4 @@
-"""``roles_on_hosts``: whose controllers run beside their engines on other hosts; frames pass from host to host."""
+"""``controllers_on_hosts``: whose controllers run beside their engines; frames then pass from host to host."""
 
 from __future__ import annotations
 
@@ -13,33 +13,41 @@ from vllm_omni.flow import StaticPlan
 from vllm_omni.model_executor.pipeline import StageSpec
 
 
-def roles_on_hosts(
+def controllers_on_hosts(
     config: OmniConfig,
     plans: Collection[StaticPlan],
     specs: Mapping[str, StageSpec],
     cache_sources: Mapping[str, CacheSource],
 ) -> dict[str, str]:
-    """Stages whose controllers run beside their engines -> their host.
+    """Engines beside which their controllers run -> their host; replicas that may start later are among them.
 
-    The controllers of all others run in the front end: it chooses among several engines, and repeats what a lost one
-    had not finished; it fetches pictures and videos by the relay, for which a message is no way; it releases caches
-    that travel; and it has the state of sessions (``GlobalParameters``).
+    All engines of a stage, or none. The controllers of the others run in the front end: it fetches pictures and videos
+    by the relay, for which a message is no way; it releases caches that travel; it has the state of sessions
+    (``GlobalParameters``); it leads a request from instance to instance, and chooses a replica by what it holds of a
+    prompt. Where some replicas of a stage are beside it, it gives each request to one of them when it is known.
 
     Args:
         config: the front end's.
     """
     with_state = {node.role for plan in plans for node in plan.nodes.values() if node.parameters}
-    read_by_several = {
-        edge.maker.node.role
-        for edge in published_edges(plans, specs)
-        if _has_several(config.stage(edge.reader.role))  # they read on another engine what a lost one had read
+    placed = {
+        stage.name: stage
+        for stage in config.stages
+        if _is_elsewhere(stage) and stage.name not in with_state | cache_sources.keys()
+        if _travels(stage, specs[stage.name])
     }
-    elsewhere = with_state | read_by_several | cache_sources.keys()
-    places = {stage.name: stage.host_of() for stage in config.stages if not _has_several(stage)}
+    edges = [(edge.maker.node.role, edge.reader.role) for edge in published_edges(plans, specs)]
+    while readers := {  # a front end that repeats on one engine what a lost one had read of a stage must know its reply
+        maker
+        for maker, reader in edges
+        if maker in placed and reader not in placed and _has_several(config.stage(reader))
+    }:
+        placed = {name: stage for name, stage in placed.items() if name not in readers}
     return {
         name: host
-        for name, host in places.items()
-        if host is not None and name not in elsewhere and _travels(config.stage(name), specs[name])
+        for stage in placed.values()
+        for name, host in zip(stage.engine_names, stage.hosts, strict=True)
+        if host is not None
     }
 
 
@@ -49,6 +57,12 @@ def expect_two_clients(config: VllmConfig) -> None:
     The front end, which reads prompts, then keeps processed media itself, instead of a record of what the engine has.
     """
     config.parallel_config._api_process_count = 2
+
+
+def _is_elsewhere(stage: StageConfig) -> bool:
+    is_chosen_by_prompt = len(stage.engine_names) > 1 and stage.balance == "affinity"
+    is_whole = stage.nodes == 1 and not stage.deployment.is_split
+    return is_whole and not is_chosen_by_prompt and None not in stage.hosts
 
 
 def _has_several(stage: StageConfig) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance
 from vllm_omni.config.vllm_args import make_sampling_params
 from vllm_omni.config.weights import check_files
 from vllm_omni.engine.cache_edges import CacheSource
+from vllm_omni.engine.controller_places import expect_two_clients
 from vllm_omni.engine.group import balance_of
 from vllm_omni.engine.instance_args import check_mix, check_pictures, make_instances
 from vllm_omni.engine.instances import InstanceGroup
@@ -33,6 +34,7 @@ class EngineMaker:
         cache_sources: stage -> where the KV cache of its requests comes from.
         hub: the front end's.
         make_reader: of what bounds how many prompts are read at a time.
+        on_hosts: engines beside which their controllers run.
         engine_class: theirs.
         log_stats: whether engines count what they do.
     """
@@ -44,6 +46,7 @@ class EngineMaker:
         plans: Mapping[str, StaticPlan],
         hub: RelayHub,
         make_reader: Callable[[], RequestProcessor],
+        on_hosts: Collection[str] = (),
         engine_class: type[StageEngine] = StageEngine,
         *,
         log_stats: bool,
@@ -53,6 +56,7 @@ class EngineMaker:
         self._plans = plans
         self._hub = hub
         self._make_reader = make_reader
+        self._on_hosts = on_hosts
         self._engine_class = engine_class
         self._log_stats = log_stats
         self._checked: set[tuple[str, str, str | None]] = set()  # model, folder and revision of weights
@@ -93,6 +97,8 @@ class EngineMaker:
             reader=self._make_reader() if reads else None,
             cache_source=self._cache_sources.get(stage.name),
         )
+        if engine.name in self._on_hosts:
+            expect_two_clients(engine.vllm_config)
         check_default_params(engine)
         self._check_weights(engine)
         return engine

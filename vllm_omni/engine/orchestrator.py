@@ -19,7 +19,7 @@ from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.answer import EMPTY, Answer, kind_of_output
 from vllm_omni.engine.cache_edges import cache_sources, check_layouts, with_connectors
-from vllm_omni.engine.controller_places import expect_two_clients, roles_on_hosts
+from vllm_omni.engine.controller_places import controllers_on_hosts
 from vllm_omni.engine.draining import Draining
 from vllm_omni.engine.engine_maker import EngineMaker
 from vllm_omni.engine.flow_metrics import FlowMetrics
@@ -43,6 +43,7 @@ from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.queue_limits import QueueLimits, num_answers
 from vllm_omni.engine.relay_options import make_relay_options, secret_file_of
 from vllm_omni.engine.remote_controllers import RemoteControllers, make_runtime
+from vllm_omni.engine.request_call import AGAIN, RequestCall
 from vllm_omni.engine.request_params import check_params
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.request_record import RequestRecord
@@ -63,7 +64,7 @@ from vllm_omni.errors import (
     StageFailed,
     UnknownModel,
 )
-from vllm_omni.flow import GraphCall, StaticPlan, parse_graphs
+from vllm_omni.flow import StaticPlan, parse_graphs
 from vllm_omni.flow.graph.plan import Route
 from vllm_omni.flow.run.scope import index_plans
 from vllm_omni.hosts.listener import HostListener
@@ -133,11 +134,12 @@ class Orchestrator:
         self.latency_metrics, self.flow_metrics, self.traces = LatencyMetrics(), FlowMetrics(), Traces()
         self.queue_limits = QueueLimits({})
         self.media_budget = MediaBudget(envs.VLLM_OMNI_MAX_MEDIA_BYTES, envs.VLLM_OMNI_MAX_WAITING_MEDIA)
+        self._on_hosts = self.controllers_on_hosts(config)
         self._local_engines: list[StageEngine] = []  # those that read tensors of their own by reference
         reader = partial(RequestProcessor, self.media_budget, self.latency_metrics.read.observe)
         sources = self._cache_sources
         self.maker = EngineMaker(
-            *(self.specs, sources, self.plans, self.hub, reader, self.engine_class), log_stats=log_stats
+            *(self.specs, sources, self.plans, self.hub, reader, self._on_hosts, self.engine_class), log_stats=log_stats
         )
         self._log_stats = log_stats
         self._finalizer: Callable[[], object] | None = None
@@ -160,8 +162,6 @@ class Orchestrator:
         options = {name: self._relay_options(engine) for name, engine in self.engines.items()}
         local = [name for name, its in options.items() if LOCAL in {edge.transport for edge in its.edges.values()}]
         self._local_engines = [self.engines[name] for name in local]
-        for role in (roles := self.roles_on_hosts(self.config)):
-            expect_two_clients(self.engines[role].vllm_config)
         memory = memory_sections(one for one in self.engines.values() if one.config.host_of() is None)
         listen = partial(make_listener, self.config, self.engines.values(), self._on_listening)
         running = start_engines(self.engines, options, self.hub, memory, self.function_processes, listen)
@@ -181,8 +181,8 @@ class Orchestrator:
                 node.streamed_replies = self.streamed_replies
                 payload_edges.bind(node)
         plans = [payload_edges.with_own_payloads(plan) for plan in self.plans.values()]
-        if running.listener is not None and roles:
-            self.controllers = RemoteControllers(roles, plans, self.engines, running.listener)
+        if running.listener is not None and self._on_hosts:
+            self.controllers = RemoteControllers(self._on_hosts, self.nodes, running.listener)
         self.runtime = make_runtime(plans, self.nodes, self.controllers)
         if endpoint := self.front(self.config.stages[0].name).vllm_config.observability_config.otlp_traces_endpoint:
             self.traces = Traces(OtelExporter(endpoint))
@@ -193,9 +193,9 @@ class Orchestrator:
             of_graph = partial(collect, self.runtime, self.engines.values(), self.nodes.values(), *sources)
             METRICS.add_graph(running.server_id, of_graph)
 
-    def roles_on_hosts(self, config: OmniConfig) -> dict[str, str]:
-        """See ``roles_on_hosts``; the graphs and stages are the same on all hosts."""
-        return roles_on_hosts(config, self.plans.values(), self.specs, self._cache_sources)
+    def controllers_on_hosts(self, config: OmniConfig) -> dict[str, str]:
+        """See ``controllers_on_hosts``; the graphs and stages are the same on all hosts."""
+        return controllers_on_hosts(config, self.plans.values(), self.specs, self._cache_sources)
 
     def _relay_options(self, engine: StageEngine) -> RelayOptions:
         return make_relay_options(engine, self._reading_engines, self.plans.values(), self.config)
@@ -380,14 +380,14 @@ class Orchestrator:
             deadline_s,
         )
         with self.queue_limits.hold(stages, num_answers(params[self.config.stages[0].name])):
-            call = await self._open(context, prompt, plan, frozenset(outputs.values()), record)
+            call = await self._open(context, prompt, plan, frozenset(outputs.values()), stages, record)
             continued = {name: source.stage for name, source in self._cache_sources.items()}
             latency = RequestLatency(record, self.config.stages[0].name, slos, self.latency_metrics, continued)
             answer = Answer(self.pipeline, plan, request_id, record, outputs, latency)
             self.requests.enter()
             try:
                 async for frame in call:
-                    with UserAway(call):
+                    with UserAway(call.call):
                         yield answer.output_of(frame)
             except Exception as exc:
                 trace.error = str(exc)
@@ -401,15 +401,15 @@ class Orchestrator:
                 # A task of its own: where a client leaves, anyio cancels the reader again at each of its awaits.
                 await asyncio.shield(asyncio.ensure_future(self._end(call, record)))
 
-    async def _end(self, call: GraphCall, record: RequestRecord) -> None:
+    async def _end(self, call: RequestCall, record: RequestRecord) -> None:
         """Release what a request holds, whether it has ended or is left early."""
         await call.aclose()
         if call.session is not None and self.sessions is not None:
             self.sessions.leave(call.session)
         record.end(self.traces)
         await self._release(record.published)
-        self.streamed_replies.forget(call.call_id)
-        self.gate.leave(call.call_id)
+        for request_id in call.request_ids:
+            self.streamed_replies.forget(request_id)
         self.requests.leave()
 
     async def _release(self, payloads: Sequence[Payload]) -> None:
@@ -427,8 +427,9 @@ class Orchestrator:
         prompt: Any,
         plan: StaticPlan,
         outputs: frozenset[str],
+        stages: Sequence[str],
         record: RequestRecord,
-    ) -> GraphCall:
+    ) -> RequestCall:
         """Open the request's call, in its session.
 
         Raises:
@@ -446,31 +447,16 @@ class Orchestrator:
         except Exception as exc:
             raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc
         session = context.session_id if self.sessions is not None else None
-        deadline_s = context.deadline_s
-        try:
-            if self.controllers is not None:
-                inputs, deadline_s = await self.controllers.enter(context, inputs, plan, self.gate)
-            call = self.runtime.open(
-                context.request_id,
-                inputs,
-                outputs,
-                graph=plan.name,
-                context=context,
-                deadline_s=deadline_s,
-                session=session,
-                on_report=record.add,
-            )
-        except BaseException:
-            if not self.runtime.is_open(context.request_id):
-                self.gate.leave(context.request_id)
-            raise
+        call = RequestCall(self.runtime, self.gate, self.controllers, plan, outputs, stages, session, record.add)
+        await call.open(context, inputs)
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)
         return call
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until every stage has dropped it; an unknown id is ignored."""
-        await self.runtime.abort(request_id, "by its owner")
+        for one in (request_id, AGAIN.format(request_id)):
+            await self.runtime.abort(one, "by its owner")
 
     # -- pausing ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ from vllm_omni.engine.group import EngineGroup
 from vllm_omni.engine.prompt_names import names_of_prompt
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
-from vllm_omni.epd.router import MAX_TERMINATIONS, Recovery, RequestState, Router
+from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, RequestState, Router
 from vllm_omni.errors import StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import decode, encode
@@ -45,6 +45,14 @@ def make_replicas(config: StageConfig) -> list[Instance]:
         Instance(config.name, None, number, {"device_ids": own} if own else {}, is_front=number == 0)
         for number, own in enumerate(slices)
     ]
+
+
+class Placed(NamedTuple):
+    """The replica that a request has been given; pass ``assignment`` to ``Router.release`` at its end."""
+
+    engine: StageEngine
+    state: RequestState
+    assignment: Assignment
 
 
 @dataclass
@@ -88,7 +96,9 @@ def _names_of(request: StageRequest, prompt: Any, context: RequestContext) -> To
 class ReplicaGroup(EngineGroup):
     """The node of a stage with replicas: each request runs on one of them, which the policy chooses.
 
-    If that one dies before the request's first output, another one gets the request.
+    If that one dies before the request's first output, another one gets the request. Where the controllers run beside
+    the replicas (``controllers_on_hosts``), a request is given its replica when it is opened (``place``), and
+    ``generate`` is not called.
     """
 
     def __init__(self, config: StageConfig, engines: Sequence[StageEngine], balance: Balance) -> None:
@@ -108,6 +118,32 @@ class ReplicaGroup(EngineGroup):
         self._num_restarts.pop(name, None)
         self.router.kinds = dict.fromkeys(self.engines, Tasks.EPD)
         self.router.forget_pages(name)
+
+    def place(self, context: RequestContext) -> Placed:
+        """Give a whole request one of the replicas, before it is known what it will ask of the stage: all requests
+        count as one unit of work.
+
+        Raises:
+            StageUnavailable: no replica admits requests.
+        """
+        state = RequestState(RequestSize(0, 0, 1), session=context.session_id or context.request_id)
+        placed = self._placed(state)
+        if placed is None:
+            raise StageUnavailable(self.name, NO_REPLICA)
+        return placed
+
+    def move(self, placed: Placed) -> Placed | None:
+        """Give a request another replica in the place of one that was lost; None: no other one admits it."""
+        self.router.withdraw(placed.state, placed.assignment)
+        moved = self._placed(placed.state)
+        if moved is not None and moved.engine is placed.engine:
+            self.router.release(moved.assignment)
+            return None
+        return moved
+
+    def _placed(self, state: RequestState) -> Placed | None:
+        assignment = self.assign(state)
+        return None if assignment is None else Placed(self.engines[assignment.instance], state, assignment)
 
     async def generate(
         self,

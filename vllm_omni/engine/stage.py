@@ -44,7 +44,7 @@ from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.stage_llm import StageLLM
 from vllm_omni.engine.stage_params import check_stage_params
 from vllm_omni.engine.transfer_params import KV_CONFIG
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import EngineLost, InvalidRequest, StageFailed
 from vllm_omni.hosts.remote_engine import RemoteEngine
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.report import Reporter, ignore
@@ -483,7 +483,7 @@ class StageEngine(StageNode):
         except EngineGenerateError as exc:
             raise StageFailed(self.name, f"failed the request: {exc.__cause__ or exc!r}") from exc
         except EngineDeadError as exc:
-            raise StageFailed(self.name, self.termination_reason()) from exc
+            raise EngineLost(self.name, self.termination_reason()) from exc
         except (asyncio.CancelledError, GeneratorExit, InvalidRequest, StageFailed):
             await self._await_abort()
             raise

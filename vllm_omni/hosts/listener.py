@@ -67,8 +67,11 @@ class Controllers(Protocol):
     def receive(self, data: memoryview) -> None:
         """Take messages of controllers on a host."""
 
-    def lose(self, engine: RemoteEngine, reason: str) -> None:
-        """The host of an engine is lost, and with it what runs on its controller."""
+    def end(self, engine: RemoteEngine, reason: str) -> None:
+        """An engine has ended; its controller is there."""
+
+    def lose(self, engines: Sequence[RemoteEngine], reason: str) -> None:
+        """The host of these engines is lost, and with it what runs on their controllers."""
 
     def count(self, engine: RemoteEngine, data: memoryview) -> None:
         """Take what an engine has counted."""
@@ -288,6 +291,8 @@ class HostListener:
                     run.bridge.put(msg.join_parts(counts, parts))
             case msg.Ended(_, reason):
                 self._end(engine, run, reason if len(engine.parts) == 1 else f"on host {engine.host!r}: {reason}")
+                if self.controllers is not None:
+                    self.controllers.end(engine, reason)
             case msg.Usage():
                 run.usage = message
             case msg.Statistics(_, counts):
@@ -394,6 +399,6 @@ class HostListener:
                 engine.peer = None
             if engine.run is not None and engine.run.peer is peer:
                 self._end(engine, engine.run, reason)
-            if self.controllers is not None:
-                self.controllers.lose(engine, reason)
+        if self.controllers is not None:
+            self.controllers.lose(peer.engines, GONE.format(host=peer.host, address=peer.address))
         self._announce(peer.host, msg.Peer("", peer.session + 1))

@@ -19,6 +19,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     engine_kwargs: dict[str, Any] = {}  # more for ``AsyncLLM.generate`` of the first stage
     modalities: tuple[str, ...] = ()  # that the user gets
     deadline_s: float | None = None  # of the whole request, from its start; the call ends it
+    # Stage -> its replica that the request runs on, of stages whose controllers are beside their engines.
+    places: dict[str, str] = {}
 
     @property
     def session_id(self) -> str | None:

@@ -68,7 +68,9 @@ class EncodedLink(InProcessLink):
     dropped with a warning.
 
     Args:
-        find_outbox: the way to the process of a target; raises ``LinkError`` if there is none.
+        find_outbox: the way to the process of a message's target; raises ``LinkError`` if there is none.
+        is_here: whether a message is for the receiver of its target that is bound here, and not for that of another
+            process, which serves the target for other calls; None: it always is.
         payloads: encodes payloads and contexts, the same in all processes; None: they are msgpack types.
         max_message_bytes: of one message, the same in all processes.
 
@@ -78,15 +80,16 @@ class EncodedLink(InProcessLink):
 
     def __init__(
         self,
-        find_outbox: Callable[[str], Outbox],
+        find_outbox: Callable[[Message], Outbox],
         payloads: PayloadCodec | None = None,
         *,
+        is_here: Callable[[Message], bool] | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__()
         self.max_message_bytes = max_message_bytes
         self.num_dropped = 0
-        self._find_outbox = find_outbox
+        self._find_outbox, self._is_here = find_outbox, is_here
         self._codec = MessageCodec(payloads)
         self._complaints = Complaints(logger)
 
@@ -96,7 +99,7 @@ class EncodedLink(InProcessLink):
         Raises:
             LinkError: its target has no process, or the message is too long or cannot be encoded.
         """
-        if message.target in self._receivers:
+        if message.target in self._receivers and (self._is_here is None or self._is_here(message)):
             super().send(message)
             return
         try:
@@ -108,7 +111,7 @@ class EncodedLink(InProcessLink):
                 )
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
             raise LinkError(f"a message for {message.target!r} cannot leave this process: {exc}") from exc
-        self._find_outbox(message.target).put(data)
+        self._find_outbox(message).put(data)
 
     def receive(self, data: bytes | memoryview) -> None:
         """Deliver what another process has sent; on the event loop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -76,10 +76,11 @@ class _RemoteTracker:
 
     Attributes:
         route: of the call; None: it is not open.
+        context: likewise.
     """
 
-    def __init__(self, link: Link, call_id: str, node: str, route: Route | None = None) -> None:
-        self.route = route
+    def __init__(self, link: Link, call_id: str, node: str, route: Route | None = None, context: Any = None) -> None:
+        self.route, self.context = route, context
         self._link = link
         self._call_id = call_id
         self._node = node
@@ -147,10 +148,15 @@ class RoleHost:
     def num_open_calls(self) -> int:
         return len({call_id for node in self._nodes.values() for call_id in node.trackers})
 
-    def calls_with(self, nodes: Set[str]) -> set[str]:
-        """The open calls that one of these nodes takes part in, wherever it is served."""
+    def open_calls(self) -> dict[str, tuple[Route, Any]]:
+        """The open calls, each with its route, of which nodes may be served elsewhere, and its context."""
         trackers = [pair for node in self._nodes.values() for pair in node.trackers.items()]
-        return {call_id for call_id, one in trackers if one.route is not None and not nodes.isdisjoint(one.route.nodes)}
+        return {call_id: (one.route, one.context) for call_id, one in trackers if one.route is not None}
+
+    def context_of(self, call_id: str) -> Any:
+        """The context of a call; None: it is not open."""
+        trackers = (node.trackers.get(call_id) for node in self._nodes.values())
+        return next((one.context for one in trackers if one is not None), None)
 
     def end_calls(self) -> None:
         """Cancel and forget all calls: their entry is lost."""
@@ -182,7 +188,9 @@ class RoleHost:
         key = (message.graph, frozenset(message.outputs))
         route = self._routes.get(key) or self._routes.setdefault(key, self.plans[message.graph].route(key[1]))
         node.closed.pop(message.call_id, None)  # a call id may be reused
-        tracker = node.trackers[message.call_id] = _RemoteTracker(self.link, message.call_id, message.target, route)
+        tracker = node.trackers[message.call_id] = _RemoteTracker(
+            self.link, message.call_id, message.target, route, message.context
+        )
         node.controller.open(CallScope(message.call_id, route, tracker, message.context, message.session))
         for early in node.early.pop(message.call_id, ()):
             node.controller.receive(early)

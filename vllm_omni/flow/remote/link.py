@@ -13,6 +13,7 @@ from vllm_omni.descriptors import ZMQ_CONTEXT, check_free_descriptors
 from vllm_omni.errors import LinkError
 from vllm_omni.flow.remote.encoded_link import MAX_MESSAGE_BYTES, EncodedLink, Outbox
 from vllm_omni.flow.remote.messages import PayloadCodec
+from vllm_omni.flow.run.link import Message
 
 if TYPE_CHECKING:
     import zmq
@@ -76,7 +77,8 @@ class ZmqLink(EncodedLink):
             self.loop.remove_reader(self._inbound)
             self._context.destroy(linger=0)
 
-    def _outbox(self, target: str) -> Outbox:
+    def _outbox(self, message: Message) -> Outbox:
+        target: str = message.target
         outbox = self._by_target.get(target)
         if outbox is None:
             outbox = self._by_target[target] = self._outbox_at(target)

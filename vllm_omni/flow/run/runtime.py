@@ -238,10 +238,14 @@ class GraphRuntime:
         error, and new ones are rejected until ``regain``.
         """
         self._lost[role] = reason
+        self.lose_calls(list(self._calls), role, error or RoleUnavailable(f"role {role!r} was lost: {reason}"))
+
+    def lose_calls(self, call_ids: Iterable[str], role: str, error: Exception) -> None:
+        """Let those of these calls fail at once that need a role: the process that served it for them has died."""
         names = {name for plan in self.plans.values() for name, node in plan.nodes.items() if node.role == role}
-        for call in list(self._calls.values()):
+        for call in [self._calls[call_id] for call_id in call_ids if call_id in self._calls]:
             if names.intersection(call.route.nodes):
-                call.lose(names, error or RoleUnavailable(f"role {role!r} was lost: {reason}"))
+                call.lose(names, error)
 
     def regain(self, role: str) -> None:
         """Mark a role as served again."""

@@ -1,0 +1,124 @@
+"""``RequestCall``: the call of one request, opened once more where a replica that it runs on is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from vllm_omni.engine.admission import AdmissionGate
+from vllm_omni.engine.remote_controllers import MIN_DEADLINE_S, RemoteControllers
+from vllm_omni.errors import EngineLost, StageFailed, StageUnavailable
+from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan
+from vllm_omni.flow.run.frame import OutputFrame
+from vllm_omni.messages.request import RequestContext
+
+AGAIN = "{}-again"  # the call of a request whose first one ran on a replica that was lost
+
+
+class RequestCall:
+    """An async iterator of the frames of a request's outputs.
+
+    A replica whose controller is beside it may be lost with all that it knew of a request. If the user has nothing of
+    the answer yet, the whole request runs once more, with another replica in its place.
+
+    Args:
+        controllers: those on hosts, if there are any.
+        outputs: the wanted outputs.
+        stages: that take part in answering.
+        on_report: called with what activations report.
+
+    Attributes:
+        call: that is read now.
+        request_ids: of the calls so far, as their stages know them.
+    """
+
+    call: GraphCall
+
+    def __init__(
+        self,
+        runtime: GraphRuntime,
+        gate: AdmissionGate,
+        controllers: RemoteControllers | None,
+        plan: StaticPlan,
+        outputs: frozenset[str],
+        stages: Collection[str],
+        session: str | None,
+        on_report: Callable[[Any], None],
+    ) -> None:
+        self._runtime, self._gate, self._controllers = runtime, gate, controllers
+        self._plan, self._outputs, self._stages = plan, outputs, stages
+        self.session, self._on_report = session, on_report
+        self._has_output = False
+        self.request_ids: list[str] = []
+
+    async def open(self, context: RequestContext, inputs: Mapping[str, Any]) -> None:
+        """Open it.
+
+        Raises:
+            InvalidRequest, DeadlineExceeded, StageUnavailable, OmniError: see ``GraphRuntime.open`` and
+                ``RemoteControllers.enter``.
+        """
+        self._opened_at, deadline_s = time.monotonic(), context.deadline_s
+        try:
+            if self._controllers is not None:
+                context, inputs, deadline_s = await self._controllers.enter(
+                    context, inputs, self._plan, self._stages, self._gate
+                )
+            self.call = self._runtime.open(
+                context.request_id,
+                inputs,
+                self._outputs,
+                graph=self._plan.name,
+                context=context,
+                deadline_s=deadline_s,
+                session=self.session,
+                on_report=self._on_report,
+            )
+        except BaseException:
+            if not self._runtime.is_open(context.request_id):
+                self._leave(context.request_id)
+            raise
+        self._context, self._inputs = context, inputs
+        self.request_ids.append(context.request_id)
+
+    def __aiter__(self) -> RequestCall:
+        return self
+
+    async def __anext__(self) -> OutputFrame:
+        """The next frame. Raises: see ``GraphCall``, and ``open``."""
+        try:
+            frame = await anext(self.call)
+        except (EngineLost, StageUnavailable) as exc:
+            if not self._moves(exc):
+                raise
+            await self.open(self._context, self._inputs)
+            frame = await anext(self.call)
+        self._has_output = True
+        return frame
+
+    def _moves(self, error: StageFailed) -> bool:
+        """Whether the request runs once more, as another replica takes the place of one that was lost."""
+        first = self._context.request_id
+        if self._controllers is None or self._has_output or len(self.request_ids) > 1:
+            return False
+        if not self._controllers.move(self._context, error, AGAIN.format(first)):
+            return False
+        self._leave(first)
+        deadline_s = self._context.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(deadline_s - (time.monotonic() - self._opened_at), MIN_DEADLINE_S)
+        self._context = replace(self._context, request_id=AGAIN.format(first), deadline_s=deadline_s)
+        return True
+
+    def _leave(self, request_id: str) -> None:
+        self._gate.leave(request_id)
+        if self._controllers is not None:
+            self._controllers.leave(request_id)
+
+    async def aclose(self) -> None:
+        """End it, and return when every activation has cleaned up."""
+        await self.call.aclose()
+        self._leave(self._context.request_id)
