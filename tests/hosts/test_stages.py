@@ -33,7 +33,7 @@ from tests.hosts.deployments import (
     wait_for,
 )
 from vllm_omni.engine.metrics import METRICS
-from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.errors import CallAborted, DeadlineExceeded, EngineLost, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.flow import ENTRY, FlowStatistics
 from vllm_omni.flow.run.frame import Frame
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
@@ -271,7 +271,7 @@ def test_a_host_that_is_cut_off_is_lost_and_joins_again(
     wait_for("the host reports its processes", engine.pids)
     pids = engine.pids()
     answers = deployment.omni.run(_ask_while(deployment, host.cut))
-    assert [type(error) for error in answers] == [StageFailed, StageFailed]
+    assert [type(error) for error in answers] == [EngineLost, EngineLost]
     host.mend()
     deployment.recovered()
     assert_equal(deployment.ask_all(), expected)
