@@ -436,6 +436,8 @@ async def held(deployment: Deployment) -> dict[str, Any]:
     found["admitted"] = orchestrator.gate.admitted
     found["requests"] = orchestrator.requests._num_running
     found["streamed replies"] = len(orchestrator.streamed_replies)
+    if orchestrator.controllers is not None:
+        found["placed"] = [*orchestrator.controllers._placed, *orchestrator.controllers._running_on]
     found["limits"] = [stage for stage, (number, _) in orchestrator.queue_limits.num_open().items() if number]
     found["front end's leases"] = sum(one.num_leases for one in orchestrator.hub.statistics().values())
     for name, engine in orchestrator.engines.items():

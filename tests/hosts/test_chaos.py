@@ -62,7 +62,8 @@ def test_a_shorter_schedule_is_the_start_of_a_longer_one() -> None:
 
 @pytest.fixture(scope="module", params=["replicas", "controllers"])
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """With replicas, the front end has all controllers; else each stage and its controller are on a host of its own."""
+    """Each engine on a host of its own and its controller with it; with replicas, but for those of the vocoder, which
+    run beside the front end."""
     machine.require("networks")
     zygote.ensure_running()
     before = _processes()
