@@ -43,7 +43,7 @@ from vllm_omni.engine.pipeline_checks import check_pipeline
 from vllm_omni.engine.queue_limits import QueueLimits, num_answers
 from vllm_omni.engine.relay_options import make_relay_options, secret_file_of
 from vllm_omni.engine.remote_controllers import RemoteControllers, make_runtime
-from vllm_omni.engine.request_call import AGAIN, RequestCall
+from vllm_omni.engine.request_call import AGAIN, MAX_CALLS, RequestCall
 from vllm_omni.engine.request_params import check_params
 from vllm_omni.engine.request_processor import RequestProcessor
 from vllm_omni.engine.request_record import RequestRecord
@@ -455,8 +455,9 @@ class Orchestrator:
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until every stage has dropped it; an unknown id is ignored."""
-        for one in (request_id, AGAIN.format(request_id)):
-            await self.runtime.abort(one, "by its owner")
+        for _ in range(MAX_CALLS):
+            await self.runtime.abort(request_id, "by its owner")
+            request_id = AGAIN.format(request_id)
 
     # -- pausing ------------------------------------------------------------------------------------------------------
 

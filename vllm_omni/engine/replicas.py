@@ -24,7 +24,7 @@ from vllm_omni.engine.prompt_names import names_of_prompt
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.epd.assignment import RequestSize
 from vllm_omni.epd.router import MAX_TERMINATIONS, Assignment, Recovery, RequestState, Router
-from vllm_omni.errors import StageFailed, StageUnavailable
+from vllm_omni.errors import EngineLost, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import decode, encode
 from vllm_omni.messages.report import Reporter, ignore
@@ -212,15 +212,15 @@ class ReplicaGroup(EngineGroup):
         """Check that another replica may get the request, as its own has died.
 
         Raises:
-            StageFailed: the reply has started; or the request may be what ends replicas.
+            EngineLost: the reply has started.
+            StageFailed: the request may be what ends replicas.
         """
-        recovery, why = self.router.recover(request.state), ""
+        recovery = self.router.recover(request.state)
         if recovery is Recovery.TOO_MANY:
-            why = f"so did {MAX_TERMINATIONS} others that had the request"
-        elif recovery is not Recovery.REPEAT:
-            why = "after the request's first output"
-        if why:
-            raise StageFailed(error.stage, f"{error.reason}; {why}") from error
+            said = f"so did {MAX_TERMINATIONS} others that had the request"
+            raise StageFailed(error.stage, f"{error.reason}; {said}") from error
+        if recovery is not Recovery.REPEAT:
+            raise EngineLost(error.stage, f"{error.reason}; after the request's first output") from error
         logger.warning("%s; request %s moves to another replica", error, request.request_id)
 
     async def _renew_rows(self, request: _Request, failure: StageFailed, report: Reporter) -> None:

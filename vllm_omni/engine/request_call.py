@@ -16,6 +16,7 @@ from vllm_omni.flow.run.frame import OutputFrame
 from vllm_omni.messages.request import RequestContext
 
 AGAIN = "{}-again"  # the call of a request whose first one ran on a replica that was lost
+MAX_CALLS = 3  # of a request: where a reply is read whole, it may also be lost after its first output
 
 
 class RequestCall:
@@ -89,20 +90,23 @@ class RequestCall:
 
     async def __anext__(self) -> OutputFrame:
         """The next frame. Raises: see ``GraphCall``, and ``open``."""
-        try:
-            frame = await anext(self.call)
-        except (EngineLost, StageUnavailable) as exc:
-            if not self._moves(exc):
-                raise
+        while True:
+            try:
+                frame = await anext(self.call)
+            except (EngineLost, StageUnavailable) as exc:
+                if len(self.request_ids) > 1:  # it may be the reason
+                    raise StageFailed(exc.stage, f"{exc.reason}; so did another one that had the request") from exc
+                if not self._moves(exc):
+                    raise
+            else:
+                self._has_output = True
+                return frame
             await self.open(self._context, self._inputs)
-            frame = await anext(self.call)
-        self._has_output = True
-        return frame
 
     def _moves(self, error: StageFailed) -> bool:
         """Whether the request runs once more, as another replica takes the place of one that was lost."""
         first = self._context.request_id
-        if self._controllers is None or self._has_output or len(self.request_ids) > 1:
+        if self._controllers is None or self._has_output or self.session is not None:  # its state may have changed
             return False
         if not self._controllers.move(self._context, error, AGAIN.format(first)):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -23,6 +23,7 @@ from vllm_omni.deploy.needs import place_here
 from vllm_omni.deploy.workers import RayWorkers
 from vllm_omni.engine.instances import InstanceGroup, InstanceStatistics
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.request_call import AGAIN
 from vllm_omni.engine.stage_log import StageLogs
 from vllm_omni.entrypoints.admin import StageAdmin
 from vllm_omni.entrypoints.deadline import Deadline
@@ -30,7 +31,7 @@ from vllm_omni.entrypoints.pictures import alternate, join, one_each, read_pictu
 from vllm_omni.entrypoints.stage_params import ParamsList, StageParamsResolver
 from vllm_omni.entrypoints.text_to_speech import Speaking, TextToSpeech, Voice, speaker_option
 from vllm_omni.entrypoints.voice_cloning import Recording
-from vllm_omni.errors import InvalidRequest, StageFailed
+from vllm_omni.errors import EngineLost, InvalidRequest, StageFailed, StageUnavailable
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
 from vllm_omni.names import suggest
 from vllm_omni.process.status import StageState, StageStatus
@@ -199,8 +200,14 @@ class AsyncOmni(StageAdmin):
             outputs = alternate(run_one, self.orchestrator.front(first), pipeline, prompt, each, request_id)
         else:
             outputs = run(prompt, params, request_id, deadline_s=deadline_s)
-        is_final_only = isinstance(of_first, SamplingParams) and of_first.output_kind is RequestOutputKind.FINAL_ONLY
-        return _only_final(outputs) if is_final_only else outputs
+        if not (isinstance(of_first, SamplingParams) and of_first.output_kind is RequestOutputKind.FINAL_ONLY):
+            return outputs
+
+        def run_again() -> AsyncGenerator[OmniRequestOutput, None]:
+            return run(prompt, params, AGAIN.format(request_id), deadline_s=deadline.left_s())
+
+        is_repeatable = len(each) <= 1 and self.orchestrator.sessions is None  # a session's state may have changed
+        return _only_final(outputs, request_id, run_again if is_repeatable else None)
 
     def speak(
         self,
@@ -421,9 +428,26 @@ def _check_arguments(priority: object, modalities: object, engine_kwargs: Iterab
         raise InvalidRequest(f"modalities = {modalities!r}: must be a list of names")
 
 
-async def _only_final(outputs: AsyncGenerator[OmniRequestOutput, None]) -> AsyncGenerator[OmniRequestOutput, None]:
-    """One output with everything, for ``RequestOutputKind.FINAL_ONLY``."""
-    final = await collect(outputs)
+async def _only_final(
+    outputs: AsyncGenerator[OmniRequestOutput, None],
+    request_id: str,
+    run_again: Callable[[], AsyncGenerator[OmniRequestOutput, None]] | None,
+) -> AsyncGenerator[OmniRequestOutput, None]:
+    """One output with everything, for ``RequestOutputKind.FINAL_ONLY``.
+
+    Args:
+        run_again: if an engine is lost, the request runs once more: its user has nothing of it. None: it cannot.
+    """
+    try:
+        final = await collect(outputs)
+    except EngineLost as exc:
+        if run_again is None:
+            raise
+        try:
+            final = await collect(run_again())
+        except StageUnavailable:  # no other engine of the stage
+            raise exc from None
+        final.request_id = request_id
     final.outputs.sort(key=lambda completion: completion.index)
     yield final
 
