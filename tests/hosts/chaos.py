@@ -34,6 +34,7 @@ RECOVERY_S = 150.0  # 12 s, on a machine that is busy with other tests
 NOTICED_S = 2.5  # after which a host that is silent is lost
 REQUEST_S = 60.0  # likewise, 4 s
 IDLE_S = 20.0
+RESTARTS = {"VLLM_OMNI_STAGE_RESTARTS": "1000", "VLLM_OMNI_STAGE_RESTART_WINDOW_S": "3"}
 POLL_S = 0.05
 NUM_CLIENTS = 4
 LOCAL = "token2wav"  # the stage beside the front end, which has as many replicas as an event says

@@ -26,6 +26,7 @@ from tests.hosts.chaos import (
     ON_HOSTS,
     ORPHAN_S,
     POLL_S,
+    RESTARTS,
     STAGES,
     WITH_CONTROLLERS,
     WITH_REPLICAS,
@@ -53,7 +54,6 @@ pytestmark = [
 ]
 MOST = 60  # events of one seed; further ones are those of further seeds
 HOSTS = ("box-c", "box-a", "box-b")
-RESTARTS = {"VLLM_OMNI_STAGE_RESTARTS": "1000", "VLLM_OMNI_STAGE_RESTART_WINDOW_S": "3"}
 
 
 def test_a_shorter_schedule_is_the_start_of_a_longer_one() -> None:

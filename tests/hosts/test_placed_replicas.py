@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from tests.hosts.chaos import pid_inside, processes_of
+from tests.hosts.chaos import RESTARTS, pid_inside, processes_of
 from tests.hosts.deployments import (
     NOTICED_S,
     NUM_REQUESTS,
@@ -43,8 +44,11 @@ def deployment(
     overrides += ["talker.replicas=2", "talker.host=[box-b, box-c]", "talker.balance=round_robin"]
     overrides += ["token2wav.max_replicas=2", "token2wav.host=[box-b, box-c]", "token2wav.balance=round_robin"]
     places = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("h")
-    with deploy(checkpoint, places[0], HOSTS, *overrides, hosts_dir=places[1]) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RESTARTS.items():
+            patch.setenv(name, value)
+        with deploy(checkpoint, places[0], HOSTS, *overrides, hosts_dir=places[1]) as made:
+            yield made
 
 
 def num_tasks(deployment: Deployment, stage: str = "talker") -> list[int]:
@@ -182,6 +186,31 @@ def test_a_request_with_an_output_fails_with_the_name_of_the_replica_that_was_ki
     deployment.join(FIRST)
     deployment.recovered()
     assert_equal(deployment.ask_all(), expected)
+
+
+def test_requests_that_are_read_whole_are_all_answered_when_a_host_is_killed(
+    deployment: Deployment, expected: list[OmniRequestOutput]
+) -> None:
+    """Also those that have outputs: their users have none of these."""
+    whole = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **PARAMS["thinker"])
+
+    async def ask(number: int) -> OmniRequestOutput:
+        params = {**PARAMS, "thinker": whole}
+        prompt = PROMPT.format(number % NUM_REQUESTS)
+        (answered,) = [one async for one in deployment.omni.engine.generate(prompt, params, f"whole-{number}")]
+        assert answered.request_id == f"whole-{number}"
+        return answered
+
+    async def run() -> list[OmniRequestOutput]:
+        asked = [asyncio.ensure_future(ask(number)) for number in range(3 * NUM_REQUESTS)]
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(deployment.hosts[FIRST].kill)
+        return await asyncio.gather(*asked)
+
+    assert_equal(deployment.omni.run(run()), expected * 3)
+    assert_idle(deployment)
+    deployment.join(FIRST)
+    deployment.recovered()
 
 
 def test_a_request_that_moves_can_be_aborted_and_fails_if_no_other_replica_is_left(

@@ -443,6 +443,7 @@ async def _only_final(
     except EngineLost as exc:
         if run_again is None:
             raise
+        logger.warning("%s; request %s runs once more", exc, request_id)
         try:
             final = await collect(run_again())
         except StageUnavailable:  # no other engine of the stage
