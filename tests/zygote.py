@@ -271,6 +271,9 @@ def _serve(control: socket.socket, listener: socket.socket) -> tuple[dict[str, A
     """Fork programs until the process that runs tests has ended; returns in each, what it is to be, or None here."""
     for name in IMPORTED:
         importlib.import_module(name)
+    vllm_patches = importlib.import_module("vllm_omni.vllm_patches")
+    vllm_patches.register_kernels_once()  # as each fork server would
+    vllm_patches.configure_logging_at_once()
     setproctitle.getproctitle()  # it finds what it writes to by the environment, which changes in programs
     gc.collect()
     gc.freeze()  # a collection would write to, and thereby copy, pages that all programs share
