@@ -181,8 +181,8 @@ def measure_starts(
     """Seconds and bytes, by what is started.
 
     Args:
-        started: both of servers that were started before; a short run starts no other ones of these kinds, and spawns no
-            stages, each of which imports vLLM.
+        started: both of servers that were started before; a short run starts no other ones of these kinds, and spawns
+            no stages, each of which imports vLLM.
     """
     starts: dict[str, tuple[Path, tuple[str, ...], dict[str, str]]] = {
         "stock": (language, (), {}),

@@ -51,6 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(item.nodeid)[:2])  # stable: the order within a file stays
 
 
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of collections of garbage, which tests, groups and engines here ask for.
+
+    Engines in this process would give it back when they end, and would keep what tests have made when they start.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n N``, or ``--dist loadgroup``, give workers whole groups of tests, in the order of collection.

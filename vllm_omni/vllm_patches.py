@@ -269,7 +269,7 @@ def uncompiled_logprob_ranks() -> None:
 
 
 def uncompiled_vocabulary_masks() -> None:
-    """Let ranks find the ids of their part of the vocabulary without torch.compile, which saves kernels on GPUs alone."""
+    """Let ranks find the ids of their part of the vocabulary without torch.compile, which helps GPUs alone."""
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 
     compiled = embedding.get_masked_input_and_mask

@@ -254,9 +254,7 @@ def how_stages_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def model_and_stages(
-    how_stages_start: str, tiny_checkpoint: Path, one_stage: Path
-) -> tuple[Path, tuple[str, ...]]:
+def model_and_stages(how_stages_start: str, tiny_checkpoint: Path, one_stage: Path) -> tuple[Path, tuple[str, ...]]:
     """One with a stage where stages are spawned, each of which imports vLLM."""
     return (tiny_checkpoint, STAGES) if how_stages_start == "forked" else (one_stage, ("diffusion",))
 
