@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import re
@@ -40,6 +39,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.config import load_config
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.messages.outputs import collect
+from vllm_omni.process.fork_server import StageContext
 from vllm_omni.process.proc import anonymous_rss
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.process.shared_weights import SHARED_WEIGHTS
@@ -114,7 +114,7 @@ def mapped_bytes() -> int:
 
 def load_twice(model: Path, flags: dict[str, Any]) -> dict[str, Any]:
     directory = RunDirectory()
-    context = multiprocessing.get_context("spawn")
+    context = StageContext()  # as the processes of stages
     processes, ports = [], []
     for number in range(2):
         here, there = context.Pipe()

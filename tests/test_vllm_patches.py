@@ -1,11 +1,18 @@
 """vLLM is changed at run time in ``vllm_patches.py`` alone, as far as the source shows it."""
 
 import ast
-import gc
+import logging
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm import logger
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 
 from vllm_omni import vllm_patches
@@ -124,13 +131,37 @@ def test_kernels_of_a_platform_are_registered_once(monkeypatch: pytest.MonkeyPat
     assert calls == ["registered"]
 
 
-def test_what_is_frozen_stays_so_to_the_end_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    unfreeze = gc.unfreeze
-    monkeypatch.setattr(gc, "unfreeze", unfreeze)
-    vllm_patches.end_without_collecting()
-    gc.freeze()
-    try:
-        gc.unfreeze()
-        assert gc.get_freeze_count()
-    finally:
-        unfreeze()
+def test_a_configuration_of_loggers_clears_their_caches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def configure(names: list[str]) -> None:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.INFO)
+
+    cleared: list[Any] = []
+    monkeypatch.setattr(logging.Manager, "_clear_cache", cleared.append)
+    monkeypatch.setattr(logger, "dictConfig", configure)
+    vllm_patches.configure_logging_at_once()
+    logger.dictConfig([f"{__name__}.{number}" for number in range(3)])  # type: ignore[arg-type]
+    assert cleared == [logging.root.manager]
+
+
+def test_a_wait_for_a_message_looks_for_one_without_a_notification_in_the_first_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int | None] = []
+    monkeypatch.setattr(SpinCondition, "wait", lambda condition, timeout_ms=None: waited.append(timeout_ms))
+    monkeypatch.setattr(SpinCondition.__init__, "__defaults__", SpinCondition.__init__.__defaults__)
+    vllm_patches.wait_without_spinning()
+    condition: Any = SimpleNamespace(last_read=time.monotonic())
+    SpinCondition.wait(condition)
+    SpinCondition.wait(condition, 5)
+    condition.last_read -= 10.0
+    SpinCondition.wait(condition, 60_000)
+    assert waited == [vllm_patches.LOOK_MS, 5, 60_000]
+
+
+def test_what_is_frozen_stays_so_to_the_end_of_a_process() -> None:
+    """In a process of its own: in this one, nothing is frozen or given back any more (``conftest.py``)."""
+    program = "import gc; from vllm_omni import vllm_patches; vllm_patches.end_without_collecting(); "
+    program += "gc.freeze(); gc.unfreeze(); print(gc.get_freeze_count() > 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"

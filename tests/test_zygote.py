@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,13 @@ def test_a_program_that_a_signal_ends_has_its_exit_code(tmp_path: Path) -> None:
 def test_a_program_whose_imports_read_another_environment_is_started(program: Path) -> None:
     facts, _, _ = run(zygote.Popen, [sys.executable, "program.py"], program.parent, VLLM_TARGET_DEVICE="cpu")
     assert not facts["imports"]
+
+
+def test_a_program_forks_those_that_it_starts_where_it_is_told_to(program: Path) -> None:
+    outer = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, 'program.py']).returncode)"
+    (program.parent / "outer.py").write_text(outer)
+    for forks in (False, True):
+        facts, errors, code = run(partial(zygote.Popen, forks=forks), [sys.executable, "outer.py"], program.parent)
+        assert facts["imports"] == forks
+        assert (facts["input"], errors, code) == ("a line", "the end\n", 3)
+        assert facts["parent"] != os.getpid()

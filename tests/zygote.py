@@ -26,12 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import setproctitle
 
@@ -118,10 +118,18 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen`` that forks a program of Python where it can."""
+    """``subprocess.Popen`` that forks a program of Python where it can.
+
+    Args:
+        forks: the program forks those of Python that it starts itself: ``subprocess.Popen`` is this class there.
+    """
+
+    def __init__(self, *args: Any, forks: bool = False, **options: Any) -> None:
+        self._forks = forks
+        super().__init__(*args, **options)
 
     def _execute_child(self, *args: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments  # type: ignore[attr-defined]
+        given = inspect.signature(super()._execute_child).bind(*args).arguments  # type: ignore[misc]
         environ = dict(os.environ if given["env"] is None else given["env"])
         argv = _program(given["args"], environ.get("PATH"))
         is_plain = not any(given[name] for name in ("shell", "preexec_fn", "pass_fds"))
@@ -130,8 +138,9 @@ class Popen(subprocess.Popen[Any]):
             return
         pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         files = [number if fd == -1 else fd for number, fd in enumerate(pipes[i] for i in (0, 3, 5))]
+        program = {"argv": argv, "environ": environ, "cwd": str(given["cwd"] or os.getcwd()), "forks": self._forks}
         try:
-            self.pid = _ZYGOTE.fork(argv, environ, str(given["cwd"] or os.getcwd()), given["start_new_session"], files)
+            self.pid = _ZYGOTE.fork(program | {"session": given["start_new_session"]}, files)
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
@@ -180,28 +189,45 @@ class _Zygote:
         return _read_by_imports(environ) == self._imported_with
 
     def _start(self) -> None:
-        directory = tempfile.mkdtemp(prefix="zygote-", dir="/tmp")  # the path of a socket must be short
-        self.address = f"{directory}/forks"
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(self.address)
-        listener.listen()
+        its, listener = self._connect(os.environ)
         files = [its.fileno(), listener.fileno()]
         with its, listener:
             command = [sys.executable, __file__, *map(str, files)]
             environ = os.environ | _read_by_stages()
             process = subprocess.Popen(command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL)
-        ours.settimeout(START_TIMEOUT_S)
-        self._control, self._imported_with = ours, _read_by_imports(os.environ)
-        atexit.register(_end, process, ours, directory)
+        atexit.register(_end, process.wait, self._control, self.address)
 
-    def fork(self, argv: list[str], environ: dict[str, str], cwd: str, session: bool, files: list[int]) -> int:
+    def fork_itself(self, environ: Mapping[str, str], files: list[int]) -> None:
+        """Fork it from this process, which is one itself and is to become a program with this environment and files."""
+        its, listener = self._connect(environ)
+        if not (pid := os.fork()):
+            assert self._control is not None
+            self._control.close()
+            for fd in files:
+                os.close(fd)
+            _main(its, listener)
+        its.close()
+        listener.close()
+        atexit.register(_end, lambda: os.waitpid(pid, 0), self._control, self.address)
+
+    def _connect(self, environ: Mapping[str, str]) -> tuple[socket.socket, socket.socket]:
+        """Its ends of two sockets, at which it is asked for programs: by this process, and at ``address``."""
+        self.address = tempfile.mkdtemp(prefix="zygote-", dir="/tmp") + "/forks"  # the path of a socket must be short
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_TIMEOUT_S)
+        self._imported_with = _read_by_imports(environ)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self.address)
+        listener.listen()
+        return its, listener
+
+    def fork(self, program: dict[str, Any], files: list[int]) -> int:
         """Fork a program; returns its process id, a child of this process."""
         assert self._control is not None
-        request = {"argv": argv, "environ": environ, "cwd": cwd, "session": session, "parent": os.getpid()}
         _adopt(True)
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], files)
+            request = json.dumps(program | {"parent": os.getpid()})
+            socket.send_fds(self._control, [request.encode()], files)
             pid = self._control.recv(MAX_REQUEST)
         finally:
             _adopt(False)
@@ -214,10 +240,11 @@ def _adopt(orphans: bool) -> None:
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) == 0
 
 
-def _end(process: "subprocess.Popen[bytes]", control: socket.socket, directory: str) -> None:
+def _end(wait: Callable[[], object], control: socket.socket, address: str) -> None:
+    control.shutdown(socket.SHUT_RDWR)  # a fork server may hold the socket, too
     control.close()
-    process.wait()
-    shutil.rmtree(directory)
+    wait()
+    shutil.rmtree(os.path.dirname(address))
 
 
 _ZYGOTE = _Zygote()
@@ -244,6 +271,9 @@ def _serve(control: socket.socket, listener: socket.socket) -> tuple[dict[str, A
     """Fork programs until the process that runs tests has ended; returns in each, what it is to be, or None here."""
     for name in IMPORTED:
         importlib.import_module(name)
+    vllm_patches = importlib.import_module("vllm_omni.vllm_patches")
+    vllm_patches.register_kernels_once()  # as each fork server would
+    vllm_patches.configure_logging_at_once()
     setproctitle.getproctitle()  # it finds what it writes to by the environment, which changes in programs
     gc.collect()
     gc.freeze()  # a collection would write to, and thereby copy, pages that all programs share
@@ -277,6 +307,10 @@ def _serve(control: socket.socket, listener: socket.socket) -> tuple[dict[str, A
 
 def _become(program: dict[str, Any], files: list[int]) -> None:
     """Make this process that of a program, up to its first line."""
+    if program.get("forks"):
+        _ZYGOTE.fork_itself(program["environ"], files)
+        subprocess.Popen = Popen  # type: ignore[misc]
+        sys.modules["tests.zygote"] = sys.modules["__main__"]  # as programs of hosts are started
     if program["session"]:
         os.setsid()
     for number, fd in enumerate(files[:3]):
@@ -339,8 +373,14 @@ def _fork_its_fork_server(stdout: int) -> None:
     fork_server.FORK_SERVER._environment = fork_server._read_early()
 
 
+def _main(control: socket.socket, listener: socket.socket) -> NoReturn:
+    forked = _serve(control, listener)
+    if forked is None:
+        os._exit(0)
+    _become(*forked)
+    _run()
+    sys.exit()
+
+
 if __name__ == "__main__":
-    forked = _serve(*(socket.socket(fileno=int(word)) for word in sys.argv[1:]))
-    if forked is not None:
-        _become(*forked)
-        _run()
+    _main(*(socket.socket(fileno=int(word)) for word in sys.argv[1:]))

@@ -41,6 +41,9 @@ Function, and what it replaces  Why                                           Up
 ``uncompiled_logprob_ranks``    The first request with log probabilities      a warm-up of the sampler with them
  one function of the sampler    would be compiled for, with g++, while all
                                 others wait
+``uncompiled_vocabulary_masks`` Each rank would compile a few sums of its     the same for the embedding of a part of
+ one function of embeddings     ids, or search for a compiler, when it        the vocabulary
+                                starts: seconds
 ``replace_zero_experts``        LongCat-Flash runs on a CPU, where vLLM has    a router for the CPU with experts
  two functions of a router      no kernels for experts that compute nothing   that compute nothing
 ``quiet_groups_of_one_rank``    A gloo group has threads that wake 100 times  process groups of one rank without a
@@ -53,6 +56,12 @@ Function, and what it replaces  Why                                           Up
  the same of another module
 ``register_kernels_once``       What is forked has the kernels of its CPU     a check of the function's for what it
  a method of the platform       already: finding them again takes 0.4 s       has registered
+``configure_logging_at_once``   Each of a thousand loggers would clear what   a configuration of the loggers that have
+ the function that configures   all of them have cached: 0.3 s of a start     settings alone
+ loggers
+``wait_without_spinning``       For a second after each message, ranks and    an argument of ``MessageQueue``
+ a default of a condition       their engine core would keep cores busy that
+                                compute on a CPU
 ``end_without_collecting``      A process that ends need not search, and so   a shutdown that knows whether its
  a function of Python's gc      copy, the objects that it shares              process ends
 ``adopt``                       A subclass takes over an object that vLLM     a copy constructor of ``RequestOutput``
@@ -65,6 +74,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
@@ -79,6 +89,9 @@ if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
+
+SPIN_S = 0.001  # a message that comes later costs 0.1 ms more
+LOOK_MS = 20  # for a message without a notification
 
 S = TypeVar("S", bound="LruKeyReplicatedSenderCache")
 T = TypeVar("T")
@@ -255,6 +268,14 @@ def uncompiled_logprob_ranks() -> None:
     sampler.batched_count_greater_than = getattr(compiled, "__wrapped__", compiled)
 
 
+def uncompiled_vocabulary_masks() -> None:
+    """Let ranks find the ids of their part of the vocabulary without torch.compile, which helps GPUs alone."""
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
+
+    compiled = embedding.get_masked_input_and_mask
+    embedding.get_masked_input_and_mask = getattr(compiled, "__wrapped__", compiled)
+
+
 def replace_zero_experts(choose: Callable[..., Any], scale: Callable[..., Any]) -> None:
     """Let the router of models with experts that compute nothing call these instead of functions with CUDA kernels.
 
@@ -316,6 +337,39 @@ def register_kernels_once() -> None:
 
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def configure_logging_at_once() -> None:
+    """Let vLLM's configuration of loggers clear their caches once, in this process and in what is forked from it."""
+    from vllm import logger
+
+    upstream = logger.dictConfig
+
+    def configure(config: dict[str, Any]) -> None:
+        clear_cache = logging.Manager._clear_cache  # type: ignore[attr-defined]
+        logging.Manager._clear_cache = lambda manager: None  # type: ignore[attr-defined]
+        try:
+            upstream(config)
+        finally:
+            logging.Manager._clear_cache = clear_cache  # type: ignore[attr-defined]
+            clear_cache(logging.root.manager)
+
+    logger.dictConfig = configure
+
+
+def wait_without_spinning() -> None:
+    """Let ranks and their engine core wait for messages without keeping a core busy, in what is forked from here."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    upstream = SpinCondition.wait
+
+    def wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
+        if time.monotonic() < condition.last_read + 1.0:  # the first notification may come before it can be received
+            timeout_ms = LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS)
+        upstream(condition, timeout_ms)
+
+    SpinCondition.wait = wait
+    SpinCondition.__init__.__defaults__ = (SPIN_S,)
 
 
 def end_without_collecting() -> None:

@@ -13,7 +13,7 @@ from tests import zygote
 @pytest.mark.timeout(900)
 def test_a_short_run_prints_tables_and_a_line_of_json() -> None:
     command = [sys.executable, "-m", "benchmarks.serve", "--short"]
-    ran = zygote.run(command, timeout=880)
+    ran = zygote.run(command, timeout=880, forks=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["benchmark"] == "serve"
@@ -24,6 +24,6 @@ def test_a_short_run_prints_tables_and_a_line_of_json() -> None:
     for kind in ("text", "image"):
         assert list(result["front_ends"][kind]) == ["1", "2"]
         assert all(value > 0 for value in result["front_ends"][kind].values())
-    starts = {"stock", "one stage", "three forked", "three spawned"}
+    starts = {"stock", "one stage", "three forked"}  # the fourth differs by a variable (tests/e2e/test_lifecycle.py)
     assert result["ready_s"].keys() == result["memory_gb"].keys() == starts
     assert "| omni / stock |" in ran.stdout

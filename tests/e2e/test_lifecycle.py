@@ -238,7 +238,7 @@ SPAWNED_TOO = (
     "test_parent_killed_while_its_child_imports",
     "test_ctrl_c_while_stages_load",
 )
-"""Tests that also run with spawned stages, as on a GPU; in the others, the way of the start makes no difference."""
+"""Tests that also run with a spawned stage, as on a GPU; in the others, the way of the start makes no difference."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -248,8 +248,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def how_stages_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def how_stages_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("VLLM_OMNI_FORK_SERVER", str(int(request.param == "forked")))
+    return str(request.param)
+
+
+@pytest.fixture
+def model_and_stages(how_stages_start: str, tiny_checkpoint: Path, one_stage: Path) -> tuple[Path, tuple[str, ...]]:
+    """One with a stage where stages are spawned, each of which imports vLLM."""
+    return (tiny_checkpoint, STAGES) if how_stages_start == "forked" else (one_stage, ("diffusion",))
 
 
 @pytest.fixture(scope="module")
@@ -259,17 +266,17 @@ def one_stage(tiny_pipeline: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("how_stages_start")
-def test_close_ends_everything_and_is_quiet(run: Run) -> None:
+def test_close_ends_everything_and_is_quiet(run: Run, model_and_stages: tuple[Path, tuple[str, ...]]) -> None:
     """The program leaves its ``with`` by an exception of its own, catches it, and continues."""
-    program = run("close", log="INFO")
+    model, stages = model_and_stages
+    program = run("close", model=model, log="INFO")
     program.wait_for_event("closed after the user's own ArithmeticError")
     program.expect_only_the_parent_left()
     program.resume()
     assert program.wait_for_exit() == 0
     program.expect_nothing_left()
     log = program.log()
-    for stage in STAGES:
+    for stage in stages:
         assert re.search(rf"INFO .*stage {stage}: starting\n", log)
         assert re.search(rf"INFO .*stage {stage}: ready after \d+\.\d s\n", log)
     assert_quiet(log)
@@ -318,15 +325,15 @@ def test_parent_of_two_workers_killed_while_requests_run(run: Run, llava_checkpo
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("how_stages_start")
-def test_ctrl_c_while_stages_load(run: Run) -> None:
-    program = run("generate")
+def test_ctrl_c_while_stages_load(run: Run, model_and_stages: tuple[Path, tuple[str, ...]]) -> None:
+    model, stages = model_and_stages
+    program = run("generate", model=model)
     program.wait_for_event("starting")
 
     def are_loading() -> bool:
         """vLLM renames a process once it has all its arguments."""
         engine_cores = program.engine_cores()
-        return len(engine_cores) == len(STAGES) and not any(map(is_unnamed, engine_cores))
+        return len(engine_cores) == len(stages) and not any(map(is_unnamed, engine_cores))
 
     wait_for("loading", are_loading, START_TIMEOUT_S)
     program.interrupt()
@@ -405,7 +412,7 @@ def test_stages_that_do_not_fit_are_named_with_their_needs(run: Run, monkeypatch
 
 @pytest.mark.long
 def test_stage_that_is_killed_while_it_starts_hints_at_memory(run: Run, one_stage: Path) -> None:
-    program = run("generate", model=one_stage, starts=subprocess.Popen)
+    program = run("generate", model=one_stage)
     program.wait_for_event("starting")
     wait_for("child", lambda: len(program.engine_cores()) == 1, START_TIMEOUT_S)
     program.engine_cores()[0].kill()

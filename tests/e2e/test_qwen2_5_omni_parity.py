@@ -80,8 +80,8 @@ class Pair(NamedTuple):
     outputs: list[OmniRequestOutput]
 
     def max_codes(self, index: int) -> int:
-        """How long the speech of a case is: always long in the long tests, which have every case between them."""
-        return MAX_CODES if self.chunks or index % 4 == 0 else FEW_CODES
+        """How long the speech of a case is: long for the first, and in the long tests for every third."""
+        return MAX_CODES if index % (3 if self.chunks else 100) == 0 else FEW_CODES
 
     def repetition_penalty(self, index: int) -> float:
         """None for every other request of a batch, the model's own for the rest; not the same in each deployment."""

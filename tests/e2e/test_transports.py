@@ -11,9 +11,9 @@ import pytest
 
 from tests import machine
 from tests.contract.relays import BACKENDS
-from tests.e2e.test_qwen2_5_omni_parity import MAX_CODES, MAX_TOKENS, WAVEFORM_TOLERANCE, answer, num_equal_until_tie
+from tests.e2e.test_qwen2_5_omni_parity import FEW_CODES, MAX_TOKENS, WAVEFORM_TOLERANCE, answer, num_equal_until_tie
 from tests.reference.media import CASES
-from tests.reference.qwen2_5_omni import Reference
+from tests.reference.qwen2_5_omni import Answer, Reference
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.testing import qwen2_5_omni as tiny
 
@@ -33,15 +33,22 @@ DEPLOYMENTS = {
 }
 
 
+ASKED = [case for case in CASES if case.name in ("text", "video")]
+SPEAKER = "Chelsie"
+
+
 class Checkpoint(NamedTuple):
     path: Path
     reference: Reference
+    expected: list[Answer]  # to ``ASKED``
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tiny.build(tmp_path_factory.mktemp("checkpoint"))
-    return Checkpoint(path, Reference(path))
+    reference = Reference(path)
+    params = {"max_tokens": MAX_TOKENS, "max_codes": FEW_CODES, "repetition_penalty": 1.0, "seed": 0}
+    return Checkpoint(path, reference, [reference.answer(case, speaker=SPEAKER, **params) for case in ASKED])
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -60,17 +67,13 @@ async def test_codes_and_waveform_equal_transformers(name: str, checkpoint: Chec
         stage_overrides=stage_overrides,
     )
     try:
-        cases = [case for case in CASES if case.name in ("text", "video")]
-        outputs = await asyncio.gather(*(answer(omni, case) for case in cases))
+        outputs = await asyncio.gather(*(answer(omni, case, max_codes=FEW_CODES) for case in ASKED))
     finally:
         await omni.aclose()
-    speaker = omni.orchestrator.pipeline.validate({})["speaker"]
-    for case, output in zip(cases, outputs, strict=True):
-        expected = checkpoint.reference.answer(
-            case, max_tokens=MAX_TOKENS, max_codes=MAX_CODES, repetition_penalty=1.0, seed=0, speaker=speaker
-        )
+    assert omni.orchestrator.pipeline.validate({})["speaker"] == SPEAKER
+    for case, output, expected in zip(ASKED, outputs, checkpoint.expected, strict=True):
         assert expected.speech is not None
         codes = output.multimodal_output["codec_ids"]
         if not num_equal_until_tie(codes, expected.speech.codes, expected.speech.margins, f"{case.name}, codes"):
-            waveform = checkpoint.reference.vocode_windows(codes, speaker)
+            waveform = checkpoint.reference.vocode_windows(codes, SPEAKER)
             assert (output.multimodal_output["audio"] - waveform).abs().max() < WAVEFORM_TOLERANCE, case.name

@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.server import wait_for
 from tests.shared_memory import orphans
 
@@ -32,7 +32,7 @@ def start(runtime: Path, model: Path, *flags: str, around: tuple[str, ...] = ())
     command = [*around, str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--omni", *flags]
     environ = {**os.environ, "VLLM_OMNI_RUNTIME_DIR": str(runtime), "VLLM_LOGGING_LEVEL": "ERROR"}
     started_at = time.time()
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environ)
+    ended = zygote.run(command, timeout=120, env=environ)
     assert ended.returncode == 2, ended.stderr[-3000:]
     assert list(runtime.iterdir()) == []
     # What other tests' servers use is no orphan, and what these leave, killed, is soon removed.

@@ -28,6 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("checkpoint"))
 
 
+@pytest.fixture(autouse=True)
+def slabs_of_the_default_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other tests are smaller."""
+    monkeypatch.delenv("VLLM_OMNI_RELAY_BYTES", raising=False)
+
+
 def make_engine(device_type: str = "cpu", executor: str = UNIPROC, **more: Any) -> Any:
     parallel = SimpleNamespace(local_world_size=1, tensor_parallel_size=2, distributed_executor_backend=executor)
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), parallel_config=parallel)

@@ -1,7 +1,7 @@
 """A Ray cluster of two machines: this one with the head, and another one that is a network namespace.
 
-``python -m tests.hosts.ray_cluster ADDRESS`` prints as JSON what a cluster has, from outside this process: Ray's driver
-keeps threads.
+``python -m tests.hosts.ray_cluster ADDRESS`` prints as JSON what a cluster has, for each line that it reads: a process
+of its own, because Ray's client keeps threads, and no driver, for each of which Ray starts workers.
 """
 
 import json
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ VARIABLES = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends programs when other tests fill this machine
+    "RAY_prestart_worker_first_driver": "0",  # actors have workers of their own
 }
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 SIZE = ["--object-store-memory=80000000", "--num-cpus=2"]
@@ -47,13 +48,22 @@ class Cluster:
     ) -> None:
         self.address, self.directory = address, directory
         self._head, self._host, self._other = head, host, other
+        command = [sys.executable, "-m", "tests.hosts.ray_cluster", address]
+        self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._reader.kill()
+        self._reader.communicate()
 
     def state(self) -> dict[str, Any]:
-        """Nodes, free resources, actors and placement groups that have not ended."""
-        command = [sys.executable, "-m", "tests.hosts.ray_cluster", self.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert not done.returncode, done.stderr
-        state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        """Nodes, actors and placement groups that have not ended."""
+        assert self._reader.stdin is not None and self._reader.stdout is not None
+        self._reader.stdin.write("\n")
+        self._reader.stdin.flush()
+        line = self._reader.stdout.readline()
+        assert line, f"its reader has ended with {self._reader.wait()}"
+        state: dict[str, Any] = json.loads(line)
         return state
 
     def head_server(self) -> psutil.Process:
@@ -125,8 +135,9 @@ def cluster(directory: Path, hosts_dir: Path, *, port: int = PORT) -> Iterator[C
             wait_for("Ray's head", lambda: b"Ray runtime started" in (directory / "head.log").read_bytes(), 60.0)
             other = host.start([*START, *SIZE, *flags], directory / "box-b.log", **VARIABLES)
             made = Cluster(where, directory, head, host, other)
-            wait_for("two nodes", lambda: len(made.state()["nodes"]) == 2, 60.0)
-            yield made
+            with closing(made):
+                wait_for("two nodes", lambda: len(made.state()["nodes"]) == 2, 60.0)
+                yield made
         except Exception:
             print(*((directory / name).read_text()[-2000:] for name in ("head.log", "box-b.log")), sep="\n")
             raise
@@ -143,17 +154,18 @@ def cluster(directory: Path, hosts_dir: Path, *, port: int = PORT) -> Iterator[C
 
 
 def main(address: str) -> None:
-    import ray
-    from ray._private.state import actors
-    from ray.util import placement_group_table
+    from ray._private.state import GlobalState
+    from ray._raylet import GcsClientOptions
 
-    ray.init(address, _node_ip_address=address.partition(":")[0], logging_level="error", log_to_driver=False)
-    groups = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
-    alive = [one for one in actors().values() if one["State"] != "DEAD"]
-    nodes = {one["NodeName"]: one["NodeID"] for one in ray.nodes() if one["Alive"]}
-    where = [one["Address"]["NodeID"] for one in alive]
-    placed = [name for name, node in nodes.items() if node in where]
-    print(json.dumps({"nodes": nodes, "actors": placed, "groups": [one["state"] for one in groups]}))
+    state = GlobalState()
+    state._initialize_global_state(GcsClientOptions.create(address, None, True, False))
+    for _ in sys.stdin:
+        groups = [one for one in state.placement_group_table().values() if one["state"] != "REMOVED"]
+        alive = [one for one in state.actor_table(None).values() if one["State"] != "DEAD"]
+        nodes = {one["NodeName"]: one["NodeID"] for one in state.node_table() if one["Alive"]}
+        where = [one["Address"]["NodeID"] for one in alive]
+        placed = [name for name, node in nodes.items() if node in where]
+        print(json.dumps({"nodes": nodes, "actors": placed, "groups": [one["state"] for one in groups]}), flush=True)
 
 
 if __name__ == "__main__":

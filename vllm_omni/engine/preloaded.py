@@ -19,7 +19,13 @@ import vllm_omni.model_executor.diffusers_executor
 import vllm_omni.model_executor.generation_executor
 import vllm_omni.worker.cpu_worker  # noqa: F401
 from vllm_omni.process.fork_server import FORK_SERVER, worker_context
-from vllm_omni.vllm_patches import end_without_collecting, register_kernels_once, start_workers_in
+from vllm_omni.vllm_patches import (
+    configure_logging_at_once,
+    end_without_collecting,
+    register_kernels_once,
+    start_workers_in,
+    wait_without_spinning,
+)
 
 
 def _remove_socket(parent: int) -> None:
@@ -36,6 +42,8 @@ atexit.register(_remove_socket, os.getppid())
 FORK_SERVER.serve_descendants()
 start_workers_in(worker_context)
 register_kernels_once()
+configure_logging_at_once()
+wait_without_spinning()
 end_without_collecting()
 set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share

@@ -31,6 +31,7 @@ from vllm_omni.vllm_patches import (
     replace_zero_experts,
     torch_kernels_for_encoders,
     uncompiled_logprob_ranks,
+    uncompiled_vocabulary_masks,
 )
 from vllm_omni.worker.ar_runner import ARModelRunner
 from vllm_omni.worker.cache_on_demand import CacheOnDemand, is_sized
@@ -126,6 +127,7 @@ class CPUARWorker(CPUWorker):
 
     def init_device(self) -> None:
         uncompiled_logprob_ranks()
+        uncompiled_vocabulary_masks()
         replace_zero_experts(choose_experts, scale_by_zero_experts)
         with quiet_groups_of_one_rank():
             super().init_device()

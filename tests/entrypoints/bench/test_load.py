@@ -1,6 +1,7 @@
 """Load on a small server in this process, whose answers have the shapes of the real one."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,10 +92,11 @@ def test_requests_are_sent_though_earlier_ones_are_not_answered(media_server: Me
         async with open_session() as session:
             return await replay(endpoint(media_server, "omni-images"), arrivals, session)
 
+    started = time.perf_counter()
     outputs = asyncio.run(send())
     assert [one.success for one in outputs] == [True] * 8
-    since_first = [one.start_time - outputs[0].start_time for one in outputs]
-    assert all(at >= 0.9 * arrival.at_s for at, arrival in zip(since_first, arrivals, strict=True))  # none is early
+    waited = [one.start_time - started for one in outputs]  # not since the first one, which may be late
+    assert all(at >= 0.9 * arrival.at_s for at, arrival in zip(waited, arrivals, strict=True))  # none is early
     assert {body["prompt"] for body in media_server.bodies} == {one.prompt for one in arrivals}
 
 
