@@ -92,7 +92,7 @@ test: $(STAMP) native
 	$(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP) native
-	FUZZ=$(or $(FUZZ),0.3) $(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "long or fuzz" --durations 40 $(PYTEST_ARGS)
+	FUZZ=$(or $(FUZZ),1) $(RUN_ENV) $(BIN)/python -m pytest $(WORKERS) -m "long or fuzz" --durations 40 $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

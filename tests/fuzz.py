@@ -1,6 +1,6 @@
 """How many cases random tests run, from one setting.
 
-``FUZZ`` scales the full size of every random test: 0.1 in ``make test`` (the default), 0.3 in ``make test-long``, 50 in
+``FUZZ`` scales the full size of every random test: 0.1 in ``make test`` (the default), 1 in ``make test-long``, 50 in
 ``make fuzz``. A failing case prints its seed; ``FUZZ_SEED=<seed>`` runs that case alone, and ``FUZZ_FIRST_SEED`` starts
 from other seeds.
 """

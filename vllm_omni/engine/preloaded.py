@@ -10,6 +10,7 @@ from pathlib import Path
 import vllm.model_executor.layers.quantization.online.base
 import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm.platforms import current_platform
 from vllm.utils.system_utils import set_process_title
 
 import vllm_omni.core.sched.diffusion
@@ -43,7 +44,8 @@ FORK_SERVER.serve_descendants()
 start_workers_in(worker_context)
 register_kernels_once()
 configure_logging_at_once()
-wait_without_spinning()
+if current_platform.is_cpu():
+    wait_without_spinning()
 end_without_collecting()
 set_process_title("ForkServer")  # its children can set theirs then, although their environments change before
 gc.freeze()  # a collection would write to, and thereby copy, pages that all children share
