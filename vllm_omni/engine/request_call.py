@@ -94,9 +94,10 @@ class RequestCall:
             try:
                 frame = await anext(self.call)
             except (EngineLost, StageUnavailable) as exc:
-                if len(self.request_ids) > 1:  # it may be the reason
+                is_first = len(self.request_ids) == 1
+                if not is_first and isinstance(exc, EngineLost):  # the request may be the reason
                     raise StageFailed(exc.stage, f"{exc.reason}; so did another one that had the request") from exc
-                if not self._moves(exc):
+                if not is_first or not self._moves(exc):
                     raise
             else:
                 self._has_output = True
