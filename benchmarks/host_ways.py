@@ -131,12 +131,15 @@ class HostEnd:
         loop, context = asyncio.get_running_loop(), zmq.Context()
         (other,) = addresses.keys() - {own}
 
+        def receive(data: memoryview) -> None:
+            self.link.receive(data)  # there is none yet where the first message arrives
+
         async def make() -> PeerLinks:
             made = PeerLinks(
                 context,
                 SECRET,
                 addresses[own],
-                lambda data: loop.call_soon_threadsafe(self.link.receive, data),
+                lambda data: loop.call_soon_threadsafe(receive, data),
                 lambda host: None,
                 port=PORTS["link"],
             )

@@ -27,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
@@ -208,7 +210,7 @@ class _Zygote:
             _main(its, listener)
         its.close()
         listener.close()
-        atexit.register(_end, lambda: os.waitpid(pid, 0), self._control, self.address)
+        atexit.register(_end, partial(_wait, pid), self._control, self.address)
 
     def _connect(self, environ: Mapping[str, str]) -> tuple[socket.socket, socket.socket]:
         """Its ends of two sockets, at which it is asked for programs: by this process, and at ``address``."""
@@ -238,6 +240,12 @@ class _Zygote:
 def _adopt(orphans: bool) -> None:
     """Let this process become the parent of its descendants' orphans, or init."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) == 0
+
+
+def _wait(pid: int) -> None:
+    """Wait for the end of a child, unless what the program has imported has done so."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _end(wait: Callable[[], object], control: socket.socket, address: str) -> None:

@@ -85,11 +85,16 @@ class Cluster:
         return found
 
     def files(self) -> list[str]:
-        """What a server has in box-b's shared memory, and its directories there."""
+        """What a server has in box-b's shared memory."""
+        return self._named("dev/shm")
+
+    def directories(self) -> list[str]:
+        """Those of servers on box-b. Of a killed one it stays if Ray has killed all that would remove it."""
+        return self._named(str(self._host.directory).lstrip("/"))
+
+    def _named(self, place: str) -> list[str]:
         inner = psutil.Process(self._other.pid).children(recursive=True)[-1]
-        root = Path(f"/proc/{inner.pid}/root")
-        places = [root / "dev/shm", root / str(self._host.directory).lstrip("/")]
-        return sorted(path.name for place in places for path in place.glob("*vllm-omni-*"))
+        return sorted(path.name for path in Path(f"/proc/{inner.pid}/root", place).glob("*vllm-omni-*"))
 
     def left(self) -> dict[str, Any]:
         """What is left of servers: programs and files on box-b, actors and groups."""

@@ -126,6 +126,7 @@ def test_stages_that_ray_places_answer_as_one_machine_and_come_back_and_leave_no
         server.process.wait(END_TIMEOUT_S)
         assert not psutil.wait_procs(children, END_TIMEOUT_S)[1]
         ray_cluster.wait_until_clean(CLEAN_WITHIN_S)
+        assert ray_cluster.directories() == [], "of killed actors, too: the next host has removed them"
 
 
 def test_instances_that_ray_places_answer_as_one_machine(

@@ -11,7 +11,9 @@ import logging
 import os
 import queue
 import secrets
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -30,6 +32,7 @@ from vllm_omni.errors import ConfigError, OmniError
 from vllm_omni.hosts import messages as msg
 from vllm_omni.hosts.connection import FrontEndLost, HostConnection
 from vllm_omni.hosts.endpoint import Endpoint
+from vllm_omni.process.leftovers import find_leftovers, remove_leftover
 from vllm_omni.process.run_directory import RunDirectory
 from vllm_omni.relay.secret import Secret
 
@@ -69,6 +72,7 @@ def serve_stages(
         link = connection.listen(address)
         request = msg.Join(msg.PROTOCOL, identity_of(model, revision), list(stages), address, program, link)
         joined = connection.join(request, envs.VLLM_OMNI_JOIN_TIMEOUT_S)
+        _remove_leftovers()
         with _run_directory() as run_directory, run_directory.inherited():
             host = _Host(connection, run_directory, model, pipeline, request.address, secret_file)
             try:
@@ -90,6 +94,14 @@ def _relay_address(endpoint: Endpoint) -> str:
         return endpoint.own_address()
     except OSError as exc:
         raise ConfigError(f"--join {endpoint}: {exc}") from exc
+
+
+def _remove_leftovers() -> None:
+    """Remove what killed hosts have left here: Ray kills an actor together with what would remove it."""
+    leftovers, _ = find_leftovers(Path(envs.VLLM_OMNI_RUNTIME_DIR), time.time())
+    for one in leftovers:
+        if remove_leftover(one, time.time()):
+            logger.info("removed %s, which a killed server had left", one.path)
 
 
 @contextlib.contextmanager
