@@ -27,8 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
@@ -197,7 +195,7 @@ class _Zygote:
             command = [sys.executable, __file__, *map(str, files)]
             environ = os.environ | _read_by_stages()
             process = subprocess.Popen(command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL)
-        atexit.register(_end, process.wait, self._control, self.address)
+        atexit.register(_end, os.getpid(), process.wait, self._control, self.address)
 
     def fork_itself(self, environ: Mapping[str, str], files: list[int]) -> None:
         """Fork it from this process, which is one itself and is to become a program with this environment and files."""
@@ -210,7 +208,7 @@ class _Zygote:
             _main(its, listener)
         its.close()
         listener.close()
-        atexit.register(_end, partial(_wait, pid), self._control, self.address)
+        atexit.register(_end, os.getpid(), lambda: os.waitpid(pid, 0), self._control, self.address)
 
     def _connect(self, environ: Mapping[str, str]) -> tuple[socket.socket, socket.socket]:
         """Its ends of two sockets, at which it is asked for programs: by this process, and at ``address``."""
@@ -242,13 +240,9 @@ def _adopt(orphans: bool) -> None:
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) == 0
 
 
-def _wait(pid: int) -> None:
-    """Wait for the end of a child, unless what the program has imported has done so."""
-    with suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-
-
-def _end(wait: Callable[[], object], control: socket.socket, address: str) -> None:
+def _end(owner: int, wait: Callable[[], object], control: socket.socket, address: str) -> None:
+    if os.getpid() != owner:  # a fork server that it has forked ends like a program
+        return
     control.shutdown(socket.SHUT_RDWR)  # a fork server may hold the socket, too
     control.close()
     wait()
