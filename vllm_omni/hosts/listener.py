@@ -62,7 +62,7 @@ class Peer:
 
 
 class Controllers(Protocol):
-    """The front end's side of controllers on hosts, on the I/O thread; see ``engine/hosted_controllers.py``."""
+    """The front end's side of controllers on hosts, on the I/O thread; see ``engine/remote_controllers.py``."""
 
     def receive(self, data: memoryview) -> None:
         """Take messages of controllers on a host."""

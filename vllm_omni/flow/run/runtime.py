@@ -233,12 +233,12 @@ class GraphRuntime:
         for controller in self._controllers.values():
             controller.shutdown()
 
-    def lose(self, role: str, reason: str, error: Exception | None = None) -> None:
-        """Mark a role whose process has died: calls that need it fail at once, with ``RoleUnavailable`` or the given
-        error, and new ones are rejected until ``regain``.
+    def lose(self, role: str, reason: str) -> None:
+        """Mark a role whose process has died, of a graph without a server: calls that need it fail at once, with
+        ``RoleUnavailable``, and new ones are rejected until ``regain``. Of a server, see ``lose_calls``.
         """
         self._lost[role] = reason
-        self.lose_calls(list(self._calls), role, error or RoleUnavailable(f"role {role!r} was lost: {reason}"))
+        self.lose_calls(list(self._calls), role, RoleUnavailable(f"role {role!r} was lost: {reason}"))
 
     def lose_calls(self, call_ids: Iterable[str], role: str, error: Exception) -> None:
         """Let those of these calls fail at once that need a role: the process that served it for them has died."""
