@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from tests.hosts.ray_cluster import VARIABLES, Cluster
 from vllm_omni.relay.secret import MIN_BYTES
 
 STAGES = {"thinker": "box-a", "talker": "box-b", "token2wav": "box-c"}
+TALKERS = {"thinker": "box-a", "talker/0": "box-b", "token2wav": "box-c", "talker/1": "box-d"}
 ONE, HOSTS, RAY = "one machine", "hosts", "Ray"
 PORT = 7654
 END_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 180.0
@@ -36,29 +37,46 @@ ORPHAN_S = 120.0  # on a busy machine a front end starts in more than the defaul
 
 
 class Deployment:
-    """A front end of this machine, and a host for each stage."""
+    """A front end of this machine, and a host for each engine.
 
-    def __init__(self, stack: ExitStack, model: Path, directory: Path) -> None:
+    Args:
+        hosts: engine -> its host; "talker/1" is the second replica of a stage.
+        flags: more of the front end.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        model: Path,
+        directory: Path,
+        hosts: Mapping[str, str] = STAGES,
+        flags: Sequence[str] = (),
+    ) -> None:
         self._stack, self._model, self._directory = stack, model, directory
+        self._places, self._flags = hosts, flags
         self._token = directory / "token"
         self._token.write_text("s" * MIN_BYTES)
         self._token.chmod(0o600)
         self._net: Network = stack.enter_context(network(directory))
-        self.hosts: dict[str, Host] = {stage: self._net.add() for stage in STAGES}
-        for stage in STAGES:
-            self.join(stage)
+        self.hosts: dict[str, Host] = {engine: self._net.add() for engine in hosts}
+        for engine in hosts:
+            self.join(engine)
         self.server = self.start_front_end()
 
-    def join(self, stage: str) -> None:
-        """Start the program of a stage's host."""
+    def join(self, engine: str) -> None:
+        """Start the program of an engine's host."""
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(self._model), "--omni", "--headless"]
-        command += [f"--stage={stage}", f"--join={self._net.address}:{PORT}", f"--token-file={self._token}"]
-        log = self._directory / f"{stage}.log"
-        self.hosts[stage].start(command, log, VLLM_OMNI_ORPHAN_S=str(ORPHAN_S))
+        command += [f"--stage={engine}", f"--join={self._net.address}:{PORT}", f"--token-file={self._token}"]
+        log = self._directory / f"{engine.replace('/', '-')}.log"
+        self.hosts[engine].start(command, log, VLLM_OMNI_ORPHAN_S=str(ORPHAN_S))
 
     def start_front_end(self) -> Server:
-        flags = [f"--stage={stage}.host={host}" for stage, host in STAGES.items()]
-        flags += [f"--listen={self._net.address}:{PORT}", f"--token-file={self._token}"]
+        by_stage: dict[str, list[str]] = {}
+        for engine, host in self._places.items():
+            by_stage.setdefault(engine.partition("/")[0], []).append(host)
+        flags = [f"--stage={stage}.host=[{','.join(hosts)}]" for stage, hosts in by_stage.items()]
+        flags += [f"--stage={stage}.replicas={len(hosts)}" for stage, hosts in by_stage.items() if len(hosts) > 1]
+        flags += [*self._flags, f"--listen={self._net.address}:{PORT}", f"--token-file={self._token}"]
         self.server = self._stack.enter_context(serve(self._model, "--omni", *flags))
         return self.server
 

@@ -1,6 +1,6 @@
 """What it costs to place stages on several hosts: Qwen2.5-Omni with each stage on a host of its own.
 
-    python -m benchmarks.hosts [--runs 5] [--parts pipeline messages starts recovery idle] [--short]
+    python -m benchmarks.hosts [--runs 5] [--parts pipeline messages replicas starts recovery idle] [--short]
 
 Hosts are network namespaces of this machine (``tests/hosts/machines.py``), each with a network, a /dev/shm and
 processes of its own: so what is measured is the work of a deployment on several hosts, on the same cores, and not a
@@ -14,6 +14,8 @@ Baseline: one machine with all stages; for messages, plain ZMQ.
 * ``messages``: 256 bytes there and back (``benchmarks/host_messages.py``): from a front end to an engine core on a
   host, and frames of two controllers. Baselines: vLLM's sockets on one machine; between the same hosts plain ZMQ, with
   and without CURVE, a call of a Ray actor and Ray's compiled graph.
+* ``replicas``: two talkers, each on a host: requests per second of sixteen at once, and the front end's CPU time for
+  each (``benchmarks/host_replicas.py``). Baseline: their controllers in the front end.
 * ``starts``: from the commands to the first ``/health`` that says yes. Baseline: one machine.
 * ``recovery``: from a fault until ``/health`` reports it, and until a request is answered again. Baseline: an engine
   that is killed on one machine.
@@ -59,6 +61,7 @@ from benchmarks.host_deployments import (
     started,
 )
 from benchmarks.host_messages import RAY_PORT, Figures, measure_messages
+from benchmarks.host_replicas import cpu_s, measure_replicas
 from benchmarks.host_ways import WAYS
 from benchmarks.qwen_omni import SHAPE
 from benchmarks.serve import Server
@@ -66,7 +69,7 @@ from tests.hosts import machines
 from tests.hosts.ray_cluster import Cluster, cluster
 from vllm_omni.testing.qwen2_5_omni import build
 
-PARTS = ("pipeline", "messages", "starts", "recovery", "idle")
+PARTS = ("pipeline", "messages", "replicas", "starts", "recovery", "idle")
 NUM_AT_ONCE = 16
 SETTLE_S = 2.0  # after the last request, before idle processes are measured
 NOTICED_S, RECOVERED_S, POLL_S = 30.0, 180.0, 0.02
@@ -108,11 +111,6 @@ def measure_pipeline(servers: Mapping[str, Server], options: argparse.Namespace)
         assert one == other, "the two sides do not answer alike"
         say(f"pipeline: {found}")
     return found
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """By the clock of ``clock_getcpuclockid``: /proc counts in steps of 10 ms."""
-    return time.clock_gettime(~process.pid << 3 | 2)
 
 
 def measure_idle(sides: Mapping[str, Deployment | Server], options: argparse.Namespace) -> Values:
@@ -325,6 +323,8 @@ def print_tables(found: Mapping[str, Any]) -> None:
         print_sides("speech", found["pipeline"])
     if "messages" in found:
         print_messages(found["messages"])
+    if "replicas" in found:
+        print_sides("speech, two talkers", found["replicas"])
     if "starts" in found:
         print_sides("start", found["starts"], 1)
     if "recovery" in found:
@@ -362,6 +362,10 @@ def measure(parts: Sequence[str], directory: Path, *, with_ray: bool, options: a
                 say(f"idle: {found['idle']}")
             if "recovery" in parts:
                 recovery = measure_recovery(faults_of(local, hosts), options)
+    if "replicas" in parts:
+        sizes = options.runs, options.at_once, options.tokens, options.codes
+        found["replicas"] = spreads(measure_replicas(starts.model, directory, *sizes))
+        say(f"replicas: {found['replicas']}")
     with ExitStack() as stack:
         if with_ray and {"starts", "recovery"} & set(parts):
             for name in "rh":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import multiprocessing
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from ctypes import c_uint64
+
+from vllm.platforms import current_platform
 
 from vllm_omni import envs
 from vllm_omni.engine import function_host
@@ -34,6 +35,7 @@ from vllm_omni.flow import Activation, Emission, Yield
 from vllm_omni.flow.remote.messages import Fault, PayloadCodec
 from vllm_omni.process.channel import Channel, receive_blocking
 from vllm_omni.process.child import END_TIMEOUT_S, ChildProcess
+from vllm_omni.process.fork_server import child_context
 from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.status import StageState, StageStatus
 from vllm_omni.process.tether import ServerTether
@@ -306,7 +308,7 @@ class _Host:
         self.name = name
         self.payloads: PayloadCodec = find(codec)()
         self.runs: dict[int, _Run] = {}
-        context = multiprocessing.get_context("spawn")
+        context = child_context(current_platform.device_type)
         self.computing: c_uint64 = context.RawValue(c_uint64, 0)
         self._numbers = itertools.count(1)
         self._socket, theirs = socket.socketpair()

@@ -8,6 +8,7 @@ so where the environment has changed since, another one takes its place.
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.util
 import os
 import tempfile
@@ -38,6 +39,8 @@ READ_LATE = (
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_USE_V2_MODEL_RUNNER",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
     "traceparent",
     "tracestate",
     "VLLM_HOST_IP",
@@ -47,8 +50,8 @@ READ_LATE = (
 )
 """Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
 
-vLLM, its plugin, and its traces set all but the first three when an engine is made; the last four, the processes of an
-engine that spans hosts.
+vLLM, its plugin, its traces and its compiler set all but the first three when an engine is made; the last four, the
+processes of an engine that spans hosts.
 """
 
 POLL_S = 1.0
@@ -198,6 +201,12 @@ def forked_stages(device_type: str) -> Iterator[None]:
         yield
     finally:
         _thread.context = None
+
+
+def child_context(device_type: str) -> SpawnContext:
+    """What starts other processes of a server: they are forked as its stages are, and spawned for another device."""
+    is_forked = device_type == "cpu" and envs.VLLM_OMNI_FORK_SERVER
+    return StageContext() if is_forked else multiprocessing.get_context("spawn")
 
 
 def worker_context() -> SpawnContext | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import socket
 import time
 from collections.abc import Callable, MutableSequence
@@ -21,7 +20,7 @@ from vllm_omni.entrypoints.front_ends.messages import Held, Measure, Message, Re
 from vllm_omni.errors import StageFailed
 from vllm_omni.process.channel import Channel
 from vllm_omni.process.child import ChildProcess
-from vllm_omni.process.fork_server import StageContext
+from vllm_omni.process.fork_server import child_context
 from vllm_omni.process.proc import cpu_s
 from vllm_omni.process.stage_processes import StageProcesses, killed_by
 from vllm_omni.process.status import StageState, StageStatus
@@ -122,9 +121,8 @@ class FrontEnd:
 
     def make_process(self, sock: socket.socket) -> BaseProcess:
         """The process, not started: forked where vLLM has been imported, on a CPU, and spawned elsewhere."""
-        is_forked = current_platform.is_cpu() and envs.VLLM_OMNI_FORK_SERVER
-        context = StageContext() if is_forked else multiprocessing.get_context("spawn")
         args = (self._tether, sock, self._listener, self._loads, self._index, self._blueprint)
+        context = child_context(current_platform.device_type)
         process: BaseProcess = context.Process(target=serve, args=args, name=self.name, daemon=True)
         return process
 
