@@ -9,8 +9,8 @@ import pytest
 from tests.flow.builders import FunctionNode, make_speech_nodes, make_speech_plan, read
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.request_call import RequestCall
-from vllm_omni.errors import EngineLost, StageFailed, StageUnavailable
-from vllm_omni.flow import Activation, Emission, FlowStatistics, GraphRuntime, StaticPlan
+from vllm_omni.errors import EngineLost, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.flow import Activation, Emission, FlowStatistics, GraphCall, GraphRuntime, StaticPlan
 from vllm_omni.messages.request import RequestContext
 
 
@@ -129,4 +129,38 @@ async def test_a_model_that_fails_on_the_request_does_not_run_again() -> None:
     with pytest.raises(StageFailed, match="failed the request"):
         await read(world.call)  # type: ignore[arg-type]
     assert world.places.lost == []
+    await world.end()
+
+
+class Closing:
+    """In the place of ``GraphRuntime``: one engine was lost just now, and another one has yet to end its part."""
+
+    has_call = False
+
+    def is_open(self, call_id: str) -> bool:
+        return self.has_call
+
+    def open(self, call_id: str, *args: Any, **options: Any) -> GraphCall:
+        self.has_call = True
+        raise LOST
+
+
+async def test_a_request_that_cannot_be_opened_holds_nothing_also_while_it_is_closed() -> None:
+    world, runtime = World(), Closing()
+    world.call._runtime = runtime  # type: ignore[assignment]
+    with pytest.raises(EngineLost):
+        await world.open()
+    assert runtime.has_call
+    assert not world.gate.admitted
+    assert world.places.left == ["a"]
+
+
+async def test_a_request_whose_id_is_in_use_leaves_the_other_where_it_is() -> None:
+    world, again = World(), World()
+    await world.open()
+    again.call._runtime, again.call._gate = world.runtime, world.gate
+    with pytest.raises(InvalidRequest, match="a call of this id is still open"):
+        await again.open()
+    assert world.gate.admitted == {"a"}
+    assert again.places.left == []
     await world.end()

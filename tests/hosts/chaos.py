@@ -23,19 +23,20 @@ from vllm_omni.engine.replicas import ReplicaGroup
 from vllm_omni.errors import CallAborted, DeadlineExceeded, InvalidRequest, StageFailed
 from vllm_omni.process.status import StageState
 
-ORPHAN_S = 8.0  # VLLM_OMNI_ORPHAN_S of the hosts
+ORPHAN_S = 5.0  # VLLM_OMNI_ORPHAN_S of the hosts
 GLITCH_S = (0.1, 1.5)  # a host that is cut off for so long is not lost
-CUT_S = (2.5, ORPHAN_S)  # one that continues; for 6 s and more, connections of relays are lost, too
-LOST_S = (ORPHAN_S, ORPHAN_S + 4.0)  # one that may end, and is then started again
+CUT_S = (2.5, ORPHAN_S)  # one that continues
+LOST_S = (ORPHAN_S, ORPHAN_S + 3.0)  # one that may end, and is then started again; 6 s are too long for relays
 DOWN_S = (0.0, 2.0)  # before a killed host is started again
-DRAINED_S = (0.2, 4.0)
-PAUSE_S = (0.0, 3.0)  # between two events of which the second one does not wait for the recovery from the first
+DRAINED_S = (0.2, 2.0)
+PAUSE_S = (0.0, 1.5)  # between two events of which the second one does not wait for the recovery from the first
 RECOVERY_S = 150.0  # 12 s, on a machine that is busy with other tests
 NOTICED_S = 2.5  # after which a host that is silent is lost
 REQUEST_S = 60.0  # likewise, 4 s
 IDLE_S = 20.0
 RESTARTS = {"VLLM_OMNI_STAGE_RESTARTS": "1000", "VLLM_OMNI_STAGE_RESTART_WINDOW_S": "3"}
 POLL_S = 0.05
+FAILED_S = 0.25  # before the next request of a client: without a stage, requests fail at once
 NUM_CLIENTS = 4
 LOCAL = "token2wav"  # the stage beside the front end, which has as many replicas as an event says
 MAX_LOCAL = 2
@@ -186,7 +187,7 @@ class Load:
                 asking.cancel()
             self.counts[outcome] += 1
             if outcome == "failed":
-                await asyncio.sleep(POLL_S)  # without a stage, requests fail at once
+                await asyncio.sleep(FAILED_S)
 
     async def _ask(self, question: Question, request_id: str, rng: random.Random) -> str:
         """One request, which some clients leave, abort, or give a deadline; returns how it ended."""

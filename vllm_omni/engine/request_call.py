@@ -63,11 +63,13 @@ class RequestCall:
                 ``RemoteControllers.enter``.
         """
         self._opened_at, deadline_s = time.monotonic(), context.deadline_s
+        is_used: bool | None = None  # the id, by another request, which stays where it is
         try:
             if self._controllers is not None:
                 context, inputs, deadline_s = await self._controllers.enter(
                     context, inputs, self._plan, self._stages, self._gate
                 )
+            is_used = self._runtime.is_open(context.request_id)
             self.call = self._runtime.open(
                 context.request_id,
                 inputs,
@@ -79,7 +81,9 @@ class RequestCall:
                 on_report=self._on_report,
             )
         except BaseException:
-            if not self._runtime.is_open(context.request_id):
+            if is_used is None:
+                is_used = self._runtime.is_open(context.request_id)
+            if not is_used:  # what has been opened is being closed
                 self._leave(context.request_id)
             raise
         self._context, self._inputs = context, inputs
