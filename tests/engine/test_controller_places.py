@@ -36,16 +36,20 @@ def test_engines_of_this_host_have_theirs_here(tiny_checkpoint: Path) -> None:
         (["talker.replicas=2", "talker.balance=affinity"], {"token2wav": "box-c"}),  # it knows the prompts
         (["token2wav.replicas=2", "token2wav.host=null"], {"thinker": "box-a", "talker": "box-b"}),
         (["thinker.epd.instances=E:1,P:1,D:1"], {"talker": "box-b", "token2wav": "box-c"}),
-        (
-            ["thinker.nodes=2", "thinker.tensor_parallel_size=2", "thinker.host=[box-a, box-d]"],
-            {"talker": "box-b", "token2wav": "box-c"},
-        ),
     ],
 )
 def test_engines_among_which_the_front_end_chooses_have_theirs_there(
     tiny_checkpoint: Path, more: list[str], left: dict[str, str]
 ) -> None:
     assert roles(tiny_checkpoint, *HOSTS, *more) == left
+
+
+def test_an_engine_that_spans_hosts_has_its_controller_beside_its_engine_core(tiny_checkpoint: Path) -> None:
+    spans = ["thinker.nodes=2", "thinker.tensor_parallel_size=2"]
+    expected = {"thinker": "box-a", "talker": "box-b", "token2wav": "box-c"}
+    assert roles(tiny_checkpoint, *HOSTS, *spans, "thinker.host=[box-a, box-d]") == expected
+    del expected["thinker"]
+    assert roles(tiny_checkpoint, *HOSTS, *spans, "thinker.host=[null, box-d]") == expected
 
 
 def test_replicas_that_are_all_elsewhere_have_theirs_beside_them(tiny_checkpoint: Path) -> None:

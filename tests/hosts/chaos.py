@@ -67,23 +67,23 @@ Faults: TypeAlias = dict[str, tuple[int, Sequence[str], tuple[float, float]]]
 
 def _of_hosts(engines: Sequence[str]) -> Faults:
     return {
-        "kill host": (2, engines, DOWN_S),
+        "kill host": (3, engines, DOWN_S),
         "cut host, a moment": (2, engines, GLITCH_S),
-        "cut host": (3, engines, CUT_S),
+        "cut host": (2, engines, CUT_S),
         "cut host, long": (1, engines, LOST_S),
     }
 
 
 WITH_REPLICAS: Faults = {
-    "kill engine": (4, (*ON_HOSTS, f"{LOCAL}/0"), (0.0, 0.0)),
+    "kill engine": (5, (*ON_HOSTS, f"{LOCAL}/0"), (0.0, 0.0)),
     **_of_hosts(ON_HOSTS),
     "drain": (2, TALKERS, DRAINED_S),
-    "scale": (1, (LOCAL,), (0.0, 0.0)),
+    "scale": (2, (LOCAL,), (0.0, 0.0)),
 }
 WITH_CONTROLLERS: Faults = {
-    "kill engine": (4, STAGES, (0.0, 0.0)),
+    "kill engine": (5, STAGES, (0.0, 0.0)),
     **_of_hosts(STAGES),
-    "part hosts": (3, STAGES, CUT_S),  # a host and the next one
+    "part hosts": (2, STAGES, CUT_S),  # a host and the next one
 }
 
 

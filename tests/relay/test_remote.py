@@ -16,6 +16,7 @@ import zmq
 
 from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
+from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote import wire
 from vllm_omni.relay.remote.messages import (
     Abandon,
@@ -507,3 +508,86 @@ async def test_tensors_that_a_dead_consumer_was_reading_are_freed(
     await stop(process, end)
     assert await until(lambda: relay.statistics().num_leases == 0, NOTICED_S)
     assert writer.num_credits == 4
+
+
+# -- networks that lose what was sent ----------------------------------------------------------------------------------
+
+
+class Road:
+    """A network between a consumer and a producer. When it is cut, what is sent is lost; connections stay open.
+
+    Attributes:
+        address: for the consumer, of the producer.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._to = address.rpartition(":")[2]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self._port}"
+        self._lost: set[asyncio.StreamWriter] = set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._ways: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+
+    def cut(self) -> None:
+        """Lose what is sent on the connections that there are."""
+        self._lost |= self._open
+
+    async def close(self) -> None:
+        self._server.close()
+        for way in self._ways:
+            way.cancel()
+        for writer in self._open:
+            writer.close()
+        closing = (writer.wait_closed() for writer in self._open)
+        await asyncio.gather(*self._ways, *closing, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        self._open |= {writer, back}
+        self._ways |= {asyncio.create_task(self._carry(*way)) for way in ((reader, back), (there, writer))}
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if writer not in self._lost:
+                writer.write(data)
+
+
+async def test_what_is_released_before_a_connection_is_found_broken_is_released_on_the_next(
+    quick_heartbeat: None, relay: TcpRelay, consumer: TcpRelay
+) -> None:
+    ref = relay.put_nowait("request", torch.ones(1000), num_readers=2)
+    road = Road(parse_location(ref).address)
+    await road.open()
+    distant = lies_at(ref, road.address)
+    assert torch.equal(await consumer.get(distant), torch.ones(1000))
+    road.cut()
+    consumer.release(distant, for_all=True)
+    assert await until(lambda: relay.statistics().num_leases == 0, NOTICED_S)
+    await road.close()
+
+
+async def test_what_is_released_while_a_producer_cannot_be_reached_is_released_later(
+    relay: TcpRelay, consumer: TcpRelay
+) -> None:
+    ref = relay.put_nowait("request", torch.ones(1000))
+    road = Road(parse_location(ref).address)
+    consumer.release(lies_at(ref, road.address), for_all=True)
+    assert not await until(lambda: relay.statistics().num_leases == 0, 0.5)
+    await road.open()
+    assert await until(lambda: relay.statistics().num_leases == 0, NOTICED_S)
+    await road.close()
+
+
+async def test_what_is_read_again_is_not_released_by_an_earlier_release(relay: TcpRelay, consumer: TcpRelay) -> None:
+    ref = relay.put_nowait("request", torch.ones(1000))
+    await consumer.get(ref)
+    (producer,) = consumer._producers.values()
+    io_thread().call(producer.release_again, ref.lease, False)
+    assert not await until(lambda: relay.statistics().num_leases == 0, 0.2)
+    consumer.release(ref)
+    assert await until(lambda: relay.statistics().num_leases == 0)

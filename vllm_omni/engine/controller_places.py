@@ -19,7 +19,8 @@ def controllers_on_hosts(
     specs: Mapping[str, StageSpec],
     cache_sources: Mapping[str, CacheSource],
 ) -> dict[str, str]:
-    """Engines beside which their controllers run -> their host; replicas that may start later are among them.
+    """Engines beside which their controllers run -> their host, the first one of an engine that spans several; replicas
+    that may start later are among them.
 
     All engines of a stage, or none. The controllers of the others run in the front end: it fetches pictures and videos
     by the relay, for which a message is no way; it releases caches that travel; it has the state of sessions
@@ -61,8 +62,7 @@ def expect_two_clients(config: VllmConfig) -> None:
 
 def _is_elsewhere(stage: StageConfig) -> bool:
     is_chosen_by_prompt = len(stage.engine_names) > 1 and stage.balance == "affinity"
-    is_whole = stage.nodes == 1 and not stage.deployment.is_split
-    return is_whole and not is_chosen_by_prompt and None not in stage.hosts
+    return not stage.deployment.is_split and not is_chosen_by_prompt and None not in stage.hosts
 
 
 def _has_several(stage: StageConfig) -> bool:

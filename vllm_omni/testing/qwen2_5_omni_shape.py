@@ -51,12 +51,12 @@ class TinyShape:
     tts_text_offsets: tuple[int, int, int] = (2, 3, 4)  # pad, start, end, from the last special token
     speakers: tuple[str, ...] = ("Chelsie", "Ethan")
     # Vocoder. 240 mel hops of 24 kHz: prod(upsample_rates) samples for each mel frame, two frames for each code.
-    dit_layers: int = 2
+    dit_layers: int = 3
     dit_heads: int = 2
     dit_head_dim: int = 32
     dit_hidden_size: int = 64
     dit_look_ahead_layers: tuple[int, ...] = (1,)
-    dit_look_backward_layers: tuple[int, ...] = (0,)
+    dit_look_backward_layers: tuple[int, ...] = (0, 2)
     mel_dim: int = 80
     speaker_dim: int = 32
     reference_frames: int = 20

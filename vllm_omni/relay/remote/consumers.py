@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_CONSUMERS = 4096
 PIECE_BYTES = 1 << 20
-PROBE_AFTER_S = (0.0, 0.02, 0.1, 0.4)  # ZMQ reports the end of a connection before it has removed it
+PROBE_AFTER_S = (0.0, 0.02, 0.1, 0.4, 2.0)  # ZMQ reports the end of a connection before it has removed it
 
 NOT_THERE = "the tensor is not there any longer: released, expired, aborted, or it is another one"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,10 +16,12 @@ from vllm_omni.errors import RelayBroken, RelayError
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.remote import messages as msg
 from vllm_omni.relay.remote.stream import RemoteReader
-from vllm_omni.relay.remote.wire import CONNECT_MS, Wire
+from vllm_omni.relay.remote.wire import CONNECT_MS, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Wire
 
 if TYPE_CHECKING:
     from vllm_omni.relay.remote.relay import RemoteRelay
+
+NOTICED_S = (HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS) / 1000 + 2.0  # after which the end of a connection is noticed
 
 
 class Producer:
@@ -43,6 +47,7 @@ class Producer:
         self._streams: dict[int, RemoteReader] = {}  # by lease
         self._num_pulls: dict[int, int] = {}  # running pulls by lease
         self._held: set[int] = set()  # leases that have been read and not yet released
+        self._released: deque[tuple[float, int, bool]] = deque()  # when, and what: it may not have arrived yet
         self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost, relay.secret)
         try:
             self._wire.connect(location.address)
@@ -132,6 +137,15 @@ class Producer:
             if of_lease == lease and not future.done():
                 future.set_exception(RelayBroken("a tensor was released while it was pulled"))
         self.send(msg.Release(lease, for_all))
+        now = time.monotonic()
+        self._released.append((now, lease, for_all))
+        while self._released[0][0] < now - NOTICED_S:
+            self._released.popleft()
+
+    def release_again(self, lease: int, for_all: bool) -> None:
+        """Release what an earlier connection may not have released, unless it is being read again."""
+        if for_all or not (lease in self._num_pulls or lease in self._held or lease in self._streams):
+            self.release(lease, for_all)
 
     # -- the producer's messages --------------------------------------------------------------------------------------
 
@@ -195,6 +209,7 @@ class Producer:
         self._timer.cancel()
         self._wire.close()
         self._relay.remove_producer(self)
+        self._relay.release_later(self.location, [(lease, for_all) for _, lease, for_all in self._released])
         if not self.welcomed.done():
             self.welcomed.set_exception(error)
         for _, future in self._requests.values():

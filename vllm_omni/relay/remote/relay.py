@@ -10,7 +10,8 @@ reference cannot read. With a secret (``relay/secret.py``), no process without i
 carry is encrypted; the libraries of ``nixl`` and ``mooncake`` open ports of their own, which ask for no secret.
 
 When a connection ends, the leases that it was reading are free: at once if its process ends, by its heartbeat within
-five seconds if the other host vanishes.
+five seconds if the other host vanishes. It may be the network that has ended it: what a consumer had released on it, or
+releases meanwhile, is released again on the next one.
 
 From: SGLang-Omni (communication, Two Planes, Backends).
 """
@@ -22,7 +23,7 @@ import contextlib
 import logging
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +45,8 @@ from vllm_omni.relay.stream import CREDITS, StreamReader, Streams, StreamWriter
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+RECONNECT_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Before the attempts to reach a producer that holds something for this process; then it is gone, and its leases."""
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ class RemoteRelay(Streams):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._consumers: Consumers | None = None
         self._producers: dict[Location, Producer] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases: dict[Location, list[tuple[int, bool]]] = {}  # that wait for a connection
+        self._connecting: set[asyncio.Task[None]] = set()
         if num_bytes:
             try:
                 block_on(self._listen(host), TIMEOUT_S, "a socket")
@@ -207,14 +211,32 @@ class RemoteRelay(Streams):
         producer = self._producers.get(location)
         if producer is not None and producer.is_welcome:
             producer.release(number, for_all)
-        elif not self.is_closed:
-            task = asyncio.ensure_future(self._release_later(location, number, for_all))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+        else:
+            self.release_later(location, [(number, for_all)])
 
-    async def _release_later(self, location: Location, number: int, for_all: bool) -> None:
-        with contextlib.suppress(RelayError):  # the producer is gone, and the lease with it
-            (await self._connect(location)).release(number, for_all)
+    def release_later(self, location: Location, releases: Iterable[tuple[int, bool]]) -> None:
+        """Release leases on the next connection; for ``Producer``, too."""
+        if self.is_closed or not (releases := list(releases)):
+            return
+        if location in self._releases:
+            self._releases[location] += releases
+            return
+        self._releases[location] = releases
+        task = asyncio.ensure_future(self._send_releases(location))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _send_releases(self, location: Location) -> None:
+        try:
+            for delay_s in RECONNECT_AFTER_S:
+                await asyncio.sleep(delay_s)
+                with contextlib.suppress(RelayError):
+                    producer = await self._connect(location)
+                    for release in self._releases[location]:
+                        producer.release_again(*release)
+                    return
+        finally:
+            del self._releases[location]
 
     async def _connect(self, location: Location) -> Producer:
         self.check_open()
@@ -275,4 +297,6 @@ class RemoteRelay(Streams):
             producer.fail(RelayClosed(f"this {self.backend!r} relay was closed"))
         if self._consumers is not None:
             self._consumers.wire.close()
+        for task in self._connecting:
+            task.cancel()
         self._context.destroy(linger=0)
