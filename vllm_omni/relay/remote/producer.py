@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -137,9 +138,13 @@ class Producer:
             if of_lease == lease and not future.done():
                 future.set_exception(RelayBroken("a tensor was released while it was pulled"))
         self.send(msg.Release(lease, for_all))
-        now = time.monotonic()
-        self._released.append((now, lease, for_all))
-        while self._released[0][0] < now - NOTICED_S:
+        self._released.append((time.monotonic(), lease, for_all))
+        self._forget_arrived()
+
+    def _forget_arrived(self) -> None:
+        """Forget releases before which the connection would have been found broken."""
+        since = time.monotonic() - NOTICED_S
+        while self._released and self._released[0][0] < since:
             self._released.popleft()
 
     def release_again(self, lease: int, for_all: bool) -> None:
@@ -209,7 +214,9 @@ class Producer:
         self._timer.cancel()
         self._wire.close()
         self._relay.remove_producer(self)
-        self._relay.release_later(self.location, [(lease, for_all) for _, lease, for_all in self._released])
+        self._forget_arrived()
+        again = [methodcaller("release_again", lease, for_all) for _, lease, for_all in self._released]
+        self._relay.release_later(self.location, again)
         if not self.welcomed.done():
             self.welcomed.set_exception(error)
         for _, future in self._requests.values():

@@ -84,7 +84,7 @@ class RemoteRelay(Streams):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._consumers: Consumers | None = None
         self._producers: dict[Location, Producer] = {}
-        self._releases: dict[Location, list[tuple[int, bool]]] = {}  # that wait for a connection
+        self._releases: dict[Location, list[Callable[[Producer], None]]] = {}  # that wait for a connection
         self._connecting: set[asyncio.Task[None]] = set()
         if num_bytes:
             try:
@@ -212,10 +212,14 @@ class RemoteRelay(Streams):
         if producer is not None and producer.is_welcome:
             producer.release(number, for_all)
         else:
-            self.release_later(location, [(number, for_all)])
+            self.release_later(location, [lambda producer: producer.release(number, for_all)])
 
-    def release_later(self, location: Location, releases: Iterable[tuple[int, bool]]) -> None:
-        """Release leases on the next connection; for ``Producer``, too."""
+    def release_later(self, location: Location, releases: Iterable[Callable[[Producer], None]]) -> None:
+        """Release leases on the next connection; for ``Producer``, too.
+
+        Args:
+            releases: called with it.
+        """
         if self.is_closed or not (releases := list(releases)):
             return
         if location in self._releases:
@@ -233,7 +237,7 @@ class RemoteRelay(Streams):
                 with contextlib.suppress(RelayError):
                     producer = await self._connect(location)
                     for release in self._releases[location]:
-                        producer.release_again(*release)
+                        release(producer)
                     return
         finally:
             del self._releases[location]
