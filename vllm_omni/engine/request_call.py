@@ -63,7 +63,7 @@ class RequestCall:
                 ``RemoteControllers.enter``.
         """
         self._opened_at, deadline_s = time.monotonic(), context.deadline_s
-        is_used: bool | None = None  # the id, by another request, which stays where it is
+        is_used: bool | None = None  # whether another open request has this id: then nothing of it is released here
         try:
             if self._controllers is not None:
                 context, inputs, deadline_s = await self._controllers.enter(
@@ -83,7 +83,7 @@ class RequestCall:
         except BaseException:
             if is_used is None:
                 is_used = self._runtime.is_open(context.request_id)
-            if not is_used:  # what has been opened is being closed
+            if not is_used:  # a call of this id that is open now is our own, which is being closed
                 self._leave(context.request_id)
             raise
         self._context, self._inputs = context, inputs
