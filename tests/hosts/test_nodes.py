@@ -80,7 +80,11 @@ def test_a_rank_that_is_killed_is_restarted_with_the_others_of_its_engine(
     deployment: Deployment, expected: list[OmniRequestOutput]
 ) -> None:
     before = {**_ranks(deployment, FIRST), **_ranks(deployment, SECOND)}
+    report = deployment.omni.engine.stage_report
+    num_restarts = report()["thinker"].num_restarts
     _assert_failed(deployment, before["thinker/node1"].kill)
+    # The controller fails requests at once; that the engine has died is another message.
+    wait_for("a restart", lambda: report()["thinker"].num_restarts > num_restarts)
     deployment.recovered()
     assert_equal(deployment.ask_all(), expected)
     ended = {part for part, rank in before.items() if not rank.is_running()}
