@@ -66,6 +66,8 @@ SHAPE = TinyShape(
     dit_layers=2,
     dit_look_ahead_layers=(1,),
     dit_look_backward_layers=(0,),
+    resblock_kernel_sizes=(3, 7, 11),
+    loudness=0.06,
 )
 NUM_TEXT_TOKENS, NUM_CODES = 150, 545
 AUDIO_S = NUM_CODES / 50

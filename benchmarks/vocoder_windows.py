@@ -1,6 +1,6 @@
 """What windows of the vocoder cost, and how far their sound is from that of a whole decode.
 
-    python -m benchmarks.vocoder_windows [--variant base] [--codes 545] [--runs 3]
+    python -m benchmarks.vocoder_windows [--variant wide] [--codes 545] [--runs 3]
 
 Baseline: transformers' ``Qwen2_5OmniToken2WavModel`` over the whole utterance, same weights, codes, noise and threads,
 in the same process and the same run; runs alternate. Decoded one window at a time, as for one user. Columns: codes that
@@ -62,7 +62,7 @@ def decode(vocoder: Qwen2_5OmniToken2Wav, codes: list[int], speaker: str, sizes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="base", choices=tiny.VARIANTS)
+    parser.add_argument("--variant", default="wide", choices=tiny.VARIANTS)
     parser.add_argument("--codes", type=int, default=545)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -102,8 +102,7 @@ def randomize(model: Qwen2_5OmniForConditionalGeneration, shape: TinyShape, gene
     head[model.talker.codec_eos_token] = end
     code_embeddings = model.talker.model.embed_tokens.weight[: shape.num_codes]
     favour_successors(head[: shape.num_codes], code_embeddings @ model.talker.thinker_to_talker_proj.weight.T)
-    # Else the waveform would be clipped at 1.0, which hides differences.
-    model.token2wav.code2wav_bigvgan_model.conv_post.weight.mul_(0.06)
+    model.token2wav.code2wav_bigvgan_model.conv_post.weight.mul_(shape.loudness)
 
 
 def get_gain(name: str, shape: TinyShape) -> float:

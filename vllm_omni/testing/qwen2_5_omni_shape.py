@@ -16,7 +16,7 @@ SPECIAL_TOKENS = (
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Sizes of a checkpoint; the defaults give 1.2 million parameters.
+    """Sizes of a checkpoint; the defaults give a million parameters.
 
     Sizes that must agree are derived: encoder outputs and the talker's embeddings are as wide as the thinker, the
     speaker vectors as wide as the vocoder expects, and the vocoder embeds every id that the talker can emit.
@@ -51,19 +51,20 @@ class TinyShape:
     tts_text_offsets: tuple[int, int, int] = (2, 3, 4)  # pad, start, end, from the last special token
     speakers: tuple[str, ...] = ("Chelsie", "Ethan")
     # Vocoder. 240 mel hops of 24 kHz: prod(upsample_rates) samples for each mel frame, two frames for each code.
-    dit_layers: int = 3
+    dit_layers: int = 2
     dit_heads: int = 2
     dit_head_dim: int = 32
     dit_hidden_size: int = 64
     dit_look_ahead_layers: tuple[int, ...] = (1,)
-    dit_look_backward_layers: tuple[int, ...] = (0, 2)
+    dit_look_backward_layers: tuple[int, ...] = (0,)
     mel_dim: int = 80
     speaker_dim: int = 32
     reference_frames: int = 20
     upsample_rates: tuple[int, ...] = (5, 3, 2, 2, 2, 2)
     upsample_kernel_sizes: tuple[int, ...] = (11, 7, 4, 4, 4, 4)
-    resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
+    resblock_kernel_sizes: tuple[int, ...] = (3,)
     vocoder_channels: int = 64
+    loudness: float = 0.006  # scale of the waveform, which is clipped at 1.0: that would hide differences
     # Spread of the end token's logit, relative to the random part of the others; 0: a stage never ends by itself.
     thinker_end_scale: float = 0.0
     talker_end_scale: float = 0.0
@@ -111,7 +112,7 @@ class TinyShape:
 
 VARIANTS: dict[str, TinyShape] = {
     "base": TinyShape(),
-    # Wider heads, a tied thinker, a talker narrower than its attention.
+    # Wider heads, a tied thinker, a talker narrower than its attention, all of the real vocoder's kinds of blocks.
     "wide": TinyShape(
         head_dim=64,
         mrope_section=(16, 8, 8),
@@ -125,6 +126,10 @@ VARIANTS: dict[str, TinyShape] = {
         talker_heads=3,
         talker_kv_heads=1,
         speakers=("Ethan", "Chelsie"),
+        dit_layers=3,
+        dit_look_backward_layers=(0, 2),
+        resblock_kernel_sizes=(3, 7, 11),
+        loudness=0.06,
     ),
     # More layers and speakers, other ids, another vocoder.
     "deep": TinyShape(
@@ -155,6 +160,7 @@ VARIANTS: dict[str, TinyShape] = {
         upsample_kernel_sizes=(11, 8, 7, 4, 4),
         resblock_kernel_sizes=(3, 5),
         vocoder_channels=32,
+        loudness=0.06,
     ),
 }
 # Stages that end by themselves, after some dozens of tokens.

@@ -56,9 +56,9 @@ def make_codes(num_codes: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("variant", "lengths"),
     [
-        ("base", (1, 5, 36)),
+        ("wide", (1, 5, 36)),
         ("deep", (36,)),
-        pytest.param("base", (150, 301), marks=pytest.mark.long),
+        pytest.param("wide", (150, 301), marks=pytest.mark.long),
         pytest.param("deep", (1, 5, 150, 301), marks=pytest.mark.long),
     ],
 )
@@ -75,7 +75,7 @@ def test_windows_equal_transformers_over_the_same_windows(
 
 
 def test_a_whole_utterance_equals_transformers(pairs: Callable[[str], Pair]) -> None:
-    for variant, num_codes in (("base", 100), ("deep", 40)):
+    for variant, num_codes in (("wide", 100), ("deep", 40)):
         pair, codes = pairs(variant), make_codes(num_codes)
         (audio,) = pair.say(*pair.read(codes, WindowSizes(size=0), 3, "Chelsie"))
         assert (audio - pair.reference.vocode(codes, "Chelsie", seed=3)).abs().max() < TOLERANCE, variant
@@ -84,9 +84,9 @@ def test_a_whole_utterance_equals_transformers(pairs: Callable[[str], Pair]) -> 
 @pytest.mark.parametrize(
     ("variant", "lengths"),
     [
-        ("base", (1, 7, 12, 13, 24, 0)),
+        ("wide", (1, 7, 12, 13, 24, 0)),
         ("deep", (1, 13, 0)),
-        pytest.param("base", (1, 7, 12, 13, 24, 100, 180, 0), marks=pytest.mark.long),
+        pytest.param("wide", (1, 7, 12, 13, 24, 100, 180, 0), marks=pytest.mark.long),
         pytest.param("deep", (1, 7, 12, 13, 24, 100, 180, 0), marks=pytest.mark.long),
     ],
 )
@@ -109,7 +109,7 @@ def test_each_window_of_a_batch_equals_the_window_alone(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["base", "deep"])
+@pytest.mark.parametrize("variant", ["wide", "deep"])
 def test_default_windows_differ_from_the_whole_utterance_by_less_than_16_bits(
     pairs: Callable[[str], Pair], variant: str
 ) -> None:
