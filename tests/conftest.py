@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from _pytest.unraisableexception import collect_unraisable
 
@@ -22,6 +23,7 @@ from tests import machine, shared_memory
 from tests.engine_groups import place_of
 from tests.shared_engines import SharedEngines
 from vllm_omni.entrypoints.cli import quiet
+from vllm_omni.process import fork_server
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
 for name, value in {
@@ -39,6 +41,10 @@ for name, value in {
 
 _STARTUP = str(Path(__file__).parent / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+
+# A command that is quiet, run in this process, sets them for its time: its stages then say more, and need no other fork
+# server, which imports for 6 s.
+fork_server.UNREAD = (*fork_server.UNREAD, *quiet.VARIABLES)  # type: ignore[assignment]
 
 _STARTED_AT = time.time()
 
@@ -90,6 +96,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 _ENGINES = pytest.StashKey[SharedEngines]()
 _HAS_FAILED = pytest.StashKey[bool]()
+_RESIDENT = pytest.StashKey[int]()
+GROWN_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="session")
@@ -127,8 +135,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if nextitem is None or place_of(nextitem.nodeid)[2] != place_of(item.nodeid)[2]:
             if engines:
                 engines.stop()
-            give_back_memory()
-            collect_unraisable(item.config)  # what that found is this group's, not the next one's
+            if has_grown(item.config):
+                give_back_memory()
+                collect_unraisable(item.config)  # what that found is this group's, not the next one's
+                item.config.stash[_RESIDENT] = psutil.Process().memory_info().rss
 
 
 END_AT = "TESTS_END_AT"
@@ -170,6 +180,11 @@ class _Reasons:
         for reasons, names in list(failed.items())[:10]:
             others = f" and {len(names) - 1} others" if len(names) > 1 else ""
             print(f"\n{names[0]}{others}:", *reasons[:4], *reasons[4:][-12:], sep="\n")
+
+
+def has_grown(config: pytest.Config) -> bool:
+    """Whether this process has more memory than after it was last given back: most groups of tests keep none."""
+    return psutil.Process().memory_info().rss > config.stash.get(_RESIDENT, 0) + GROWN_BYTES
 
 
 def give_back_memory() -> None:

@@ -109,7 +109,8 @@ def serve(model: Path, log: Path, *flags: str, **variables: str | None) -> Itera
     port = free_port()
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--omni", *flags]
     command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}"]
-    environ = {name: value for name, value in (os.environ | variables).items() if value is not None}
+    forks = {"VLLM_OMNI_FORK_SERVER": "1"}  # tests/engine_threads.py may have changed that here
+    environ = {name: value for name, value in (os.environ | forks | variables).items() if value is not None}
     with log.open("wb") as output:
         process = zygote.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
     server = Server(f"http://127.0.0.1:{port}", process, log)

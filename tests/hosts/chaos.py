@@ -29,14 +29,16 @@ CUT_S = (2.5, ORPHAN_S)  # one that continues
 LOST_S = (ORPHAN_S, ORPHAN_S + 3.0)  # one that may end, and is then started again; 6 s are too long for relays
 DOWN_S = (0.0, 2.0)  # before a killed host is started again
 DRAINED_S = (0.2, 2.0)
-PAUSE_S = (0.0, 1.5)  # between two events of which the second one does not wait for the recovery from the first
+PAUSE_S = (0.0, 1.0)  # between two events of which the second one does not wait for the recovery from the first
+RECOVERS = 0.3  # how likely an event is that the next one waits for
 RECOVERY_S = 150.0  # 12 s, on a machine that is busy with other tests
 NOTICED_S = 2.5  # after which a host that is silent is lost
 REQUEST_S = 60.0  # likewise, 4 s
 IDLE_S = 20.0
 RESTARTS = {"VLLM_OMNI_STAGE_RESTARTS": "1000", "VLLM_OMNI_STAGE_RESTART_WINDOW_S": "3"}
 POLL_S = 0.05
-FAILED_S = 0.25  # before the next request of a client: without a stage, requests fail at once
+THOUGHT_S = 0.2  # at most, before the next request of a client
+FAILED_S = 0.5  # the same after a failure: without a stage, requests fail at once
 NUM_CLIENTS = 4
 LOCAL = "token2wav"  # the stage beside the front end, which has as many replicas as an event says
 MAX_LOCAL = 2
@@ -104,7 +106,7 @@ def make_events(seed: int, number: int, faults: Faults = WITH_REPLICAS) -> Itera
         }
         kind, target = rng.choices(list(weights), list(weights.values()))[0]
         hit.add(target)
-        recovers = rng.random() < 0.5 or len(hit) == num_targets - 1
+        recovers = rng.random() < RECOVERS or len(hit) == num_targets - 1
         lasts_s, pause_s = rng.uniform(*faults[kind][2]), rng.uniform(*PAUSE_S)
         if recovers:
             hit.clear()
@@ -157,7 +159,7 @@ class Reply:
 
 
 class Load:
-    """Clients that ask without a pause, each one request after the other.
+    """Clients that ask one request after the other, with short pauses.
 
     Attributes:
         counts: how many requests ended in which way.
@@ -186,8 +188,7 @@ class Load:
             finally:
                 asking.cancel()
             self.counts[outcome] += 1
-            if outcome == "failed":
-                await asyncio.sleep(FAILED_S)
+            await asyncio.sleep(FAILED_S if outcome == "failed" else rng.uniform(0.0, THOUGHT_S))
 
     async def _ask(self, question: Question, request_id: str, rng: random.Random) -> str:
         """One request, which some clients leave, abort, or give a deadline; returns how it ended."""

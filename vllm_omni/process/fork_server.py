@@ -41,6 +41,8 @@ READ_LATE = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "PYTHONPATH",
     "traceparent",
     "tracestate",
     "VLLM_HOST_IP",
@@ -50,8 +52,8 @@ READ_LATE = (
 )
 """Those that are read when they are needed, as ``VLLM_OMNI_*`` are; a forked process has its parent's.
 
-vLLM, its plugin, its traces and its compiler set all but the first three when an engine is made; the last four, the
-processes of an engine that spans hosts.
+vLLM, its plugin, its traces and its compiler set most of them when an engine is made; the last four, the processes of
+an engine that spans hosts. ``PYTHONPATH``: a forked process has its parent's ``sys.path``, and sets this for programs.
 """
 
 POLL_S = 1.0
