@@ -1,9 +1,9 @@
 """What is done in every process that a test starts: ``tests/conftest.py`` puts this into PYTHONPATH.
 
-Fewer garbage collections: a seventh of the time that importing vLLM takes goes into collections that find nothing. Short
-names of configurations: for lines that are not logged, transformers renders each one that it reads as JSON, for 0.1 s or
-more, several times in each start. And no warm-up of processors: vLLM processes the largest media that a model takes at
-each start, for 0.3 s.
+Fewer garbage collections: a seventh of the time that importing vLLM takes goes into collections that find nothing.
+Short names of configurations: for lines that are not logged, transformers renders each one that it reads as JSON, for
+0.1 s or more, several times in each start. And no warm-up of processors: vLLM processes the largest media that a model
+takes at each start, for 0.3 s.
 """
 
 import gc
