@@ -57,13 +57,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(item.nodeid)[:2])  # stable: the order within a file stays
 
 
+_freeze = gc.freeze
+
+
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of collections of garbage, which tests, groups and engines here ask for.
 
     Engines in this process would give it back when they end, and would keep what tests have made when they start.
     """
     gc.collect()
-    gc.freeze()
+    _freeze()
     gc.freeze = gc.unfreeze = lambda: None
 
 
@@ -138,6 +141,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             if has_grown(item.config):
                 give_back_memory()
                 collect_unraisable(item.config)  # what that found is this group's, not the next one's
+                _freeze()  # modules that its tests have imported, and what these keep
                 item.config.stash[_RESIDENT] = psutil.Process().memory_info().rss
 
 

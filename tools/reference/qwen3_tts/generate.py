@@ -1,6 +1,6 @@
-"""Run the package ``qwen-tts`` on a checkpoint and write what it answers. ``make_golden.py`` calls it.
+"""Run the package ``qwen-tts`` on checkpoints and write what it answers. ``make_golden.py`` calls it.
 
-    python generate.py CHECKPOINT CASES.json OUT.safetensors
+    python generate.py CHECKPOINT CASES.json OUT.safetensors [CHECKPOINT CASES.json OUT.safetensors ...]
 
 Runs in an environment of its own, as the package needs transformers 4.57.3. Greedy, float32, one thread.
 """
@@ -84,9 +84,7 @@ def answer(model: Qwen3TTSModel, recorder: Recorder, case: dict) -> dict[str, to
     }
 
 
-def main() -> None:
-    checkpoint, cases, out = sys.argv[1:]
-    torch.set_num_threads(1)
+def generate(checkpoint: str, cases: str, out: str) -> None:
     model = Qwen3TTSModel.from_pretrained(checkpoint, dtype=torch.float32)
     recorder = Recorder(model)
     tensors = {}
@@ -95,6 +93,13 @@ def main() -> None:
         print(case["name"], {name: tuple(tensor.shape) for name, tensor in answered.items()}, flush=True)
         tensors |= {f"{case['name']}.{name}": tensor.contiguous() for name, tensor in answered.items()}
     save_file(tensors, out)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    words = sys.argv[1:]
+    for first in range(0, len(words), 3):
+        generate(*words[first : first + 3])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_omni.testing.qwen3_tts import build
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 GOLDEN = ROOT / "tests" / "reference" / "golden" / "qwen3_tts"
@@ -37,16 +39,22 @@ def install(environment: Path) -> None:
     (environment / "complete").touch()
 
 
-def make(variant: str, cases: Path, environment: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """What the package answers to a variant's cases, by ``case.tensor``."""
-    build = [sys.executable, "-m", "vllm_omni.testing.qwen3_tts", folder / variant, "--variant", variant]
-    subprocess.run(build, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    out = folder / f"{variant}.safetensors"
+def make(cases_of: dict[str, list[dict]], environment: Path, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What the package answers to the cases of each variant, by ``case.tensor``."""
+    words: list[Path] = []
+    for variant, cases in cases_of.items():
+        path, out = folder / f"{variant}.json", folder / f"{variant}.safetensors"
+        path.write_text(json.dumps(cases), encoding="utf-8")
+        words += [build(folder / variant, variant=variant), path, out]
     paths = {**os.environ, "PYTHONPATH": str(environment), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, HERE / "generate.py", folder / variant, cases, out], check=True, env=paths)
+    subprocess.run([sys.executable, HERE / "generate.py", *words], check=True, env=paths)
+    return {variant: _kept(load_file(folder / f"{variant}.safetensors")) for variant in cases_of}
+
+
+def _kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: tensor[::STRIDE].clone() if name.endswith(".wave") else tensor
-        for name, tensor in load_file(out).items()
+        for name, tensor in tensors.items()
         if not name.endswith(".tail")
     }
 
@@ -70,12 +78,9 @@ def main() -> None:
     options = parser.parse_args()
     install(options.environment)
     found = []
+    cases_of = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for variant, cases in json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8")).items():
-            path = folder / f"{variant}.json"
-            path.write_text(json.dumps(cases), encoding="utf-8")
-            made = make(variant, path, options.environment, folder)
+        for variant, made in make(cases_of, options.environment, Path(name)).items():
             golden = GOLDEN / f"{variant}.safetensors"
             if options.check:
                 found += [f"{variant}: {one}" for one in differences(made, load_file(golden))]
