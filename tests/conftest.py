@@ -46,6 +46,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.ge
 # server, which imports for 6 s.
 fork_server.UNREAD = (*fork_server.UNREAD, *quiet.VARIABLES)  # type: ignore[assignment]
 
+SET_BY_LIBRARIES = ("TIKTOKEN_CACHE_DIR",)  # litellm's
+
 _STARTED_AT = time.time()
 
 # A request reads the certificates of all authorities, 20 ms of CPU; those that wait for a server ask 20 times a second.
@@ -218,9 +220,11 @@ def results_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(autouse=True)
-def commands_silence_libraries_for_their_time() -> Iterator[None]:
-    """A process whose environment has changed would start another fork server, with ten seconds of imports."""
-    unset = {*quiet.VARIABLES, *quiet.SERVER_VARIABLES} - os.environ.keys()
+def commands_and_libraries_change_the_environment_for_their_time() -> Iterator[None]:
+    """A process whose environment has changed would start another fork server, with ten seconds of imports, and no
+    program could be forked for it (``tests/zygote.py``).
+    """
+    unset = {*quiet.VARIABLES, *quiet.SERVER_VARIABLES, *SET_BY_LIBRARIES} - os.environ.keys()
     yield
     for name in unset:
         os.environ.pop(name, None)

@@ -23,7 +23,8 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 | image server | ``vllm serve`` with Qwen-Image | 2 |
 | commands | ``vllm-omni generate`` with image to video | 1 |
 
-The groups before "omni" are mostly long tests, with two to six processes for each.
+The groups before "omni" are mostly long tests, with two to six processes for each. Those of "long, without engines" are
+early because of their length: one that is the last lets the other worker wait.
 """
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -54,6 +55,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "videos": ("tests/e2e/test_video_jobs.py",),
     "page": ("tests/e2e/test_page.py",),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
+    # long, without engines
+    "golden": ("tests/reference/test_qwen3_tts.py",),
+    "storm": ("tests/kv/pool/directory/test_storm.py", "tests/kv/pool/directory/test_random_operations.py"),
+    "fuzz": ("tests/flow/test_fuzz.py",),
+    "store": ("tests/kv/pool/test_store.py",),
+    "aborts": ("tests/relay/test_aborts.py",),
     "omni": (
         "tests/entrypoints/test_omni_llm.py",
         "tests/e2e/test_qwen2_5_omni_parity.py",

@@ -10,6 +10,6 @@ def test_files_of_groups_exist() -> None:
 
 def test_groups_come_before_other_files() -> None:
     assert place_of(GROUPS["omni"][0])[2] == "omni"
-    other = place_of("tests/flow/test_fuzz.py::test_a[1]")
-    assert other[2] == "tests/flow/test_fuzz.py"
+    other = place_of("tests/flow/test_dependencies.py::test_a[1]")
+    assert other[2] == "tests/flow/test_dependencies.py"
     assert all(place_of(file) < other for files in GROUPS.values() for file in files)

@@ -106,7 +106,7 @@ def make_events(seed: int, number: int, faults: Faults = WITH_REPLICAS) -> Itera
         }
         kind, target = rng.choices(list(weights), list(weights.values()))[0]
         hit.add(target)
-        recovers = rng.random() < RECOVERS or len(hit) == num_targets - 1
+        recovers = rng.random() < RECOVERS or len(hit) == num_targets
         lasts_s, pause_s = rng.uniform(*faults[kind][2]), rng.uniform(*PAUSE_S)
         if recovers:
             hit.clear()
