@@ -135,11 +135,7 @@ class Side:
     ) -> Any:
         params = {
             "thinker": {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True},
-            "talker": {
-                "temperature": 0.0,
-                "max_tokens": max_codes,
-                "min_tokens": max_codes if max_codes == LONG else 0,
-            },
+            "talker": {"temperature": 0.0, "max_tokens": max_codes, "min_tokens": min_codes},
             **self.model.vocoder_params,
         }
         prompt = dict(self.model.as_case(case).vllm_prompt) | ({} if salt is None else {"cache_salt": salt})
