@@ -4,8 +4,9 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null 
 # For pip, for example: make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
-# Processes that run tests, each with engines of its own. With 0, pytest runs them itself, as --pdb needs.
-TEST_WORKERS ?= 2
+# Processes that run tests, each with engines of its own; two wait so often that they leave a seventh of two cores idle.
+# With 0, pytest runs them itself, as --pdb needs.
+TEST_WORKERS ?= 3
 WORKERS := -n $(TEST_WORKERS) --dist loadgroup
 
 VENV := .venv
@@ -36,7 +37,7 @@ HAS_CXX := $(shell command -v $(CXX))
 
 help:
 	@echo "make demo    set up .venv, build a tiny checkpoint, answer in text and speech"
-	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=..., TEST_WORKERS=2)"
+	@echo "make test    set up .venv, run the tests (PYTEST_ARGS=..., TEST_WORKERS=3)"
 	@echo "make test-long  what make test leaves out: long tests, and random tests at full size"
 	@echo "make check   ruff, ruff format --check, mypy, the structure (tools/measure.py)"
 	@echo "make format  mend what ruff can mend"
@@ -62,7 +63,8 @@ $(STAMP): requirements/cpu.lock requirements/fix_cpu_env.py pyproject.toml
 		echo "       It is on PyTorch's public CPU index. If this machine reaches a mirror of that, name it and try again:"; \
 		echo "       make $(or $(MAKECMDGOALS),.venv) PIP_FLAGS='--extra-index-url URL'"; exit 1; }
 	@# vllm-omni is another project, with a package and a command of the same names.
-	@$(PIP) install -qq --no-deps $(PIP_FLAGS) -r requirements/cpu.lock \
+	@# Two at a time: to unpack them keeps a core busy. Python compiles what it imports when it does.
+	@grep -v '^#' requirements/cpu.lock | xargs -n 60 -P 2 $(PIP) install -qq --no-deps --no-compile $(PIP_FLAGS) \
 		&& $(PIP) uninstall -qq -y vllm-omni \
 		&& $(PIP) install -qq --no-deps --no-build-isolation -e . \
 		&& $(BIN)/python requirements/fix_cpu_env.py || { \

@@ -5,7 +5,7 @@ so that their engines are started once. Groups that start engines come first, th
 file is a group of its own and fills the workers at the end. "pipelines" starts no engine: its files use the same tiny
 pipelines, which a worker builds, loads and checks once.
 
-Engines of each group in ``make test``, and the processes that they need beside the test's own. Any two neighbouring
+Engines of each group in ``make test``, and the processes that they need beside the test's own. Any three neighbouring
 rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at most.
 
 | group | engines | processes |

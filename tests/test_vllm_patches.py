@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from vllm import logger
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from vllm_omni import vllm_patches
 
 PACKAGE = Path(vllm_patches.__file__).parent
 PATCHES = Path(vllm_patches.__file__)
+UPSTREAM_INSPECTION = registry._run_in_subprocess  # before a fixture or an engine replaces it
 
 # Records of one request or step, which vLLM makes to be filled in and read: writing their fields changes no behaviour.
 RECORDS = {
@@ -129,6 +131,18 @@ def test_kernels_of_a_platform_are_registered_once(monkeypatch: pytest.MonkeyPat
     vllm_patches.register_kernels_once()
     current_platform.register_triton_kernel_overrides()
     assert calls == ["registered"]
+
+
+@pytest.mark.long
+def test_a_model_inspected_here_is_what_vllm_s_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm_omni.model_executor.models.qwen2_5_omni.talker", "Qwen2_5OmniTalker"
+    monkeypatch.setattr(registry, "_run_in_subprocess", UPSTREAM_INSPECTION)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", lambda _: tmp_path / "upstream")
+    expected = registry._LazyRegisteredModel(*name).inspect_model_cls()
+    vllm_patches.inspect_models_here()
+    monkeypatch.setattr(registry.subprocess, "run", None)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", lambda _: tmp_path / "here")
+    assert registry._LazyRegisteredModel(*name).inspect_model_cls() == expected
 
 
 def test_a_configuration_of_loggers_clears_their_caches_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,9 @@ Function, and what it replaces  Why                                           Up
  chooses the start method
 ``start_workers_in``            The ranks of an engine are forked likewise    the same
  the same of another module
+``inspect_models_here``         On a CPU no device must be kept out of the    a check of the platform
+ the registry's function that   front end, and a process imports for six
+ calls another in a process     seconds for each class it has not seen
 ``register_kernels_once``       What is forked has the kernels of its CPU     a check of the function's for what it
  a method of the platform       already: finding them again takes 0.4 s       has registered
 ``configure_logging_at_once``   Each of a thousand loggers would clear what   a configuration of the loggers that have
@@ -75,6 +78,7 @@ import gc
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
@@ -326,6 +330,17 @@ def start_workers_in(context: Callable[[], BaseContext | None]) -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: context() or get_mp_context()
+
+
+def inspect_models_here() -> None:
+    """Let vLLM import a model's class in this process to see what it can do, which it remembers in a file."""
+    from vllm.model_executor.models import registry
+
+    def inspect_here(inspect: Callable[[], T]) -> T:
+        with warnings.catch_warnings(action="ignore"):  # of what it imports
+            return inspect()
+
+    registry._run_in_subprocess = inspect_here
 
 
 def register_kernels_once() -> None:

@@ -28,6 +28,7 @@ from vllm_omni.messages.media_counts import MEDIA_POOL
 from vllm_omni.model_executor.pipeline import StageSpec
 from vllm_omni.model_executor.row_cache import ROW_CACHE
 from vllm_omni.process.shared_weights import LOAD_FORMAT, SHARED_WEIGHTS
+from vllm_omni.vllm_patches import inspect_models_here
 
 DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(AsyncEngineArgs)}
 
@@ -52,6 +53,8 @@ def create_vllm_config(
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # A forked child inherits locks of threads that it does not have, and stages start from threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if current_platform.is_cpu():
+        inspect_models_here()
     try:
         args["disable_log_stats"] = not log_stats
         made = AsyncEngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
