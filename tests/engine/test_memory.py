@@ -15,6 +15,7 @@ from vllm.platforms import interface
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.executor.abstract import Executor
 
+from tests.meta_models import on_meta_device
 from vllm_omni.config import MODEL_INDEX, load_config
 from vllm_omni.diffusion.loading import load_diffusers_pipeline
 from vllm_omni.diffusion.pipeline_copy import networks_of
@@ -67,7 +68,7 @@ def one_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def make_model(config: VllmConfig) -> torch.nn.Module:
     """The model of a stage as vLLM makes it, without memory."""
     dtype = set_default_torch_dtype(config.model_config.dtype)
-    with set_current_vllm_config(config), torch.device("meta"), torch.no_grad(), dtype:
+    with set_current_vllm_config(config), on_meta_device(), torch.no_grad(), dtype:
         return initialize_model(config)
 
 

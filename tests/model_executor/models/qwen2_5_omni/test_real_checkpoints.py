@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.meta_models import on_meta_device
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import Qwen2_5OmniPipeline
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import Qwen2_5OmniThinker
@@ -123,7 +124,7 @@ def test_language_models_load_all_their_tensors(
 ) -> None:
     path, tensors = checkpoint
     config, _ = make_config(path, stage)
-    with set_current_vllm_config(config), torch.device("meta"):
+    with set_current_vllm_config(config), on_meta_device():
         model = model_cls(vllm_config=config)
         parameters = {name for name, _ in model.named_parameters()}
         loaded = model.load_weights(iter(tensors.items()))

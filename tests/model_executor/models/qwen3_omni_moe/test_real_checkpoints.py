@@ -18,6 +18,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.meta_models import on_meta_device
 from vllm_omni.config import read_model_type
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import Qwen3OmniCode2Wav
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker import THINKER_EMBEDDING, Qwen3OmniTalker
@@ -156,7 +157,7 @@ def test_every_tensor_is_read_and_every_parameter_loaded(variant: str, tmp_path:
         overrides = spec.hf_overrides or {"architectures": [spec.architecture]}
         engine = EngineArgs(model=str(tmp_path), max_model_len=2048, dtype="bfloat16", hf_overrides=overrides, **args)
         made = engine.create_engine_config()
-        with set_current_vllm_config(made), torch.device("meta"):
+        with set_current_vllm_config(made), on_meta_device():
             model = STAGES[variant][spec.name](vllm_config=made)
             with ReadTensors() as read:
                 loaded = model.load_weights(iter(tensors.items()))
