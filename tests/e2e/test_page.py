@@ -65,6 +65,12 @@ class Window:
         self.hosts: set[str] = set()
         self.page.on("console", lambda one: one.type in ("error", "warning") and self.errors.append(one.text))
         self.page.on("pageerror", lambda one: self.errors.append(str(one)))
+        self.open_requests: set[str] = set()
+        self.page.on("request", lambda one: self.open_requests.add(one.url))
+        for end in ("requestfinished", "requestfailed"):
+            self.page.on(end, lambda one: self.open_requests.discard(one.url))
+        self.failed: list[str] = []
+        self.page.on("requestfailed", lambda one: self.failed.append(f"{one.url}: {one.failure}"))
         self.page.on("request", lambda one: self.hosts.add(re.sub(r"^(https?://[^/]*|[a-z]+:).*", r"\1", one.url)))
         if key is not None:
             self.page.add_init_script(f"sessionStorage.setItem('omni.key', '{key}')")
@@ -73,7 +79,12 @@ class Window:
             self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
-        self.page.wait_for_selector("body[data-ready]")
+        try:
+            self.page.wait_for_selector("body[data-ready]")
+        except Exception as exc:
+            exc.add_note(f"status {self.page.inner_text('#status')!r}, {self.errors=}")
+            exc.add_note(f"{self.failed=}, {self.open_requests=}")
+            raise
         self.page.wait_for_selector("#status[data-kind=idle], #status[data-kind=busy]")
 
     def stats(self) -> Any:
@@ -217,6 +228,7 @@ def state_of(server: Server) -> Any:
 
 
 def test_the_graph_shows_the_stages_their_replicas_and_their_load(window: Window) -> None:
+    window.set("stage talker", "Max tokens", 3000)  # the page asks for the load once a second
     window.open("pipeline")
     names = window.page.locator("#drawing .node .name").all_text_contents()
     assert names == ["thinker", "talker", "token2wav"]
@@ -225,9 +237,10 @@ def test_the_graph_shows_the_stages_their_replicas_and_their_load(window: Window
     assert engines == ["thinker", "talker", "token2wav/0", "token2wav/1"]
     window.ask("Tell me a story.")
     window.page.locator("#drawing .node[data-busy=true]").first.wait_for()
-    window.wait_for_answer()
     talker = window.page.locator("#engines tr", has_text="talker").first
     wait_for("the talker's throughput", lambda: re.search(r"[1-9][\d.]* tok/s", talker.inner_text()) is not None)
+    window.page.keyboard.press("Escape")
+    window.wait_for_answer()
     assert "MiB" in talker.inner_text() or "GiB" in talker.inner_text()
 
 
