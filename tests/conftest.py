@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -24,6 +23,7 @@ from tests.engine_groups import place_of
 from tests.shared_engines import SharedEngines
 from vllm_omni.entrypoints.cli import quiet
 from vllm_omni.process import fork_server
+from vllm_omni.vllm_patches import inspect_models_here
 
 # The Makefile's, for a bare `pytest`. vLLM reads them when it is imported, in this process and in its children.
 for name, value in {
@@ -231,22 +231,10 @@ def commands_and_libraries_change_the_environment_for_their_time() -> Iterator[N
 
 
 @pytest.fixture(scope="session", autouse=True)
-def vllm_inspects_models_here() -> Iterator[None]:
-    """Save the process, with ten seconds of imports, in which vLLM inspects each class of a model.
-
-    vLLM keeps CUDA out of the front end by it, and remembers the answer in a file until the class's file changes.
-    """
-
-    def inspect_here(inspect: Callable[[], Any]) -> Any:
-        with warnings.catch_warnings(action="ignore"):  # of what it imports
-            return inspect()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if "vllm" in sys.modules:  # imported by a test file
-            from vllm.model_executor.models import registry
-
-            patch.setattr(registry, "_run_in_subprocess", inspect_here)
-        yield
+def vllm_inspects_models_here() -> None:
+    """As in our front ends, also for engines of plain vLLM."""
+    if "vllm" in sys.modules:  # imported by a test file
+        inspect_models_here()
 
 
 @pytest.fixture(scope="session", autouse=True)
