@@ -160,7 +160,8 @@ def test_an_engine_on_both_nodes_answers_as_one_machine_also_after_the_end_of_a_
     with serve(checkpoint, tmp_path / "log", *flags_of(ray_cluster, *spans), **VARIABLES) as server:
         assert sorted(ray_cluster.state()["actors"]) == ["box-a", "box-b"]
         said(server).check(said_by_one_machine)
-        assert any(re.search(r"thinker(/node1)?::Worker_TP", title) for title in titles(ray_cluster))
+        found = titles(ray_cluster)
+        assert any(re.search(r"thinker(/node1)?::Worker_TP", title) for title in found), found
         (program,) = [one for one in ray_cluster.programs() if "vllm_omni.deploy.host_program" in one.cmdline()]
         program.kill()
         wait_until_restarted("the engine", server)

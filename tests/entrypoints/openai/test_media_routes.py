@@ -258,9 +258,12 @@ async def animator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ht
 
 
 def check_same_film(film: bytes, other: bytes) -> None:
-    """Not to the byte: once, one of five frames differed by 4 of 255 levels. 120 repeats were equal; why is unknown."""
+    """Not to the byte: a sum in another order changes a few levels by one, and the codec makes up to 26 of these.
+
+    With up to 60 levels changed the mean is below 3; it is 8 with another image, and 14 with another prompt.
+    """
     frames, others = (decode_video(one)[0].int() for one in (film, other))
-    assert frames.shape == others.shape and (frames - others).abs().max() <= 8
+    assert frames.shape == others.shape and (frames - others).abs().float().mean() <= 4
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mp4", "video/mp4"), ("webm", "video/webm"), ("gif", "image/gif")])
