@@ -4,6 +4,7 @@ import base64
 import io
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import soundfile
 from tests import machine
 from tests.e2e.engines import MARKS, UPSTREAM, greedy, tokens_of, upstream_answers
 from tests.e2e.test_epd_transports import PROMPTS, SHAPE
-from tests.hosts.deployments import wait_for
+from tests.hosts.deployments import NOTICED_S, wait_for
 from tests.hosts.ray_cluster import VARIABLES, Cluster, cluster
 from tests.processes import paused
 from tests.server import END_TIMEOUT_S, Server, ask, serve
@@ -83,6 +84,13 @@ def children_of(server: Server) -> list[psutil.Process]:
 def titles(cluster: Cluster) -> list[str]:
     """Of the processes on box-b."""
     return ["".join(one.cmdline()) for one in cluster.programs()]
+
+
+def wait_for_title(pattern: str, cluster: Cluster) -> None:
+    deadline = time.monotonic() + NOTICED_S
+    while not any(re.search(pattern, title) for title in (found := titles(cluster))):
+        assert time.monotonic() < deadline, f"none is {pattern}: {found}"
+        time.sleep(0.1)
 
 
 def assert_secret(server: Server, cluster: Cluster) -> None:
@@ -160,8 +168,7 @@ def test_an_engine_on_both_nodes_answers_as_one_machine_also_after_the_end_of_a_
     with serve(checkpoint, tmp_path / "log", *flags_of(ray_cluster, *spans), **VARIABLES) as server:
         assert sorted(ray_cluster.state()["actors"]) == ["box-a", "box-b"]
         said(server).check(said_by_one_machine)
-        found = titles(ray_cluster)
-        assert any(re.search(r"thinker(/node1)?::Worker_TP", title) for title in found), found
+        wait_for_title(r"thinker(/node1)?::Worker_TP", ray_cluster)
         (program,) = [one for one in ray_cluster.programs() if "vllm_omni.deploy.host_program" in one.cmdline()]
         program.kill()
         wait_until_restarted("the engine", server)
