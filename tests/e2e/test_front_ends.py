@@ -226,7 +226,8 @@ def test_speech_completions_and_errors_are_those_of_one(front_ends: FrontEnds, s
 
 async def test_texts_in_pieces_are_spoken_over_websockets_of_both(front_ends: FrontEnds) -> None:
     body = {"model": "tiny", "response_format": "pcm", "voice": "Ethan", "seed": 0, "max_new_tokens": 12}
-    whole = np.frombuffer(front_ends.each()[0].post("/v1/audio/speech", json={**body, "input": "Hello."}).content, "<i2")
+    said = front_ends.each()[0].post("/v1/audio/speech", json={**body, "input": "Hello."}).content
+    whole = np.frombuffer(said, "<i2")
     url = f"{front_ends.server.url.replace('http', 'ws')}/v1/audio/speech/stream"
     text = [{"type": "input.text", "text": piece} for piece in ("Hel", "lo.")]
     async with connect(url) as one, connect(url) as other:  # which reaches the front end with fewer connections

@@ -88,7 +88,7 @@ def titles(cluster: Cluster) -> list[str]:
 
 def wait_for_title(pattern: str, cluster: Cluster) -> None:
     deadline = time.monotonic() + NOTICED_S
-    while not any(re.search(pattern, title) for title in (found := titles(cluster))):
+    while not re.search(pattern, found := " ".join(titles(cluster))):
         assert time.monotonic() < deadline, f"none is {pattern}: {found}"
         time.sleep(0.1)
 
