@@ -73,8 +73,7 @@ def read_yaml_file(path: Path, kind: str = "deployment file", keys: Sequence[str
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        reason = (isinstance(exc, OSError) and exc.strerror) or exc
-        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {reason}") from exc
+        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
     document = parse_yaml(text, str(path))
     value = document.values["value"]
     if value is not None and not isinstance(value, dict):
@@ -92,9 +91,7 @@ def parse_yaml(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as exc:
         line = "" if exc.problem_mark is None else f":{exc.problem_mark.line + 1}"
         raise ConfigError(f"{source}{line}: not valid YAML: {exc.problem or exc}") from None
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{source}: not valid YAML: {exc}") from None
-    except (ValueError, RecursionError) as exc:  # a date such as 2001-13-45; a mapping that contains itself
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # a date such as 2001-13-45; a mapping in itself
         raise ConfigError(f"{source}: not valid YAML: {exc}") from None
     finally:
         loader.dispose()

@@ -78,20 +78,28 @@ def find_conflicts(section: Mapping[str, Any]) -> Iterator[str]:
     pool = KVPoolConfig.of(section)
     if pool is None:
         return
+    yield from _keeps_nothing(pool)
+    for key, needed in _needs(pool).items():
+        if needed and key in section:
+            yield f"kv_pool.{key} = {section[key]}: has no effect without {needed}"
+
+
+def _keeps_nothing(pool: KVPoolConfig) -> Iterator[str]:
     if pool.disk is not None and not pool.disk_bytes and not pool.keeps_media:
         yield "kv_pool.disk_bytes = 0: must be above 0 with disk"
     elif not pool.keeps_pages and not pool.keeps_media:
         yield "kv_pool.memory_bytes = 0: without disk keeps no pages: give one of them, or leave the section out"
     if pool.redis is not None and not pool.memory_bytes:
         yield "kv_pool.memory_bytes = 0: must be above 0 with redis: other hosts read pages from memory"
+
+
+def _needs(pool: KVPoolConfig) -> dict[str, str]:
+    """Key -> the keys without which it has no effect; "": it has one."""
     of_pages = "" if pool.keeps_pages else "memory_bytes or disk_bytes"
-    needs = {
+    return {
         "disk_bytes": "" if pool.disk is not None else "disk",
         "media_disk_bytes": "" if pool.disk is not None and pool.keeps_media else "disk and media_bytes",
         "staging_bytes": of_pages,
         "canonical_layout": of_pages,
         "token_file": "" if pool.redis is not None else "redis",
     }
-    for key, needed in needs.items():
-        if needed and key in section:
-            yield f"kv_pool.{key} = {section[key]}: has no effect without {needed}"

@@ -22,10 +22,11 @@ from vllm_omni.config.checks import (
     check_field,
     check_section,
 )
+from vllm_omni.config.conflicts import find_conflict
 from vllm_omni.config.diffusion import DiffusionConfig
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.epd import MAX_INSTANCES, Balance, EPDDeployment, check_epd_section
-from vllm_omni.config.kv_pool import KVPoolConfig, check_kv_pool_section, find_conflicts
+from vllm_omni.config.kv_pool import KVPoolConfig, check_kv_pool_section
 from vllm_omni.config.vllm_args import check_engine_args, make_sampling_params
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.names import suggest
@@ -137,105 +138,8 @@ class StageConfig:
                 object.__setattr__(self, key, check_stage_field(key, value, self.engine_type))
             except Problem as exc:
                 raise self._error(exc.below(key, value)) from None
-        for message, is_wrong in self._combinations().items():
-            if is_wrong:
-                raise self._error(message)
-
-    def _combinations(self) -> dict[str, object]:
-        """What cannot be combined -> whether it is."""
-        is_ready, is_replicated = self.vllm_config is not None, self.max_engines > 1
-        devices = self.engine_args.get("device_ids") or ()
-        reads_prompt = self.is_autoregressive and self.stage_id == 0
-        sets_executor = self.executor_class is not None and "distributed_executor_backend" in self.engine_args
-        return {
-            "diffusion: only a stage with engine_type 'diffusion' has this section, and this one is "
-            f"{self.engine_type!r}": self.diffusion and not self.is_diffusion,
-            "epd: only the first stage, which reads the prompt, has this section, and only if its engine_type is "
-            "'ar'": self.epd and not reads_prompt,
-            "epd: cannot be combined with a ready vllm_config; give engine_args instead": self.epd and is_ready,
-            "kv_pool: only a stage with engine_type 'ar' has KV pages": self.kv_pool and not self.is_autoregressive,
-            **dict.fromkeys(find_conflicts(self.kv_pool), True),
-            "epd.image_cache_bytes: has no effect with kv_pool.media_bytes, which keeps the images of all instances: "
-            "leave it out": self.pool is not None and self.pool.keeps_media and "image_cache_bytes" in self.epd,
-            "kv_pool: cannot be combined with a ready vllm_config; give engine_args": self.kv_pool and is_ready,
-            "kv_pool: pages are named by the hashes of the prefix cache: leave enable_prefix_caching on": (
-                self.pool is not None
-                and self.pool.keeps_pages
-                and self.engine_args.get("enable_prefix_caching") is False
-            ),
-            "row_cache: only a stage with engine_type 'ar' has a KV cache, and rows beside it": (
-                self.row_cache is not None and not self.is_autoregressive
-            ),
-            "row_cache: cannot be combined with a ready vllm_config; give engine_args": (
-                self.row_cache is not None and is_ready
-            ),
-            "row_cache = true: rows are kept for prefixes: leave enable_prefix_caching on": (
-                self.row_cache and self.engine_args.get("enable_prefix_caching") is False
-            ),
-            "row_cache = true: pages that this kv_transfer_config loads have no rows": (
-                self.row_cache and bool(self.engine_args.get("kv_transfer_config"))
-            ),
-            "unified: only the first stage, which reads the prompt, has this key, and only if its engine_type is 'ar', "
-            "without a ready vllm_config": self.unified is not None and (not reads_prompt or is_ready),
-            "unified = true: cannot be combined with instances of kind G, which generate pictures apart from texts": (
-                self.unified and self.deployment.separates_pictures
-            ),
-            "unified = false: an instance must generate pictures: add G:1 to epd.instances": (
-                self.unified is False and not self.deployment.separates_pictures
-            ),
-            "give engine_args or a ready vllm_config, not both": self.engine_args and is_ready,
-            "replicas: cannot be combined with a ready vllm_config; give engine_args": is_replicated and is_ready,
-            "replicas: cannot be combined with epd.instances, which are several engines already: give more of those": (
-                is_replicated and self.deployment.is_split
-            ),
-            "balance: has no effect on one engine: give replicas (instances have epd.balance)": (
-                self.balance is not None and not is_replicated
-            ),
-            f"max_replicas = {self.max_replicas}: there are more at the start: replicas = {self.replicas}": (
-                self.max_replicas is not None and self.max_replicas < self.replicas
-            ),
-            f"{'replicas' if self.max_replicas is None else 'max_replicas'} = {self.max_engines}: cannot share "
-            f"{len(devices)} device_ids evenly": len(devices) % self.max_engines,
-            **(self._node_conflicts() if self.nodes > 1 and self.host is not None else {}),
-            f"host = {self.host!r}: give one name, or {len(self.engine_names)}, one for each {self._each_engine}": (
-                len(self.hosts) != len(self.engine_names)
-            ),
-            "host: cannot be combined with a ready vllm_config, which another host has not: give engine_args": (
-                is_ready and self.has_other_host
-            ),
-            "host: instances on other hosts cannot be combined with kv_pool.media_bytes, which the front end looks up "
-            "in the memory of its own host: leave one of them out": (
-                self.deployment.is_split and self.has_other_host and self.pool is not None and self.pool.keeps_media
-            ),
-            "host: cannot be combined with vLLM's nnodes or data_parallel_size: an engine is on one host, or on "
-            "several by nodes": self.has_other_host
-            and any((self.engine_args.get(name) or 1) > 1 for name in ("nnodes", "data_parallel_size")),
-            "model: the path of a checkpoint is needed (or a ready vllm_config)": not self.model and not is_ready,
-            "executor_class and engine_args.distributed_executor_backend set the same thing: give one of them": (
-                sets_executor
-            ),
-        }
-
-    def _node_conflicts(self) -> dict[str, object]:
-        """The same for an engine that spans hosts with names."""
-        names = self.host if isinstance(self.host, list) else [self.host]
-        args, where = self.engine_args, f"nodes = {self.nodes}: "
-        return {
-            f"{where}host = {self.host!r}: give {self.nodes} different names, one for each host, and start each "
-            "with --headless, also on the front end's machine, unless Ray does": len({*names} - {None}) != self.nodes
-            or len(names) != self.nodes,
-            f"{where}cannot share tensor_parallel_size = {args.get('tensor_parallel_size') or 1} evenly": (
-                (args.get("tensor_parallel_size") or 1) % self.nodes
-            ),
-            f"{where}cannot be combined with replicas, max_replicas, epd.instances or kv_pool: leave them out": (
-                self.max_engines > 1 or self.deployment.is_split or self.pool is not None
-            ),
-            f"{where}vLLM's executor for several hosts runs it: leave executor_class, distributed_executor_backend and "
-            "pipeline_parallel_size out": self.executor_class is not None
-            or args.get("distributed_executor_backend") is not None
-            or (args.get("pipeline_parallel_size") or 1) > 1,
-            f"{where}each host chooses its devices: leave device_ids out": args.get("device_ids"),
-        }
+        if (conflict := find_conflict(self)) is not None:
+            raise self._error(conflict)
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"stage {self.name!r}: {message}")
@@ -306,12 +210,6 @@ class StageConfig:
     def has_other_host(self) -> bool:
         """Whether an engine of the stage runs on another host than the front end, or may be started there."""
         return any(host is not None for host in self.part_hosts)
-
-    @property
-    def _each_engine(self) -> str:
-        if self.deployment.is_split:
-            return f"instance: {', '.join(self.engine_names)}"
-        return "replica" if self.max_replicas is None else "replica that may start"
 
     @property
     def pool(self) -> KVPoolConfig | None:

@@ -55,38 +55,21 @@ def spread(config: OmniConfig, nodes: Sequence[Node]) -> tuple[OmniConfig, list[
         NotYet: no node has room.
         ConfigError: no node has the name of a ``host``, or engines cannot be on other hosts.
     """
-    if config.pipeline is not None:
-        raise ConfigError("worker_backend = 'ray': a pipeline of your own is not on the nodes: start its hosts by hand")
+    _check_stages(config)
     if not nodes:
         raise NotYet("the cluster has no node")
-    for stage in config.stages:
-        if stage.max_replicas is not None:
-            raise ConfigError(
-                f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
-                "that a server starts with: give replicas"
-            )
-        try:
-            replace(stage, host=stage.host or _nowhere(stage))
-        except ConfigError as exc:
-            raise ConfigError(f"worker_backend = 'ray': each stage has a host: {exc}") from exc
     engines = list_every_engine(config)
     if left := [one.name for one in engines if one.is_left_to_vllm]:
         raise ConfigError(
             f"worker_backend = 'ray': engine {left[0]!r} has devices of vLLM's choice: leave "
             "distributed_executor_backend, nnodes and UUIDs out"
         )
-    named: dict[Node, list[str]] = {}
-    for one in engines:
-        for part, node in _find_nodes(one, nodes).items():
-            named.setdefault(node, []).append(part)
-    rest = [one.name for one in engines if all(one.name not in names for names in named.values())]
-    placed: dict[str, list[Replica]] = {}  # by the node's id
-    for node, names in named.items():
-        stages = on_one_host(stages_of(on_host(config, names)))
-        placed[node.id] = _place([_with_part(config, stage, names) for stage in stages], [node])
-    if rest:
+    named = _nodes_by_name(engines, nodes)
+    placed = {node.id: _place_named(config, names, node) for node, names in named.items()}
+    if rest := {one.name for one in engines}.difference(*named.values()):
         left_over = [_without(node, _num_cards(placed.get(node.id, []))) for node in nodes]
-        for replica in _place(stages_of(on_host(config, rest)), left_over):
+        names = [one.name for one in engines if one.name in rest]
+        for replica in _place(stages_of(on_host(config, names)), left_over):
             for its in _parts_of(config, replica):
                 placed.setdefault(its.hosts[0], []).append(its)
     by_id = {node.id: node for node in nodes}
@@ -151,8 +134,41 @@ def describe(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{number:g} {name}" for name, number in resources.items())
 
 
+def _check_stages(config: OmniConfig) -> None:
+    """Check that stages can be on nodes.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if config.pipeline is not None:
+        raise ConfigError("worker_backend = 'ray': a pipeline of your own is not on the nodes: start its hosts by hand")
+    for stage in config.stages:
+        if stage.max_replicas is not None:
+            raise ConfigError(
+                f"worker_backend = 'ray': stage {stage.name!r}: max_replicas: Ray reserves the devices of the engines "
+                "that a server starts with: give replicas"
+            )
+        try:
+            replace(stage, host=stage.host or _nowhere(stage))
+        except ConfigError as exc:
+            raise ConfigError(f"worker_backend = 'ray': each stage has a host: {exc}") from exc
+
+
 def _nowhere(stage: StageConfig) -> str | list[str | None]:
     return [f"{NOWHERE}-{number}" for number in range(stage.nodes)] if stage.nodes > 1 else NOWHERE
+
+
+def _nodes_by_name(engines: Sequence[EngineNeeds], nodes: Sequence[Node]) -> dict[Node, list[str]]:
+    """The engines, or their parts, whose ``host`` names a node.
+
+    Raises:
+        ConfigError: as ``_find_nodes``.
+    """
+    named: dict[Node, list[str]] = {}
+    for one in engines:
+        for part, node in _find_nodes(one, nodes).items():
+            named.setdefault(node, []).append(part)
+    return named
 
 
 def _find_nodes(engine: EngineNeeds, nodes: Sequence[Node]) -> dict[str, Node]:
@@ -175,6 +191,12 @@ def _find_nodes(engine: EngineNeeds, nodes: Sequence[Node]) -> dict[str, Node]:
             )
         found[part] = node
     return found
+
+
+def _place_named(config: OmniConfig, names: Sequence[str], node: Node) -> list[Replica]:
+    """The engines of these names on their node."""
+    stages = on_one_host(stages_of(on_host(config, names)))
+    return _place([_with_part(config, stage, names) for stage in stages], [node])
 
 
 def _with_part(config: OmniConfig, stage: Stage, names: Sequence[str]) -> Stage:

@@ -76,9 +76,15 @@ class Stage:
                 f"{where}: nodes = {self.nodes}: cannot share its {self.ranks} ranks evenly; give nodes = "
                 f"{max(one for one in range(1, self.nodes) if self.ranks % one == 0)}"
             )
-        if self.pinned and self.nodes > 1:
+        if self.pinned:
+            self._check_pinned(where)
+        if unknown := sorted(self.near - stages.keys()):
+            raise ConfigError(f"{where}: near {', '.join(unknown)}: there is no such stage")
+
+    def _check_pinned(self, where: str) -> None:
+        if self.nodes > 1:
             raise ConfigError(f"{where}: device_ids name cards of one host, and nodes = {self.nodes}: leave one out")
-        if self.pinned and len(self.pinned) < self.replicas:
+        if len(self.pinned) < self.replicas:
             raise ConfigError(
                 f"{where}: device_ids name the cards of {len(self.pinned)} replicas, and there are {self.replicas}: "
                 "give more, or leave them out"
@@ -88,8 +94,6 @@ class Stage:
                 f"{where}: a replica has {self.ranks} ranks, and device_ids name "
                 f"{', '.join(str(len(own)) for own in self.pinned)} cards: give one for each rank"
             )
-        if unknown := sorted(self.near - stages.keys()):
-            raise ConfigError(f"{where}: near {', '.join(unknown)}: there is no such stage")
 
     @property
     def ranks_per_node(self) -> int:

@@ -200,12 +200,7 @@ class RayWorkers:
         started: dict[str, float] = {}
         while not self._ending.is_set():
             try:
-                for host in [one for one, at in due.items() if at <= time.monotonic()]:
-                    if self._run(host):
-                        started[host] = time.monotonic()
-                        del due[host]
-                    else:
-                        due[host] = time.monotonic() + REPORT_S
+                self._run_due(due, started)
                 ended = self._ray.ask(msg.Watch(WATCH_S), msg.Ended, WATCH_S + ANSWER_TIMEOUT_S).outcomes
             except ClusterLost as exc:
                 if self._ending.is_set():
@@ -220,10 +215,22 @@ class RayWorkers:
                 is_steady = time.monotonic() - started[one.host] > STEADY_S
                 delay = FIRST_DELAY_S if is_steady else min(2 * delays.get(one.host, FIRST_DELAY_S / 2), MAX_DELAY_S)
                 due[one.host], delays[one.host] = time.monotonic() + delay, delay
-                reason = one.reason or "it ended by itself"
-                logger.error("node %s: %s; it is started again in %g s", one.host, reason, delay)
-                if one.is_rejected and self._listener is not None:
-                    self._listener.fail(one.host, reason)
+                self._report_end(one, delay)
+
+    def _run_due(self, due: dict[str, float], started: dict[str, float]) -> None:
+        """Start the programs of the hosts that are due; those without room are due again later."""
+        for host in [one for one, at in due.items() if at <= time.monotonic()]:
+            if self._run(host):
+                started[host] = time.monotonic()
+                del due[host]
+            else:
+                due[host] = time.monotonic() + REPORT_S
+
+    def _report_end(self, ended: msg.Outcome, delay_s: float) -> None:
+        reason = ended.reason or "it ended by itself"
+        logger.error("node %s: %s; it is started again in %g s", ended.host, reason, delay_s)
+        if ended.is_rejected and self._listener is not None:
+            self._listener.fail(ended.host, reason)
 
     def _run(self, host: str) -> bool:
         """Start the program of a host, on another node if its own is gone; returns whether the cluster has room."""

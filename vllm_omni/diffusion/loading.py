@@ -161,15 +161,19 @@ def set_attention_backend(pipeline: Any, name: str, dtype: torch.dtype, device: 
     try:
         with torch.no_grad(), attention_backend(name):
             dispatch_attention_fn(query, query, query)
-        for component in sorted(find_denoisers(pipeline)):
-            denoiser = getattr(pipeline, component)
-            if hasattr(denoiser, "set_attention_backend"):
-                denoiser.set_attention_backend(name)
-            else:
-                logger.warning("%s (%s) has no selectable attention backend", type(denoiser).__name__, component)
+        _set_in_denoisers(pipeline, name)
     except Exception as exc:
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise ConfigError(f"attention backend {name!r} cannot run on {device} in {dtype}: {reason}") from exc
+
+
+def _set_in_denoisers(pipeline: Any, attention_backend: str) -> None:
+    for component in sorted(find_denoisers(pipeline)):
+        denoiser = getattr(pipeline, component)
+        if hasattr(denoiser, "set_attention_backend"):
+            denoiser.set_attention_backend(attention_backend)
+        else:
+            logger.warning("%s (%s) has no selectable attention backend", type(denoiser).__name__, component)
 
 
 class PipelineWeights:

@@ -298,9 +298,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
-        for name, value in output.items():
-            if name != "past_key_values":
-                yield from tensors_of(value)
+        yield from tensors_of([value for name, value in output.items() if name != "past_key_values"])
     elif isinstance(output, tuple | list):
         for value in output:
             yield from tensors_of(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm_omni.engine.latency_metrics import RequestLatency
 from vllm_omni.engine.request_record import RequestRecord
 from vllm_omni.errors import StageFailed
 from vllm_omni.flow import ENTRY, Field, OutputFrame, StaticPlan
+from vllm_omni.flow.graph.plan import NodePlan
 from vllm_omni.messages.outputs import OmniRequestOutput, copy_completion
 from vllm_omni.messages.stage_output import StageOutput
 from vllm_omni.model_executor.pipeline import Pipeline, StageSpec
@@ -84,23 +85,11 @@ class Answer:
         self._started = time.monotonic()
         self._has_values: set[str] = set()  # modalities
         specs = {spec.name: spec for spec in pipeline.stages}
-        edges = {modality: plan.outputs[output] for modality, output in outputs.items()}
-        nodes = {modality: plan.nodes[edge.source] for modality, edge in edges.items()}
         self._kinds = {modality: kind_of_output(plan, output, specs) for modality, output in outputs.items()}
-        # Where a stage may answer several requests of a call, a finish reason is not yet that of the whole text.
-        is_repeated = {
-            modality: bool(node.loops_around or node.graph) or any(edge.source != ENTRY for edge in node.slots)
-            for modality, node in nodes.items()
-        }
-        self._text = _Text(is_repeated.get("text", False))
-        self._sources = {modality: edge.source for modality, edge in edges.items()}
-        self._others = {modality: self._values_of_others(modality) for modality in edges}
-        self._owners: dict[str, str] = {}  # key -> the modality that has it
-        shown = [modality for modality in pipeline.modalities if modality in edges]
-        # A video with a sound comes last: "audio" is the speech beside it.
-        for modality in sorted(shown, key=lambda one: (self._kinds[one] == "video", one != self._kinds[one])):
-            for key in KEYS.get(self._kinds[modality], ()):
-                self._owners.setdefault(key, modality)
+        self._sources = {modality: plan.outputs[output].source for modality, output in outputs.items()}
+        self._text = _Text("text" in outputs and _may_repeat(plan.nodes[self._sources["text"]]))
+        self._others = {modality: self._values_of_others(modality) for modality in outputs}
+        self._owners = _owners_of_keys(pipeline.modalities, self._kinds)
 
     def _values_of_others(self, modality: str) -> frozenset[str]:
         """The keys in a node's outputs that belong to further modalities of the request."""
@@ -220,3 +209,23 @@ class _Text:
             one = of_index.setdefault(index, ended)
             one.finish_reason, one.stop_reason = ended.finish_reason, ended.stop_reason
         return list(of_index.values())
+
+
+def _may_repeat(node: NodePlan) -> bool:
+    """Whether it may answer several requests of a call: then its finish reason is not yet that of the whole text."""
+    return bool(node.loops_around or node.graph) or any(edge.source != ENTRY for edge in node.slots)
+
+
+def _owners_of_keys(modalities: Iterable[str], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Key of an output -> the modality that has it without its name before it.
+
+    Args:
+        kinds: of the modalities that are wanted.
+    """
+    owners: dict[str, str] = {}
+    wanted = [modality for modality in modalities if modality in kinds]
+    # A video with a sound comes last: "audio" is the speech beside it.
+    for modality in sorted(wanted, key=lambda one: (kinds[one] == "video", one != kinds[one])):
+        for key in KEYS.get(kinds[modality], ()):
+            owners.setdefault(key, modality)
+    return owners

@@ -168,8 +168,8 @@ def config_of_instance(config: StageConfig, instance: Instance) -> StageConfig:
 
 
 def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> dict[str, Any]:
-    kind, device = ENGINE_KINDS[config.engine_type], current_platform.device_type
-    own = kind.engine_args(config, device)
+    device = current_platform.device_type
+    own = ENGINE_KINDS[config.engine_type].engine_args(config, device)
     _check_effects(config, {**own, **spec.engine_args})
     revision = config.engine_args.get("revision")
     args: dict[str, Any] = {
@@ -180,20 +180,36 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
         **config.engine_args,
         **_pinned_args(config.engine_args, spec),
     }
-    if (
-        config.pool is not None and config.pool.keeps_pages and not args.get("mm_encoder_only")
-    ):  # an encoder has no KV cache
-        if config.engine_args.get("kv_transfer_config") and not is_instance:
-            raise ConfigError("kv_transfer_config: kv_pool sets it, too: give one of them")
-        check_hosts(config.pool)
-        args["kv_transfer_config"] = with_offloading(args.get("kv_transfer_config"), config.pool, config.name)
+    keeps_pages = config.pool is not None and config.pool.keeps_pages
+    if keeps_pages and not args.get("mm_encoder_only"):  # an encoder has no KV cache
+        args["kv_transfer_config"] = _transfer_of_pool(config, args, is_instance=is_instance)
     if spec.architecture:
         args["hf_overrides"] = spec.hf_overrides or {"architectures": [spec.architecture]}
     if config.executor_class is not None:
         args["distributed_executor_backend"] = config.executor_class
     if config.nodes > 1:
         args |= {"nnodes": config.nodes, "distributed_executor_backend": "mp"}
-    sections = kind.additional_config(config)
+    if sections := _sections(config, spec, args, is_instance=is_instance):
+        args["additional_config"] = {**args.get("additional_config", {}), **sections}
+    if device == "cpu":
+        _check_adapters(args)
+    keeps_media = config.pool is not None and config.pool.keeps_media
+    _check_async_scheduling(args, reports_media=is_instance or keeps_media)
+    return args
+
+
+def _transfer_of_pool(config: StageConfig, args: Mapping[str, Any], *, is_instance: bool) -> Any:
+    """``kv_transfer_config`` with the pool's connector."""
+    assert config.pool is not None
+    if config.engine_args.get("kv_transfer_config") and not is_instance:
+        raise ConfigError("kv_transfer_config: kv_pool sets it, too: give one of them")
+    check_hosts(config.pool)
+    return with_offloading(args.get("kv_transfer_config"), config.pool, config.name)
+
+
+def _sections(config: StageConfig, spec: StageSpec, args: Mapping[str, Any], *, is_instance: bool) -> dict[str, Any]:
+    """What the stage's processes read in ``additional_config``."""
+    sections = ENGINE_KINDS[config.engine_type].additional_config(config)
     if args["load_format"] == LOAD_FORMAT:
         sections[SHARED_WEIGHTS] = True
     if _keeps_rows(config, spec, args, is_instance=is_instance):
@@ -201,13 +217,7 @@ def _engine_args(config: StageConfig, spec: StageSpec, *, is_instance: bool) -> 
     if config.budgets:
         EPDConfig.parse(config.budgets)  # reports a wrong value before an engine starts
         sections[EPD_CONFIG] = config.budgets
-    if sections:
-        args["additional_config"] = {**args.get("additional_config", {}), **sections}
-    if device == "cpu":
-        _check_adapters(args)
-    keeps_media = config.pool is not None and config.pool.keeps_media
-    _check_async_scheduling(args, reports_media=is_instance or keeps_media)
-    return args
+    return sections
 
 
 def _keeps_rows(config: StageConfig, spec: StageSpec, args: Mapping[str, Any], *, is_instance: bool) -> bool:

@@ -60,11 +60,7 @@ def check_graph(config: OmniConfig, pipeline: Pipeline, plans: Sequence[StaticPl
     _check_roles(plans, pipeline)
     _check_processes(plans, pipeline)
     for plan in plans:
-        for node in plan.nodes.values():
-            _check_node(node, specs.get(node.role))
-        for transferred in plan.edges:
-            if transferred.transfer is not None:
-                check_generator(f"edge {transferred}", transferred.transfer, "chunks", "call")
+        _check_plan(plan, specs)
     for plan in served:
         _check_placeholders(plan, pipeline)
     for each in stage_edges(plans):
@@ -200,6 +196,14 @@ def _check_placeholders(plan: StaticPlan, pipeline: Pipeline) -> None:
             f"graph {plan.name!r} has the placeholders {', '.join(plan.placeholders)}: a request fills {PROMPT!r} "
             "alone; override Pipeline.inputs, which fills them"
         )
+
+
+def _check_plan(plan: StaticPlan, specs: Mapping[str, StageSpec]) -> None:
+    for node in plan.nodes.values():
+        _check_node(node, specs.get(node.role))
+    for edge in plan.edges:
+        if edge.transfer is not None:
+            check_generator(f"edge {edge}", edge.transfer, "chunks", "call")
 
 
 def _check_node(node: NodePlan, spec: StageSpec | None) -> None:

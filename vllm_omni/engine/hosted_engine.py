@@ -105,13 +105,26 @@ class HostedEngine:
         Its requests are aborted; their answers, and those to calls of the earlier connection, are dropped before
         anything of this one is answered.
         """
+        if self._thread is None or not self._thread.is_alive() or not self._is_as_started(start):
+            return False
+        if not self._aborts_requests():
+            return False
+        number, self._number, self._start = self._number, start.number, start
+        self._connection.continue_as(number, start.number)
+        logger.info("stage %s: continues for the front end", self.name)
+        return True
+
+    def _is_as_started(self, start: msg.Start) -> bool:
+        """Whether a start asks for what runs; not if it has parts on other hosts, which start again."""
         before = self._start
-        if start.node is not None:  # its ranks on the other hosts start again
-            return False
-        if before is None or self._thread is None or not self._thread.is_alive():
-            return False
-        if (before.options, before.log_stats) != (start.options, start.log_stats):
-            return False
+        return (
+            before is not None
+            and start.node is None
+            and (before.options, before.log_stats) == (start.options, start.log_stats)
+        )
+
+    def _aborts_requests(self) -> bool:
+        """Whether the engine has aborted all requests, and neither failed nor sleeps."""
         answers: queue.Queue[UtilityOutput] = queue.Queue()
         decoder = MsgpackDecoder(EngineCoreOutputs)
 
@@ -131,12 +144,7 @@ class HostedEngine:
             missing.discard(answer.call_id)
             if answer.call_id == LAST_CALL and (answer.result is None or answer.result.result):  # it failed, or sleeps
                 return False
-        if missing:
-            return False
-        number, self._number, self._start = self._number, start.number, start
-        self._connection.continue_as(number, start.number)
-        logger.info("stage %s: continues for the front end", self.name)
-        return True
+        return not missing
 
     def kill(self, number: int) -> None:
         """Kill the processes of a start, which then reports its end."""

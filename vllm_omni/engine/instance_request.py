@@ -15,7 +15,7 @@ from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload
 from vllm_omni.messages.report import Reporter, ignore
 from vllm_omni.messages.slo import SLO_ARGS
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import stage_args
 from vllm_omni.messages.token_step import TOKEN_PICTURE
 from vllm_omni.model_executor.pipeline import RequestContext
 
@@ -83,7 +83,7 @@ class InstanceRequest:
 
 def generates_picture(params: SamplingParams) -> bool:
     """Whether the reply has a picture that the language model makes."""
-    return not {PICTURE, TOKEN_PICTURE}.isdisjoint((params.extra_args or {}).get(STAGE_ARGS, ()))
+    return not {PICTURE, TOKEN_PICTURE}.isdisjoint(stage_args(params))
 
 
 def may_resume(params: SamplingParams) -> bool:
@@ -95,10 +95,7 @@ def may_resume(params: SamplingParams) -> bool:
     """
     is_seeded = params.temperature > 0 and params.seed is not None
     depends_on_reply = (
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-        or params.stop
+        any((params.presence_penalty, params.frequency_penalty, params.bad_words, params.stop))
         or params.thinking_token_budget is not None
         or params.repetition_detection is not None
     )

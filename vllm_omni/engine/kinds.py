@@ -74,20 +74,14 @@ class EngineKind(ABC):
         if wanted and wanted <= spec.cache_fields:
             own = {STAGE_ARGS: request.args} if request.args else {}
             return request.prompt, without_reply(given, {**own, KV: cache_args(spec, request, given, wanted)})
-        params = given.clone()
-        params.skip_clone = True  # it is this request's own: vLLM need not copy it once more
-        own_stop_ids = params.stop_token_ids or []
         publishes = bool(spec.publishing_fields & wanted)
         is_read_on = publishes or bool((spec.frame_fields | spec.cache_fields) & wanted)
-        if is_read_on and params.n > 1:
-            raise InvalidRequest(f"stage {config.name!r}: n = {params.n}: the next stage reads one answer; give n = 1")
+        if is_read_on and given.n > 1:
+            raise InvalidRequest(f"stage {config.name!r}: n = {given.n}: the next stage reads one answer; give n = 1")
+        params = _own_params(given, {**spec.sampling_params, **request.sampling_params})
         if is_read_on or params.output_kind is not RequestOutputKind.FINAL_ONLY:
             # Each output costs the front end a pass through the graph.
             params.output_kind = RequestOutputKind.FINAL_ONLY if request.is_read_whole else RequestOutputKind.DELTA
-        for name, value in {**spec.sampling_params, **request.sampling_params}.items():
-            setattr(params, name, value)
-        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
-        params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
         args: dict[str, Any] = {**request.args, **_publishing_args(spec, request, wanted)}
         if publishes and spec.publishes_rows and not params.skip_reading_prefix_cache:
             # A cached prefix is not computed, so it has no rows but those that are kept: the scheduler knows of which.
@@ -97,6 +91,18 @@ class EngineKind(ABC):
             ours[KV] = cache_args(spec, request, params, wanted)
         params.extra_args = _with_ours(params.extra_args or {}, ours)
         return request.prompt, params
+
+
+def _own_params(given: SamplingParams, fixed: Mapping[str, Any]) -> SamplingParams:
+    """A request's own parameters: the user's, with fields that the stage fixes; stop tokens of both end the answer."""
+    params = given.clone()
+    params.skip_clone = True  # it is this request's own: vLLM need not copy it once more
+    own_stop_ids = params.stop_token_ids or []
+    for name, value in fixed.items():
+        setattr(params, name, value)
+    params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
+    params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
+    return params
 
 
 def _with_ours(extra_args: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any] | None:

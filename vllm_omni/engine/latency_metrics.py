@@ -67,12 +67,8 @@ class LatencyMetrics:
         described = {}
         for stage, count in counts.items():
             said = []
-            if number := count.answers:
-                parts = {name: 1000 * seconds / number for name, seconds in sums[stage].items()}
-                means = ", ".join(f"{name.replace('_', ' ')} {ms:.1f}" for name, ms in parts.items() if ms >= 0.05)
-                said.append(
-                    f"Avg latency of {number} reqs: {sum(parts.values()):.1f} ms" + (f" ({means})" if means else "")
-                )
+            if count.answers:
+                said.append(_describe_latency(sums[stage], count.answers))
             if count.with_slo:
                 said.append(f"SLO met: {count.met} of {count.with_slo} reqs")
             described[stage] = ", ".join(said)
@@ -161,3 +157,14 @@ class RequestLatency:
 def default_slo(vllm_config: VllmConfig) -> Slo:
     """The latency targets that the deployment gives to requests without their own."""
     return EPDConfig.parse(vllm_config.additional_config.get(EPD_CONFIG) or {}).slo
+
+
+def _describe_latency(sums: Mapping[str, float], number: int) -> str:
+    """The mean latency of so many requests, and its parts.
+
+    Args:
+        sums: part -> seconds of all of them.
+    """
+    parts = {name: 1000 * seconds / number for name, seconds in sums.items()}
+    means = ", ".join(f"{name.replace('_', ' ')} {ms:.1f}" for name, ms in parts.items() if ms >= 0.05)
+    return f"Avg latency of {number} reqs: {sum(parts.values()):.1f} ms" + (f" ({means})" if means else "")

@@ -21,7 +21,7 @@ from vllm_omni.messages.failure import make_failure
 from vllm_omni.messages.outputs import OmniRequestOutput, merge_multimodal
 from vllm_omni.messages.payload import NUM_CACHED, Payload, decode, unpack
 from vllm_omni.messages.slo import SLO_ARGS
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import stage_args
 from vllm_omni.messages.timeline import TIMELINE, TaskNotes, Timeline
 from vllm_omni.relay.hub import RelayHub
 from vllm_omni.vllm_patches import extend_request_state
@@ -153,9 +153,9 @@ class MultimodalOutputProcessor(OutputProcessor):
             state = extend_request_state(upstream, OmniRequestState)
             state.handler, state.hub, state.new_payloads, state.num_received = self.handler, self.hub, [], 0
             params = request.sampling_params
-            stage_args = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
-            if stage_args.get("publish") and self.handler is open_media:
-                state.handler = forward_references if stage_args.get("unopened") else open_and_forward
+            own = stage_args(params)
+            if own.get("publish") and self.handler is open_media:
+                state.handler = forward_references if own.get("unopened") else open_and_forward
             state.is_watched = self._has_slo or bool(params is not None and (params.extra_args or {}).get(SLO_ARGS))
 
     def process_outputs(

@@ -31,12 +31,7 @@ def check_pipeline(pipeline: Pipeline) -> None:
     for name, (is_right, needed) in _ATTRIBUTES.items():
         _check(f"{where}.{name}", getattr(pipeline, name, None), is_right, needed)
     for graph in with_called((pipeline.graph, *pipeline.further_graphs)):
-        for name in (graph.name, *graph.declarations.graph_calls):
-            _check(f"{where}: name of graph", name, _is_model_name, "a name without spaces: requests name it")
-        for one in graph.declarations.parameters.values():
-            check_function(f"graph {graph.name!r}: GlobalParameters {one.name!r}: make", one.make)
-            if one.release is not None:
-                check_function(f"graph {graph.name!r}: GlobalParameters {one.name!r}: release", one.release, "value")
+        _check_graph(where, graph)
     for spec in pipeline.stages:
         _check_stage(f"{where}: stage {spec.name!r}", spec)
     for function in pipeline.functions:
@@ -50,12 +45,25 @@ def check_pipeline(pipeline: Pipeline) -> None:
     if pipeline.continues_answers:
         _check_overridden(pipeline, "continue_answer", "continues_answers", "ids", "image")
     if pipeline.speech_stage is not None:
-        if not pipeline.speaks_prompts:
-            _check_overridden(pipeline, "speech_prompt", "speech_stage", "text", "instructions")
-        if pipeline.hears_voices:
-            _check_overridden(pipeline, "voice_prompt", "hears_voices", "text", "instructions")
-        if "audio" not in pipeline.modalities:
-            raise GraphError(f"{where}.speech_stage: speech is the modality 'audio', which modalities does not name")
+        _check_speech(where, pipeline)
+
+
+def _check_graph(where: str, graph: Graph) -> None:
+    for name in (graph.name, *graph.declarations.graph_calls):
+        _check(f"{where}: name of graph", name, _is_model_name, "a name without spaces: requests name it")
+    for one in graph.declarations.parameters.values():
+        check_function(f"graph {graph.name!r}: GlobalParameters {one.name!r}: make", one.make)
+        if one.release is not None:
+            check_function(f"graph {graph.name!r}: GlobalParameters {one.name!r}: release", one.release, "value")
+
+
+def _check_speech(where: str, pipeline: Pipeline) -> None:
+    if not pipeline.speaks_prompts:
+        _check_overridden(pipeline, "speech_prompt", "speech_stage", "text", "instructions")
+    if pipeline.hears_voices:
+        _check_overridden(pipeline, "voice_prompt", "hears_voices", "text", "instructions")
+    if "audio" not in pipeline.modalities:
+        raise GraphError(f"{where}.speech_stage: speech is the modality 'audio', which modalities does not name")
 
 
 def check_generator(where: str, function: Any, *args: str) -> None:

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.core.sched.read_window import NUM_REPORTS
 from vllm_omni.engine.stage_llm import StageLLM
-from vllm_omni.messages.stage_step import FRAME_CHUNKS, NUM_READ, STAGE_ARGS, WINDOW
+from vllm_omni.messages.stage_step import FRAME_CHUNKS, NUM_READ, WINDOW, stage_args
 
 TOKENS_AHEAD = 256
 """Tokens that an engine may be ahead of their reader: seconds of a fast one, so that none waits for a busy loop."""
@@ -65,5 +65,5 @@ def _window_of(params: SamplingParams, vllm_config: VllmConfig, generates_tokens
     if vllm_config.parallel_config.data_parallel_size > 1 or params.output_kind is not RequestOutputKind.DELTA:
         return None
     if not generates_tokens:
-        return PIECES_AHEAD if FRAME_CHUNKS in (params.extra_args or {}).get(STAGE_ARGS, {}) else None
+        return PIECES_AHEAD if FRAME_CHUNKS in stage_args(params) else None
     return max(TOKENS_AHEAD, 2 * vllm_config.scheduler_config.stream_interval)

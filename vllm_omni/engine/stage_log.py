@@ -174,19 +174,30 @@ def _describe(intervals: Sequence[Interval], seconds: float) -> list[str]:
     rate = "Avg {}: {:.3g}/s" if device is None else "Avg {}: {:.1f} tokens/s"
     running, waiting = _queue(intervals)
     parts = [rate.format(name, number / seconds) for name, number in counts.items()]
-    parts += [f"Running: {running} reqs", f"Waiting: {waiting} reqs"]
-    further = {
+    parts += [f"Running: {running} reqs", f"Waiting: {waiting} reqs", *_describe_rare(intervals)]
+    if device is not None:
+        usage = sum(one.queue.kv_cache_usage for one in intervals) / len(intervals)
+        parts.append(f"{device} KV cache usage: {usage:.1%}")
+    parts += _describe_caches(intervals)
+    return parts + [detail for one in intervals for detail in one.details]
+
+
+def _describe_rare(intervals: Sequence[Interval]) -> list[str]:
+    """What is counted, and seldom happens."""
+    counts = {
         "Deferred: {} reqs": sum(one.queue.num_skipped_waiting_reqs for one in intervals),
         "Preemptions: {}": sum(one.num_preemptions for one in intervals),
         "Corrupted: {} reqs": sum(one.num_corrupted for one in intervals),
     }
-    parts += [text.format(number) for text, number in further.items() if number]
-    if device is not None:
-        usage = sum(one.queue.kv_cache_usage for one in intervals) / len(intervals)
-        parts.append(f"{device} KV cache usage: {usage:.1%}")
+    return [text.format(number) for text, number in counts.items() if number]
+
+
+def _describe_caches(intervals: Sequence[Interval]) -> list[str]:
+    """The hit rate of each cache that was asked."""
+    parts = []
     for name in intervals[0].caches:
         caches = [one.caches[name] for one in intervals]
         if queries := sum(cache.aggregated_query_total for cache in caches):
             hits = sum(cache.aggregated_query_hit for cache in caches)
             parts.append(f"{name} cache hit rate: {hits / queries:.1%}")
-    return parts + [detail for one in intervals for detail in one.details]
+    return parts

@@ -100,15 +100,8 @@ class OmniLLM:
             InvalidRequest: a prompt or parameter is wrong; other requests of the call are aborted.
             StageFailed: a stage died.
         """
-        if isinstance(prompts, Iterator):
-            prompts = list(prompts)
-        is_list = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))  # token ids
-        prompts = list(prompts) if is_list else [prompts]
-        is_each = isinstance(sampling_params_list, list | tuple) and (
-            self.engine.is_diffusion
-            or (self.engine.draws and all(isinstance(one, DiffusionParams) for one in sampling_params_list))
-        )
-        params = _for_each(prompts, "parameters", sampling_params_list, is_each)
+        prompts = _listed(prompts)
+        params = _for_each(prompts, "parameters", sampling_params_list, self._are_for_each(sampling_params_list))
         loras = _for_each(prompts, "lora_request", lora_request, isinstance(lora_request, Sequence))
         priorities = _for_each(prompts, "priority", 0 if priority is None else priority, isinstance(priority, Sequence))
         names, has_steps = self.engine.config.stage_names, self.engine.is_diffusion and use_tqdm
@@ -129,6 +122,13 @@ class OmniLLM:
         )
         with closing(progress):
             return self._collect_all(streams, progress.update)
+
+    def _are_for_each(self, params: ParamsList) -> bool:
+        """Whether a list of parameters has one for each prompt, rather than for each stage."""
+        if not isinstance(params, list | tuple):
+            return False
+        of_pictures = self.engine.draws and all(isinstance(one, DiffusionParams) for one in params)
+        return self.engine.is_diffusion or of_pictures
 
     def chat(
         self,
@@ -290,6 +290,14 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt, which may be a list of token ids, or several, as a list."""
+    if isinstance(prompts, Iterator):
+        return list(prompts)
+    is_list = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
+    return list(prompts) if is_list else [prompts]
 
 
 def _for_each(prompts: Sequence[Any], name: str, value: Any, is_each: bool) -> Sequence[Any]:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -202,16 +203,10 @@ class JobStore:
             after: the last job of the page before.
         """
         names = sorted(filter(JOB_ID.fullmatch, self._directory.names()), reverse=not is_ascending)
-        jobs: list[VideoJob] = []
-        for name in names:
-            if after is not None and (name <= after if is_ascending else name >= after):
-                continue
-            if (job := self.find(name)) is None:
-                continue
-            if len(jobs) == limit:
-                return jobs, True
-            jobs.append(job)
-        return jobs, False
+        if after is not None:
+            names = [name for name in names if (name > after if is_ascending else name < after)]
+        jobs = list(islice(filter(None, map(self.find, names)), limit + 1))
+        return jobs[:limit], len(jobs) > limit
 
     def delete(self, job_id: str) -> bool:
         """Remove a job and its files, whatever its state; returns whether there was one.

@@ -280,24 +280,29 @@ class HostListener:
             return
         engine = self._runs.get(message.number)
         run = None if engine is None else engine.run
-        if engine is None or run is None or run.peer is not peer or run.failure is not None:
-            return  # of an earlier start
+        if engine is not None and run is not None and run.peer is peer and run.failure is None:
+            self._handle_of_run(engine, run, message, parts)  # and not of an earlier start
+
+    def _handle_of_run(
+        self,
+        engine: RemoteEngine,
+        run: EngineRunThere,
+        message: msg.Ready | msg.Output | msg.Ended | msg.Usage | msg.Statistics,
+        parts: list[zmq.Frame],
+    ) -> None:
         match message:
-            case msg.Ready(_, counts):
-                if run.bridge is not None:
-                    run.bridge.ready(msg.join_parts(counts, parts))
-            case msg.Output(_, counts):
-                if run.bridge is not None:
-                    run.bridge.put(msg.join_parts(counts, parts))
+            case msg.Ready(_, counts) if run.bridge is not None:
+                run.bridge.ready(msg.join_parts(counts, parts))
+            case msg.Output(_, counts) if run.bridge is not None:
+                run.bridge.put(msg.join_parts(counts, parts))
             case msg.Ended(_, reason):
                 self._end(engine, run, reason if len(engine.parts) == 1 else f"on host {engine.host!r}: {reason}")
                 if self.controllers is not None:
                     self.controllers.end(engine, reason)
             case msg.Usage():
                 run.usage = message
-            case msg.Statistics(_, counts):
-                if self.controllers is not None:
-                    self.controllers.count(engine, msg.join_one(counts, parts))
+            case msg.Statistics(_, counts) if self.controllers is not None:
+                self.controllers.count(engine, msg.join_one(counts, parts))
 
     def _end(self, engine: RemoteEngine, run: EngineRunThere, reason: str) -> None:
         """Note the end of an engine, or of a part: then the others, which would wait for it, are killed."""
@@ -356,12 +361,16 @@ class HostListener:
         found: list[RemoteEngine] = []
         for stage in join.stages:
             found.append(self._find_engine(stage, found))
+        self._check_complete(found)
+        return found
+
+    def _check_complete(self, found: Sequence[RemoteEngine]) -> None:
+        """Raises ``ConfigError`` if the deployment has further engines on the hosts of these."""
         for engine in found:
             with_it = [one for one in self.engines.values() if one.host == engine.host and one not in found]
             if with_it:
                 more = " ".join(f"--stage {one.name}" for one in with_it)
                 raise ConfigError(f"the deployment has further stages on host {engine.host!r}: give {more} as well")
-        return found
 
     def _find_engine(self, stage: str, taken: Sequence[RemoteEngine]) -> RemoteEngine:
         own = [one for one in self.engines.values() if stage in (one.name, one.stage, one.part_name)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.messages.canvas_step import CanvasStep, Tail
@@ -34,6 +35,12 @@ STAGE_ARGS = "omni"
 ``inputs`` (dict[str, str])   of a diffusion stage: argument of its pipeline -> key in the payloads
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
+
+
+def stage_args(params: SamplingParams | None) -> dict[str, Any]:
+    """A request's stage arguments, the very dictionary; empty: it has none."""
+    return (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+
 
 WINDOW = "omni_window"
 """Key of ``SamplingParams.extra_args``: outputs that the request may be ahead of its reader (``ReadWindow``)."""

@@ -21,7 +21,7 @@ from vllm_omni.errors import RelayBroken
 from vllm_omni.messages.denoise_step import make_output
 from vllm_omni.messages.failure import Failure, make_failure
 from vllm_omni.messages.payload import Payload, decode
-from vllm_omni.messages.stage_step import STAGE_ARGS, Readers, StreamSchedulerOutput, StreamUpdate, readers_of
+from vllm_omni.messages.stage_step import Readers, StreamSchedulerOutput, StreamUpdate, readers_of, stage_args
 from vllm_omni.model_executor.generation_model import GenerationModel
 from vllm_omni.model_executor.shared_weights import shared_weights
 from vllm_omni.model_executor.stage_device import select_device
@@ -95,8 +95,7 @@ class GenerationExecutor(WorkerlessExecutor):
         return make_output(list(scheduled), answers, ended=answers.keys() - continued, failures=failures)
 
     def _read(self, request: NewRequestData, failures: dict[str, Failure]) -> None:
-        params = request.sampling_params
-        args: Mapping[str, Any] = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+        args = stage_args(request.sampling_params)
         payloads: list[Payload] = []
         try:
             payloads = [decode(data) for data in args.get("payloads", ())]

@@ -27,7 +27,7 @@ from vllm_omni.messages.canvas_step import Tail
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
-from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput
+from vllm_omni.messages.stage_step import StreamSchedulerOutput, stage_args
 from vllm_omni.messages.token_step import TokenStep
 from vllm_omni.model_executor.frame_publisher import FramePublisher
 from vllm_omni.model_executor.row_publisher import RowPublisher
@@ -157,8 +157,8 @@ class ARModelRunner(GPUModelRunner):
 
     def _open_request(self, request: NewRequestData) -> None:
         params = request.sampling_params
-        args = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
-        if args is None:
+        args = stage_args(params)
+        if not args:
             return
         assert request.prompt_token_ids is not None, "a stage request always has prompt ids"
         assert params is not None
@@ -186,8 +186,7 @@ class ARModelRunner(GPUModelRunner):
             except Exception as exc:  # only the request may fail: an exception here would end the engine
                 self._fail(info, exc)
             for payload in payloads:
-                for ref in payload.tensors.values():
-                    self.hub.release(ref)
+                self.hub.release_payload(payload)
             args["payloads"] = ()  # the rows are loaded; the bytes would stay until the request ends
 
     def _extend_requests(self, scheduler_output: StreamSchedulerOutput) -> None:

@@ -8,13 +8,12 @@ connector is not asked for more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import stage_args
 
 
 class CachedRows:
@@ -40,9 +39,7 @@ class CachedRows:
 
     def may_read(self, request: Request) -> bool:
         """Whether the request publishes rows, and those of a cached prefix can be published, too."""
-        params = request.sampling_params
-        args: Mapping[str, Any] | None = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
-        return self._is_on and bool(args and args.get("cached_rows"))
+        return self._is_on and bool(stage_args(request.sampling_params).get("cached_rows"))
 
     def num_tokens_with_rows(self, blocks: Sequence[KVCacheBlock]) -> int:
         """How many of the first tokens of a hit have rows."""

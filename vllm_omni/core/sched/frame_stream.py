@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from vllm.v1.request import Request
@@ -11,7 +10,7 @@ from vllm.v1.request import Request
 from vllm_omni.core.sched.read_window import ReadWindow
 from vllm_omni.core.sched.stream import StreamGate
 from vllm_omni.messages.payload import Payload, decode
-from vllm_omni.messages.stage_step import FRAME_CHUNKS, STAGE_ARGS, StreamUpdate
+from vllm_omni.messages.stage_step import FRAME_CHUNKS, StreamUpdate, stage_args
 from vllm_omni.model_executor.frame_publisher import FRAME
 from vllm_omni.relay.hub import RelayHub
 
@@ -46,8 +45,7 @@ class FrameStream:
     @classmethod
     def of(cls, request: Request, hub: RelayHub) -> FrameStream | None:
         """The stream that the request reads, if its arguments say so."""
-        params = request.sampling_params
-        args: Mapping[str, Any] = (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
+        args = stage_args(request.sampling_params)
         if FRAME_CHUNKS not in args:
             return None
         stream = cls(hub, [decode(data) for data in args["payloads"]], args[FRAME_CHUNKS])

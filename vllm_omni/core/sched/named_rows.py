@@ -18,7 +18,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.request import Request
 
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import stage_args
 from vllm_omni.messages.token_names import TokenNames, decode_names
 from vllm_omni.vllm_patches import hash_blocks_by
 
@@ -37,9 +37,8 @@ class NamedRows:
 
     def add(self, request: Request) -> None:
         """Name the blocks of a new request, before anything reads their hashes."""
-        params = request.sampling_params
-        args: dict[str, Any] | None = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
-        if not args or "payloads" not in args:
+        args = stage_args(request.sampling_params)
+        if "payloads" not in args:
             return
         names = args.pop("row_names", None)  # nothing else reads them
         if self._is_on:

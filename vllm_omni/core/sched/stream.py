@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from vllm_omni.kv.kv_connector import RelayKVConnector, relay_connector
 from vllm_omni.messages.epd_step import EPDModelRunnerOutput
 from vllm_omni.messages.media_counts import MediaCounts
 from vllm_omni.messages.payload import ROWS, Payload, TensorRef, decode, unpack
-from vllm_omni.messages.stage_step import STAGE_ARGS, StreamSchedulerOutput, StreamUpdate
+from vllm_omni.messages.stage_step import StreamSchedulerOutput, StreamUpdate, stage_args
 from vllm_omni.messages.timeline import TIMELINES
 from vllm_omni.model_executor.row_cache import keeps_rows, pool_keeps_rows
 from vllm_omni.relay import StreamReader
@@ -130,9 +130,8 @@ class StreamGates:
         """Open the stream that the request reads, and its window, if its arguments name them."""
         if (window := ReadWindow.of(request)) is not None:
             self._windows[request.request_id] = window
-        params = request.sampling_params
-        args: Mapping[str, Any] | None = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
-        if not args or args.get("num_own_tokens") is None:
+        args = stage_args(request.sampling_params)
+        if args.get("num_own_tokens") is None:
             return
         payloads = [decode(data) for data in args["payloads"]]
         if any(payload.streams for payload in payloads):

@@ -14,7 +14,7 @@ From: Janus (arXiv:2410.13848): classifier-free guidance.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from vllm.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.canvases import SEPARATOR
-from vllm_omni.messages.stage_step import STAGE_ARGS
+from vllm_omni.messages.stage_step import stage_args
 from vllm_omni.messages.token_step import TOKEN_PICTURE, TokenStep
 from vllm_omni.unified.tokens import TokenPlan
 
@@ -40,9 +40,8 @@ class Picture(NamedTuple):
 
 def plan_of(request: Request) -> TokenPlan | None:
     """The picture that a request asks for."""
-    params = request.sampling_params
-    args: Any = (params.extra_args or {}).get(STAGE_ARGS) if params is not None else None
-    return msgspec.convert(args[TOKEN_PICTURE], TokenPlan) if args and TOKEN_PICTURE in args else None
+    args = stage_args(request.sampling_params)
+    return msgspec.convert(args[TOKEN_PICTURE], TokenPlan) if TOKEN_PICTURE in args else None
 
 
 class TokenPictures:

@@ -287,6 +287,16 @@ def _num_seconds(output: OmniRequestOutput) -> float:
     return len(output.multimodal_output["audio"]) / float(output.multimodal_output["sample_rate"])
 
 
+def _describe_file(output: OmniRequestOutput, path: Path) -> dict[str, Any]:
+    """The speech in a file."""
+    return {
+        "path": str(path),
+        "sample_rate": output.multimodal_output["sample_rate"],
+        "num_samples": len(output.multimodal_output["audio"]),
+        "seconds": round(_num_seconds(output), 4),
+    }
+
+
 def _as_data(
     output: OmniRequestOutput, config: OmniConfig, modalities: Sequence[str], saved: Path | None
 ) -> dict[str, Any]:
@@ -296,14 +306,7 @@ def _as_data(
         data |= {"text": answer.text, "finish_reason": answer.finish_reason}
     data |= _other_texts(output)
     if "audio" in modalities:
-        data["audio"] = None
-    if saved is not None:
-        data["audio"] = {
-            "path": str(saved),
-            "sample_rate": output.multimodal_output["sample_rate"],
-            "num_samples": len(output.multimodal_output["audio"]),
-            "seconds": round(_num_seconds(output), 4),
-        }
+        data["audio"] = saved and _describe_file(output, saved)
     if "codec_ids" in output.multimodal_output:
         data["codec_ids"] = output.multimodal_output["codec_ids"]
     data["num_prompt_tokens"] = len(output.prompt_token_ids or ())

@@ -11,6 +11,9 @@ from vllm_omni.entrypoints.cli.deployment import Deployment, DeploymentParser
 from vllm_omni.errors import ConfigError
 
 OWN_ARGS = ("revision",)  # engine arguments that a host gives itself: which checkpoint it has
+FLAGS_OF_FRONT_END = (
+    "listen worker_backend ray_address deploy_config stage_overrides epd kv_pool dry_run replica_registry".split()
+)
 
 
 def add_host_flags(group: argparse._ArgumentGroup) -> None:
@@ -43,38 +46,38 @@ def add_host_flags(group: argparse._ArgumentGroup) -> None:
 
 def check_host_flags(parser: DeploymentParser, args: argparse.Namespace) -> None:
     """Reject what does not go together on a front end, or on a host that joins one."""
-    if not args.headless:
-        if args.join is not None:
-            parser.error("--join: a host's that serves stages for a front end: give --headless, too")
-        if (args.listen is None) != (args.token_file is None):
-            parser.error("--listen, --token-file: give both: hosts join there, and must have the secret")
-        if args.ray_address and args.worker_backend != "ray":
-            parser.error("--ray-address: give --worker-backend ray, too")
-        if args.dry_run and args.worker_backend == "ray":
-            parser.error("--worker-backend ray: not with --dry-run, which asks no cluster: give --inventory FILE")
-        return
+    check = _check_host if args.headless else _check_front_end
+    check(parser, args)
+
+
+def _check_front_end(parser: DeploymentParser, args: argparse.Namespace) -> None:
+    has_ray = args.worker_backend == "ray"
+    wrong = {
+        "--join: a host's that serves stages for a front end: give --headless, too": args.join is not None,
+        "--listen, --token-file: give both: hosts join there, and must have the secret": (
+            (args.listen is None) != (args.token_file is None)
+        ),
+        "--ray-address: give --worker-backend ray, too": args.ray_address and not has_ray,
+        "--worker-backend ray: not with --dry-run, which asks no cluster: give --inventory FILE": (
+            args.dry_run and has_ray
+        ),
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            parser.error(message)
+
+
+def _check_host(parser: DeploymentParser, args: argparse.Namespace) -> None:
     for flag, value in (("--join HOST:PORT", args.join), ("--token-file FILE", args.token_file)):
         if value is None:
             parser.error(f"--headless: give {flag}: with --omni, stages run here for a front end on another host")
     if not args.stage:
         parser.error("--headless: give the stages that run here, --stage NAME, as the front end's log names them")
-    for name in args.stage:
-        if "=" in name:
-            parser.error(f"--stage {name}: with --headless, a name; settings of stages are the front end's")
-    given = {
-        "--listen": args.listen,
-        "--worker-backend": args.worker_backend,
-        "--ray-address": args.ray_address,
-        "--deploy-config": args.deploy_config,
-        "--stage-overrides": args.stage_overrides,
-        "--epd": args.epd,
-        "--kv-pool": args.kv_pool,
-        "--dry-run": args.dry_run,
-        "--replica-registry": args.replica_registry,
-    }
-    for flag, value in given.items():
-        if value:
-            parser.error(f"{flag}: not with --headless; it is the front end's")
+    if settings := [name for name in args.stage if "=" in name]:
+        parser.error(f"--stage {settings[0]}: with --headless, a name; settings of stages are the front end's")
+    for name in FLAGS_OF_FRONT_END:
+        if getattr(args, name):
+            parser.error(f"--{name.replace('_', '-')}: not with --headless; it is the front end's")
 
 
 def serve_headless(parsed: Deployment) -> None:

@@ -103,19 +103,30 @@ def _add_arguments(parser: DeploymentParser) -> None:
 
 def _check(parser: DeploymentParser, args: argparse.Namespace) -> None:
     """Reject features of vLLM's server that are unsupported here, and what vLLM's server rejects."""
-    if not args.dry_run and (args.device_memory is not None or args.inventory is not None):
-        flag = "--inventory" if args.device_memory is None else "--device-memory"
-        parser.error(f"{flag}: a plan's, with --dry-run; a start uses the devices that it finds")
-    if args.device_memory is not None and args.inventory is not None:
-        parser.error("--device-memory: cannot be combined with --inventory, which has the memory of each device")
+    _check_plan(parser, args)
     if args.fair_api_keys and len(args.api_key or ()) < 2:
         parser.error("--fair-api-keys: needs keys to be fair to: --api-key KEY KEY ...")
     check_host_flags(parser, args)
     if args.grpc or args.grpc_port is not None:
         parser.error("--grpc, --grpc-port: not with --omni; it serves HTTP")
-    if args.api_server_count is not None and args.api_server_count < 1:
-        parser.error(f"--api-server-count {args.api_server_count}: must be at least 1")
-    if args.api_server_count not in (None, 1) and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+    if args.api_server_count is not None:
+        _check_front_ends(parser, args.api_server_count)
+    validate_parsed_serve_args(args)
+
+
+def _check_plan(parser: DeploymentParser, args: argparse.Namespace) -> None:
+    given = [
+        flag for flag in ("--device-memory", "--inventory") if getattr(args, flag[2:].replace("-", "_")) is not None
+    ]
+    if given and not args.dry_run:
+        parser.error(f"{given[0]}: a plan's, with --dry-run; a start uses the devices that it finds")
+    if len(given) > 1:
+        parser.error("--device-memory: cannot be combined with --inventory, which has the memory of each device")
+
+
+def _check_front_ends(parser: DeploymentParser, number: int) -> None:
+    if number < 1:
+        parser.error(f"--api-server-count {number}: must be at least 1")
+    if number > 1 and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         said = "adapters that one front end is given are unknown to the others"
         parser.error(f"--api-server-count: not with VLLM_ALLOW_RUNTIME_LORA_UPDATING: {said}; name them at the start")
-    validate_parsed_serve_args(args)

@@ -341,17 +341,8 @@ async def build_omni_app(
     if omni.orchestrator.pipeline.speaks_prompts:
         decline_chats(omni.renderer)
     await init_app_state(text_engine, app.state, args, tasks)
-    for name in SOUND_HANDLERS:
-        if (handler := getattr(app.state, name, None)) is not None:
-            check_before_decoding(handler, check_recording)
     metrics = AudioMetrics() if app.state.log_stats else None
-    app.state.openai_serving_chat = OmniServingChat.of(app.state.openai_serving_chat, omni, metrics)
-    app.state.openai_serving_completion = OmniServingCompletion.of(app.state.openai_serving_completion, omni)
-    for name, method in TEXT_HANDLERS.items():
-        if omni.orchestrator.pipeline.speaks_prompts:
-            setattr(app.state, name, None)  # vLLM answers that the model does not support it
-        elif graphs and (handler := getattr(app.state, name, None)) is not None:
-            serve_graphs(handler, method, omni)
+    _replace_handlers(app, omni, metrics)
     chat: OmniServingChat = app.state.openai_serving_chat
     app.state.openai_serving_speech = OmniServingSpeech(chat, omni, metrics, args.sse_keep_alive_interval)
     add_graph_media_routes(app, omni, chat, results, args.sse_keep_alive_interval)
@@ -360,6 +351,21 @@ async def build_omni_app(
         add_voice_routes(app, OmniServingVoices(omni.voices, lambda: [*pipeline.speakers, *pipeline.voices]))
     _finish(app, omni, args, results, turn)
     return app
+
+
+def _replace_handlers(app: FastAPI, omni: AsyncOmni, metrics: AudioMetrics | None) -> None:
+    """Change vLLM's handlers, so that they serve the graphs."""
+    orchestrator, state = omni.orchestrator, app.state
+    for name in SOUND_HANDLERS:
+        if (handler := getattr(state, name, None)) is not None:
+            check_before_decoding(handler, check_recording)
+    state.openai_serving_chat = OmniServingChat.of(state.openai_serving_chat, omni, metrics)
+    state.openai_serving_completion = OmniServingCompletion.of(state.openai_serving_completion, omni)
+    for name, method in TEXT_HANDLERS.items():
+        if orchestrator.pipeline.speaks_prompts:
+            setattr(state, name, None)  # vLLM answers that the model does not support it
+        elif len(orchestrator.models) > 1 and (handler := getattr(state, name, None)) is not None:
+            serve_graphs(handler, method, omni)
 
 
 def _finish(app: FastAPI, omni: AsyncOmni, args: Namespace, results: Results, turn: Turns | None) -> None:
