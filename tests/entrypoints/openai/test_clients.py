@@ -1,5 +1,6 @@
 """What clients that people have make of the server's answers: OpenAI's helpers, litellm, schemathesis."""
 
+import asyncio
 import base64
 import io
 import subprocess
@@ -128,13 +129,24 @@ def proxied(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     yield {"api_base": server.url + "/v1", "api_key": "none", "model": "openai/tiny"}
 
 
+async def by_litellm(**request: Any) -> Any:
+    """The answer; the chunks of a stream. In a thread without an event loop: one that it makes here stays open."""
+    import litellm
+
+    def complete() -> Any:
+        answer = litellm.completion(**request)
+        return list(answer) if request.get("stream") else answer
+
+    return await asyncio.to_thread(complete)
+
+
 @pytest.mark.long
-def test_litellm_joins_the_text_and_the_speech_of_a_stream(proxied: dict[str, Any], text: str) -> None:
+async def test_litellm_joins_the_text_and_the_speech_of_a_stream(proxied: dict[str, Any], text: str) -> None:
     import litellm
 
     request = {**SPOKEN, **proxied, "audio": {"voice": "Ethan", "format": "pcm16"}}
-    whole = litellm.completion(**request).choices[0].message
-    chunks = list(litellm.completion(**request, stream=True))
+    whole = (await by_litellm(**request)).choices[0].message
+    chunks = await by_litellm(**request, stream=True)
     joined = litellm.stream_chunk_builder(chunks, messages=QUESTION).choices[0].message
     assert whole.content == joined.content == text
     assert num_samples(base64.b64decode(whole.audio.data), "pcm16") == NUM_SAMPLES
@@ -143,13 +155,13 @@ def test_litellm_joins_the_text_and_the_speech_of_a_stream(proxied: dict[str, An
 
 
 @pytest.mark.long
-def test_litellm_knows_the_servers_errors(proxied: dict[str, Any]) -> None:
+async def test_litellm_knows_the_servers_errors(proxied: dict[str, Any]) -> None:
     import litellm
 
     with pytest.raises(litellm.NotFoundError, match="The model `nope` does not exist"):
-        litellm.completion(**{**SHORT, **proxied, "model": "openai/nope"})
+        await by_litellm(**{**SHORT, **proxied, "model": "openai/nope"})
     with pytest.raises(litellm.BadRequestError, match="temperature must be non-negative"):
-        litellm.completion(**{**SHORT, **proxied, "temperature": -1.0})
+        await by_litellm(**{**SHORT, **proxied, "temperature": -1.0})
 
 
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
