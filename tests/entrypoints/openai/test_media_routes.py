@@ -350,7 +350,6 @@ async def until(client: httpx.AsyncClient, video_id: str, status: str) -> dict[s
 async def test_a_job_that_runs_counts_its_steps_and_is_aborted_by_its_deletion(animator: httpx.AsyncClient) -> None:
     created = await animator.post("/v1/videos", json={**FILM, **WITH_PICTURE, "num_inference_steps": 900})
     video = created.json()
-    assert video["status"] == "in_progress"
     async with asyncio.timeout(60):
         while not (await animator.get(f"/v1/videos/{video['id']}")).json()["progress"]:  # noqa: ASYNC110 as clients do
             await asyncio.sleep(0.05)
@@ -363,7 +362,8 @@ async def test_a_job_that_runs_counts_its_steps_and_is_aborted_by_its_deletion(a
 async def test_a_job_is_queued_while_the_engine_runs_as_many_as_it_can(animator: httpx.AsyncClient) -> None:
     body = {**FILM, **WITH_PICTURE, "num_inference_steps": 900}
     running = [(await animator.post("/v1/videos", json=body)).json() for _ in range(MAX_NUM_SEQS)]
-    assert {video["status"] for video in running} == {"in_progress"}
+    for video in running:  # one that an earlier test has deleted may still have its place
+        await until(animator, video["id"], "in_progress")
     queued = (await animator.post("/v1/videos", json=body)).json()
     assert (queued["status"], queued["progress"]) == ("queued", 0)
     await animator.delete(f"/v1/videos/{running[0]['id']}")
