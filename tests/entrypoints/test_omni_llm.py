@@ -23,6 +23,7 @@ from vllm_omni.deploy.needs import stages_of
 from vllm_omni.deploy.placement import plan
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, StageFailed, Unavailable
+from vllm_omni.messages.payload import Payload, TensorRef, encode
 from vllm_omni.model_executor.omni_thinker import max_video_positions
 from vllm_omni.model_executor.pipeline import RequestContext, StageRequest
 from vllm_omni.process.memory_division import MEMORY, MemoryDivision
@@ -426,8 +427,10 @@ def test_speech_about_a_picture_is_the_same_where_every_message_is_encoded(omni:
 
 
 def test_a_payload_that_the_talker_cannot_read_fails_its_request_alone(omni: OmniLLM) -> None:
-    with pytest.raises(StageFailed, match="'talker': RelayBroken"):
-        run_stage(omni, "talker", [264] * 5, {"payloads": [b"\xc1 garbage"], "speaker_index": 0})
+    of_no_backend = Payload({"rows": TensorRef("pigeon", (3, 4), "float32", b"", lease=1)}, {"rows": None})
+    for wrong in (b"\xc1 garbage", encode(of_no_backend)):
+        with pytest.raises(StageFailed, match="'talker': RelayBroken"):
+            run_stage(omni, "talker", [264] * 5, {"payloads": [wrong], "speaker_index": 0})
     assert generate(omni)[0].multimodal_output["audio"].shape == (20 * 480,)
 
 
