@@ -12,6 +12,7 @@ from vllm_omni.config.model import EngineType
 from vllm_omni.engine.engine_maker import check_default_params
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
+from vllm_omni.engine.stage_params import own_params
 from vllm_omni.errors import ConfigError, InvalidRequest
 from vllm_omni.model_executor.pipeline import StageRequest, StageSpec, find_pipeline_cls
 from vllm_omni.testing import llava as llava
@@ -68,6 +69,23 @@ def test_parameters_are_checked_against_the_vocabulary_of_their_stage(
     with pytest.raises(InvalidRequest, match=f"'talker': .*{name}") as raised:
         talker.check_params(SamplingParams(**params), params)
     assert raised.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"min_tokens": 3}, "'talker': min_tokens must be less than or equal to max_tokens=2, got 3"),
+        ({"detokenize": False}, "'talker': stop strings are only supported when detokenize is True"),
+        ({"max_tokens": "4"}, "'talker': Expected `int"),
+        ({"logit_bias": {5: object()}}, "'talker': Encoding objects of type object"),
+    ],
+    ids=str,
+)
+def test_fields_that_contradict_a_users_are_rejected_before_an_engine_decodes_them(
+    fixed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        own_params("talker", SamplingParams(max_tokens=2, stop=["a"]), fixed)
 
 
 def test_codes_are_valid_parameters_of_a_talker(talker: StageEngine) -> None:

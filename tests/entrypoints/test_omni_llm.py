@@ -276,6 +276,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"'talker': .*\[100000\] in stop_token_ids .*Vocabulary size: \d{3} ",
     ),
     "a text that ends speech": ({"sampling_params_list": {"talker": {"stop": ["a"]}}}, "'talker': stop: .*not text"),
+    "a text that ends sound": (
+        {"sampling_params_list": {"token2wav": {"stop": ["a"]}}},
+        "stop: it generates no tokens",
+    ),
+    "tokens of sound": (
+        {"sampling_params_list": {"token2wav": {"min_tokens": 2}}},
+        "min_tokens: it generates no tokens",
+    ),
     "a frame in hours": ({"prompts": video_at(1e-6)}, "higher fps"),
     "frames backwards": ({"prompts": video_at(-1.0)}, "fps"),
     "frames at once": ({"prompts": video_at(float("inf"))}, ""),

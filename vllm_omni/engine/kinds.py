@@ -20,6 +20,7 @@ from vllm_omni.config.budgets import EPD_CONFIG
 from vllm_omni.config.diffusion import DIFFUSION
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.engine.diffusion_request import ENGINE_PROMPT, make_sampling_params
+from vllm_omni.engine.stage_params import own_params
 from vllm_omni.engine.transfer_params import KV, KV_CONFIG, cache_args, without_reply
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.flow import ENTRY
@@ -78,7 +79,7 @@ class EngineKind(ABC):
         is_read_on = publishes or bool((spec.frame_fields | spec.cache_fields) & wanted)
         if is_read_on and given.n > 1:
             raise InvalidRequest(f"stage {config.name!r}: n = {given.n}: the next stage reads one answer; give n = 1")
-        params = _own_params(given, {**spec.sampling_params, **request.sampling_params})
+        params = own_params(config.name, given, {**spec.sampling_params, **request.sampling_params})
         if is_read_on or params.output_kind is not RequestOutputKind.FINAL_ONLY:
             # Each output costs the front end a pass through the graph.
             params.output_kind = RequestOutputKind.FINAL_ONLY if request.is_read_whole else RequestOutputKind.DELTA
@@ -91,18 +92,6 @@ class EngineKind(ABC):
             ours[KV] = cache_args(spec, request, params, wanted)
         params.extra_args = _with_ours(params.extra_args or {}, ours)
         return request.prompt, params
-
-
-def _own_params(given: SamplingParams, fixed: Mapping[str, Any]) -> SamplingParams:
-    """A request's own parameters: the user's, with fields that the stage fixes; stop tokens of both end the answer."""
-    params = given.clone()
-    params.skip_clone = True  # it is this request's own: vLLM need not copy it once more
-    own_stop_ids = params.stop_token_ids or []
-    for name, value in fixed.items():
-        setattr(params, name, value)
-    params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
-    params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
-    return params
 
 
 def _with_ours(extra_args: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any] | None:

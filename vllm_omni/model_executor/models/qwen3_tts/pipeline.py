@@ -44,6 +44,7 @@ OPTIONS = ("speaker", "language", "instructions", "cloned_voice", "non_streaming
 VOICE = "voice"  # the output with the features of a recording
 CUSTOM_VOICE, VOICE_DESIGN = "custom_voice", "voice_design"
 SMALL = "0b6"  # the size that was not trained to follow instructions
+MIN_FRAMES = 2  # as its package generates
 MAX_PROMPT_MARKUP = 64  # positions of a prompt beside its texts
 
 
@@ -94,7 +95,7 @@ class Qwen3TTSPipeline(Pipeline):
                 },
                 sampling_params={
                     "stop_token_ids": [self.talker_config["codec_eos_token_id"]],
-                    "min_tokens": 2,
+                    "min_tokens": MIN_FRAMES,
                     "detokenize": False,
                 },
                 check_params=check_talker_params,
@@ -213,11 +214,15 @@ class Qwen3TTSPipeline(Pipeline):
 
 
 def check_talker_params(params: SamplingParams) -> None:
-    """Check the sampling parameters of residual codes.
+    """Check the sampling parameters of residual codes, and the number of frames.
 
     Raises:
         InvalidRequest: one of them is wrong.
     """
+    if params.max_tokens is not None and params.max_tokens < MIN_FRAMES:
+        raise InvalidRequest(
+            f"max_tokens = {params.max_tokens}: speech has at least {MIN_FRAMES} frames", param="max_tokens"
+        )
     residual_sampling({}, params)
 
 
