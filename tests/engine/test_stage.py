@@ -79,7 +79,7 @@ def test_parameters_are_checked_against_the_vocabulary_of_their_stage(
         ({"max_tokens": "4"}, "'talker': Expected `int"),
         ({"logit_bias": {5: object()}}, "'talker': Encoding objects of type object"),
     ],
-    ids=str,
+    ids=["contradiction", "text", "type", "no data"],
 )
 def test_fields_that_contradict_a_users_are_rejected_before_an_engine_decodes_them(
     fixed: dict[str, Any], message: str
