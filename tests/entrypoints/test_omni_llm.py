@@ -268,6 +268,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "priority range": ({"priority": [2**63]}, "priority = 9223372036854775808"),
     "modalities type": ({"modalities": 5}, "modalities = 5"),
     "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is not an int"),
+    "a salt that is no text": (
+        {"prompts": {"prompt": PROMPT, "cache_salt": 5}},
+        "'thinker': cache_salt: Expected `str",
+    ),
     "a params object of wrong types": ({"sampling_params_list": [SamplingParams(max_tokens=4), mistyped()]}, "talker"),
     "several answers of the talker": ({"sampling_params_list": {"talker": {"n": 2}}}, "'talker': n = 2"),
     "seed": ({"sampling_params_list": {"talker": {"seed": 2**70}}}, r"'talker': seed = \d+: valid"),

@@ -22,6 +22,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from vllm_omni.core.sched.read_window import report_of
+from vllm_omni.engine.decodable import check_request
 from vllm_omni.engine.host_statistics import Recorded, Totals
 from vllm_omni.engine.latency_metrics import default_slo
 from vllm_omni.engine.media_budget import HOLDING
@@ -133,6 +134,7 @@ class StageLLM(AsyncLLM):
             salt = request.cache_salt
             features = [replace(one, identifier=of_tenant(one.identifier, salt)) for one in request.mm_features]
             request = structs.replace(request, mm_features=features)
+        check_request(request)
         if request.sampling_params is not None:
             stop_ids, size = request.sampling_params.all_stop_token_ids, self.model_config.get_vocab_size()
             stop_ids.difference_update({one for one in stop_ids if not 0 <= one < size})

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.engine.decodable import check_params
 from vllm_omni.engine.rejection import rejection
 from vllm_omni.engine.request_caches import check_given
 from vllm_omni.errors import InvalidRequest
@@ -64,19 +64,7 @@ def own_params(stage: str, given: SamplingParams, fixed: Mapping[str, Any]) -> S
     for name, value in fixed.items():
         setattr(params, name, value)
     if fixed:
-        check_decodable(stage, params)
+        check_params(stage, params)
     params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *own_stop_ids]))
     params.all_stop_token_ids.update(params.stop_token_ids)  # min_tokens must suppress these, too
     return params
-
-
-def check_decodable(stage: str, params: SamplingParams) -> None:
-    """Check that an engine core can decode parameters: there, an error would end its input thread.
-
-    Raises:
-        InvalidRequest: it cannot: a value is wrong, or of a wrong type, or contradicts another one.
-    """
-    try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    except (ValueError, TypeError, VLLMClientError) as exc:  # msgspec's are values' errors
-        raise InvalidRequest(f"sampling parameters of stage {stage!r}: {exc}") from exc

@@ -13,7 +13,7 @@ from vllm_omni.config import OmniConfig, StageConfig
 from vllm_omni.config.checks import Problem
 from vllm_omni.config.diffusion_params import DiffusionParams
 from vllm_omni.config.vllm_args import make_sampling_params
-from vllm_omni.engine.stage_params import check_decodable
+from vllm_omni.engine.decodable import check_params
 from vllm_omni.errors import InvalidRequest
 from vllm_omni.messages.slo import SLO_ARGS, Slo
 from vllm_omni.names import suggest
@@ -135,7 +135,7 @@ class StageParamsResolver:
             over = {**over, "extra_args": {**(of_request or {}), **over["extra_args"]}}
         if isinstance(given, SamplingParams):
             _check_values(stage.name, given)
-            check_decodable(stage.name, given)  # the caller may have set any field
+            check_params(stage.name, given)  # the caller may have set any field
             # The set of all stop ids is derived from the fields; a copy would share it.
             return msgspec.structs.replace(given, **over, _all_stop_token_ids=set()) if over else given
         values = {**stage.default_sampling_params, **(given or {}), **over}
