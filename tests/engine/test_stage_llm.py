@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -48,7 +49,7 @@ async def test_end_ids_beyond_the_vocabulary_do_not_reach_the_engine(monkeypatch
     llm.model_config = SimpleNamespace(get_vocab_size=lambda: 10)
     params = SamplingParams(stop_token_ids=[3], min_tokens=1)
     params.update_from_generation_config({"eos_token_id": [5, 10]}, eos_token_id=99)  # as upstream does before
-    request: Any = SimpleNamespace(sampling_params=params)
+    request = EngineCoreRequest("request", [1, 2], None, params, None, 0.0, None, None, None)
     await llm._add_request(request, None)
     llm.die()
 
