@@ -73,7 +73,8 @@ def read_yaml_file(path: Path, kind: str = "deployment file", keys: Sequence[str
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {reason}") from exc
     document = parse_yaml(text, str(path))
     value = document.values["value"]
     if value is not None and not isinstance(value, dict):

@@ -38,7 +38,7 @@ def check_stage_params(engine: StageEngine, params: SamplingParams, given: Mappi
     config = engine.vllm_config
     if config.model_config.skip_tokenizer_init:
         _reject(engine, params, _TEXT_PARAMS, "its tokens are not text")
-    if fixed := engine.spec.sampling_params:
+    if fixed := engine.spec.sampling_params:  # also checked for the request itself, when earlier stages have run
         own_params(engine.config.name, params, fixed)
     try:
         # Without a grammar, which needs the tokenizer: the engine's client checks it.

@@ -36,12 +36,6 @@ STAGE_ARGS = "omni"
 anything else                 arguments of the model (speaker, seed, codec_ids, ...)
 """
 
-
-def stage_args(params: SamplingParams | None) -> dict[str, Any]:
-    """A request's stage arguments, the very dictionary; empty: it has none."""
-    return (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
-
-
 WINDOW = "omni_window"
 """Key of ``SamplingParams.extra_args``: outputs that the request may be ahead of its reader (``ReadWindow``)."""
 
@@ -50,6 +44,11 @@ NUM_READ = "omni_num_read"
 
 FRAME_CHUNKS = "frame_chunks"
 """Stage argument of a request that decodes frames while they are made: ``first`` and ``size`` of its chunks."""
+
+
+def stage_args(params: SamplingParams | None) -> dict[str, Any]:
+    """A request's stage arguments, the very dictionary; empty: it has none."""
+    return (params.extra_args or {}).get(STAGE_ARGS, {}) if params is not None else {}
 
 
 class Readers(TypedDict):
