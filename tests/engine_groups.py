@@ -24,7 +24,8 @@ rows run at the same time, and must fit into 24 GB together; a row needs 8 GB at
 | commands | ``vllm-omni generate`` with image to video | 1 |
 
 The groups before "omni" are mostly long tests, with two to six processes for each. Those of "long, without engines" are
-early because of their length: one that is the last lets the other worker wait.
+early because of their length: one that is the last lets the other worker wait. The page's tests are among those of
+"hosts" because a browser ends its connections when this machine gets or loses a network (ERR_NETWORK_CHANGED).
 """
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -42,18 +43,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/hosts/test_replicas.py",
         "tests/hosts/test_placed_replicas.py",
         "tests/hosts/test_chaos.py",
+        "tests/hosts/test_nodes.py",
         "tests/hosts/test_front_end.py",
+        "tests/hosts/test_silence.py",
         "tests/hosts/test_epd.py",
         "tests/hosts/test_graphs.py",
         "tests/hosts/test_pool.py",
         "tests/hosts/test_transports.py",
         "tests/hosts/test_ray.py",
+        "tests/e2e/test_page.py",
     ),
     "shared weights": ("tests/e2e/test_shared_weights.py",),
     "served graphs": ("tests/e2e/test_served_graphs.py", "tests/e2e/test_given_pipeline.py"),
     "readers": ("tests/e2e/graphs/test_readers.py",),
     "videos": ("tests/e2e/test_video_jobs.py",),
-    "page": ("tests/e2e/test_page.py",),
     "lifecycle": ("tests/e2e/test_lifecycle.py",),
     # long, without engines
     "golden": ("tests/reference/test_qwen3_tts.py",),

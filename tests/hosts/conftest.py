@@ -1,12 +1,27 @@
 """What deployments of Qwen2.5-Omni on several hosts are compared with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.deployments import answers_of_one_machine
+from tests.hosts.deployments import Deployment, answers_of_one_machine
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.testing import qwen2_5_omni as tiny
+
+LOG_BYTES = 4000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Iterator[None]:
+    """A test that fails shows what its hosts have logged."""
+    report = yield
+    deployment = item.funcargs.get("deployment")
+    if report.failed and isinstance(deployment, Deployment):
+        for stage in deployment.hosts:
+            if (log := deployment.log(stage)).is_file():
+                report.sections.append((f"log of {stage}", log.read_bytes()[-LOG_BYTES:].decode(errors="replace")))
+    return report
 
 
 @pytest.fixture(scope="session")
