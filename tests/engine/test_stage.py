@@ -7,14 +7,16 @@ import pytest
 from transformers import AutoConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from tests.cases import case
 from vllm_omni.config import load_config
 from vllm_omni.config.model import EngineType
 from vllm_omni.engine.engine_maker import check_default_params
 from vllm_omni.engine.kinds import ENGINE_KINDS
 from vllm_omni.engine.stage import StageEngine
 from vllm_omni.engine.stage_params import own_params
-from vllm_omni.errors import ConfigError, InvalidRequest
-from vllm_omni.model_executor.pipeline import StageRequest, StageSpec, find_pipeline_cls
+from vllm_omni.errors import ConfigError, InvalidRequest, OmniError
+from vllm_omni.messages.stage_step import stage_args
+from vllm_omni.model_executor.pipeline import RequestContext, StageRequest, StageSpec, find_pipeline_cls
 from vllm_omni.testing import llava as llava
 from vllm_omni.testing import qwen2_5_omni
 
@@ -105,6 +107,28 @@ def test_a_parameter_that_the_model_needs_otherwise_is_rejected(talker: StageEng
     make_stage(path, "token2wav", {"max_tokens": 1, "seed": 3})
     with pytest.raises(ConfigError, match=r"default_sampling_params: .*'token2wav': max_tokens = 5: .* max_tokens = 1"):
         make_stage(path, "token2wav", {"max_tokens": 5})
+
+
+WRONG_ARGS: list[tuple[dict[str, Any], str]] = [
+    ({"payloads": "rows"}, r"Expected `array`, got `str` - at `\$.payloads`"),
+    ({"payloads": [], "num_own_tokens": "1"}, r"\$.num_own_tokens"),
+    ({"num_own_tokens": 1}, "num_own_tokens: it belongs to payloads"),
+    ({"payloads": [], "frame_chunks": {"first": 0, "size": 4}}, r"\$.frame_chunks.first"),
+    ({"frame_chunks": {"first": 1, "size": 4}}, "frame_chunks: it belongs to payloads"),
+    ({"readers": 5}, r"\$.readers"),
+    ({"row_names": "n"}, r"\$.row_names"),
+]
+
+
+async def test_a_pipelines_wrong_arguments_fail_their_request_before_an_engine_reads_them(talker: StageEngine) -> None:
+    context = RequestContext("r", {"talker": SamplingParams()}, {})
+    prompt = {"type": "token", "prompt_token_ids": [1]}
+    right = {"payloads": (b"rows",), "num_own_tokens": 1, "speaker_index": 0}
+    _, params = await talker.prepare(StageRequest(prompt, right), context, frozenset({"audio"}))
+    assert right.items() <= stage_args(params).items()
+    for args, why in WRONG_ARGS:
+        with case(args), pytest.raises(OmniError, match=f"the pipeline failed: stage 'talker': its arguments: .*{why}"):
+            await talker.prepare(StageRequest(prompt, args), context, frozenset({"audio"}))
 
 
 async def test_an_engine_answers_in_one_piece_where_nothing_reads_pieces(talker: StageEngine) -> None:

@@ -268,6 +268,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "priority range": ({"priority": [2**63]}, "priority = 9223372036854775808"),
     "modalities type": ({"modalities": 5}, "modalities = 5"),
     "ids that are no ints": ({"prompts": {"prompt_token_ids": [72, True]}}, "True is not an int"),
+    "a prompt of a type that none has": ({"prompts": {"type": "text", "text": "Hello"}}, "type 'text' is none of"),
+    "a rendered prompt without ids": (
+        {"prompts": {"type": "token", "prompt": "Hello"}},
+        "'token' has prompt_token_ids",
+    ),
     "a salt that is no text": (
         {"prompts": {"prompt": PROMPT, "cache_salt": 5}},
         "'thinker': cache_salt: Expected `str",

@@ -1,8 +1,10 @@
-"""Checks that an engine core can decode what it is sent: there, an error would end its input thread."""
+"""Checks that an engine core can read what it is sent: an error there would end the engine."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 from vllm.exceptions import VLLMClientError, VLLMValidationError
@@ -12,6 +14,41 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_omni.errors import InvalidRequest
 
 _PLACE = re.compile(r" - at `\$\[(\d+)\].*`$")  # of a value in the array as which a request travels
+
+
+class _FrameChunks(TypedDict):
+    first: Annotated[int, msgspec.Meta(ge=1)]
+    size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _StageArgs(TypedDict, total=False):
+    """Of the arguments that have a meaning of their own (``STAGE_ARGS``), those that a scheduler or a runner reads."""
+
+    publish: bool
+    readers: Sequence[str]
+    cached_rows: bool
+    unopened: bool
+    payloads: Sequence[bytes]
+    row_names: bytes
+    num_own_tokens: int
+    frame_chunks: _FrameChunks
+    picture: dict[str, Any]
+    token_picture: dict[str, Any]
+    inputs: dict[str, str]
+
+
+_READ_STREAMS = ("num_own_tokens", "frame_chunks")
+
+
+def check_stage_args(args: Mapping[str, Any]) -> None:
+    """Check what a pipeline gives a stage: a scheduler that failed with it would end its engine.
+
+    Raises:
+        ValueError: a reserved argument is of a wrong type, or misses another one.
+    """
+    msgspec.convert(args, _StageArgs)
+    if "payloads" not in args and (named := [name for name in _READ_STREAMS if args.get(name) is not None]):
+        raise ValueError(f"{named[0]}: it belongs to payloads, which are missing")
 
 
 def check_params(stage: str, params: SamplingParams) -> None:

@@ -29,6 +29,7 @@ from vllm_omni.config import StageConfig
 from vllm_omni.config.epd import Instance
 from vllm_omni.engine.adapters import load_adapter
 from vllm_omni.engine.cache_edges import CacheSource
+from vllm_omni.engine.decodable import check_stage_args
 from vllm_omni.engine.engine_args import config_of_instance, create_vllm_config
 from vllm_omni.engine.engine_run import EngineRun
 from vllm_omni.engine.kinds import ENGINE_KINDS
@@ -403,6 +404,8 @@ class StageEngine(StageNode):
             with client_checks(f"stage {self.name!r}: make_args"):
                 more = self.spec.make_args(request, context, wanted, self.vllm_config)
             request = structs.replace(request, args={**request.args, **more})
+        with client_checks(f"stage {self.name!r}: its arguments"):
+            check_stage_args(request.args)
         return await self.kind.engine_request(self.config, self.spec, request, given, wanted)
 
     @property
