@@ -147,7 +147,7 @@ class Wire(DrainedSocket):
         socket.setsockopt(zmq.HEARTBEAT_IVL, every_ms)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         # While the kernel takes no more bytes, ZMQ does not ask, and so waits for no answer: a host that vanishes with
-        # a large message under way would be noticed by TCP alone, after 15 minutes.
+        # a large message under way would be noticed by TCP alone after 15 minutes, and one that hangs not at all.
         socket.setsockopt(zmq.TCP_MAXRT, every_ms + timeout_ms)
         socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_MS)
         if kind == zmq.ROUTER:
