@@ -278,6 +278,14 @@ def test_the_page_asks_for_the_key_and_asks_again_for_a_wrong_one(
     assert window.page.inner_text("#model") == "tiny"
 
 
+def test_a_script_that_does_not_come_is_reported(open_window: Callable[..., Window], server: Server) -> None:
+    window = open_window(server, key=None)
+    window.page.route("**/layout.js", lambda route: route.abort())
+    window.page.reload()
+    window.page.locator("#status[data-kind=down]", has_text="reload the page").wait_for()
+    window.errors.clear()
+
+
 def test_a_narrow_window_never_scrolls_sideways(open_window: Callable[..., Window], server: Server) -> None:
     window = open_window(server, viewport=NARROW)
     window.set("stage thinker", "Max tokens", NUM_TOKENS)
