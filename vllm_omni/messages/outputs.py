@@ -265,7 +265,7 @@ def _joined(name: str, parts: list[Any]) -> Any:
     if earlier and isinstance(last, torch.Tensor) and name != "preview":
         return torch.cat(parts)
     if isinstance(last, str):
-        return "".join(parts)
+        return parts[0] if name == "error" else "".join(parts)
     return [item for part in parts for item in part] if isinstance(last, list) else last
 
 

@@ -117,6 +117,26 @@ async def test_a_body_of_no_declared_length_is_read_up_to_the_limit(server: Serv
         check_too_large(await server.client.post(path, content=upload, headers=headers))
 
 
+async def test_a_client_that_leaves_before_its_body_is_complete_raises_nothing(server: Server) -> None:
+    """What left the application would be logged with a traceback."""
+    for path in ("/typed", "/values"):
+        for kind in ("application/json", "multipart/form-data; boundary=x"):
+            arrived = [{"type": "http.request", "body": b"--x", "more_body": True}, {"type": "http.disconnect"}]
+            sent: list[Any] = []
+
+            async def receive(arrived: list[Any] = arrived) -> Any:
+                return arrived.pop(0)
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            headers = [(b"content-type", kind.encode())]
+            scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+            await server.app(scope, receive, send)
+            assert sent[0]["status"] == 400
+            assert not arrived
+
+
 async def test_a_body_that_no_handler_reads_costs_nothing(server: Server) -> None:
     assert (await server.client.post("/unread", content=b"a" * 2 * LIMIT)).status_code == 200
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError
@@ -62,6 +63,7 @@ def add_error_handlers(app: FastAPI) -> None:
     for error in (HTTPException, RoutingError):
         app.exception_handler(error)(_on_http_error)
     app.exception_handler(RecursionError)(_on_recursion_error)
+    app.exception_handler(ClientDisconnect)(_on_disconnect)
     app.middleware_stack = None  # already built, without these handlers: have it built anew
 
 
@@ -136,3 +138,8 @@ def _methods_of(raw_request: Request) -> list[str]:
 
 async def _on_recursion_error(raw_request: Request, exc: Exception) -> JSONResponse:
     return await _on_omni_error(raw_request, InvalidRequest("the body is nested too deeply, or refers to itself"))
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    """A client that has left before its body was complete: nobody reads the answer, and nothing is wrong here."""
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
