@@ -143,6 +143,10 @@ class EngineLost(StageFailed):
     """An engine has died, or its host is lost, and with it what a request had there: another engine may answer it."""
 
 
+class SourceLost(StageFailed):
+    """A stage could not read what another one had made for it, most often because that one's engine has died."""
+
+
 class Unavailable(OmniError):
     """The request can be tried again, later or elsewhere. HTTP 503."""
 

@@ -226,7 +226,8 @@ async def send(client: httpx.AsyncClient, lot: random.Random, expected: dict[tup
     (kind,) = lot.choices(list(KINDS), list(KINDS.values()))
     text = lot.choice(WORDS)
     if lot.random() < LEAVING:
-        with anyio.move_on_after(lot.random() * 8) as stay:  # asyncio's would interrupt httpcore's closing of connections
+        # A cancellation by asyncio would interrupt httpcore while it closes connections, which would stay open.
+        with anyio.move_on_after(lot.random() * 8) as stay:
             await kind(client, text)
         return "left" if stay.cancelled_caught else kind.__name__
     check(kind, await kind(client, text), expected[kind, text])

@@ -2,16 +2,19 @@
 tests/hosts/test_placed_replicas.py."""
 
 from collections.abc import AsyncIterator, Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.flow.builders import FunctionNode, make_speech_nodes, make_speech_plan, read
+from vllm_omni.engine import request_call
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.request_call import RequestCall
-from vllm_omni.errors import EngineLost, InvalidRequest, StageFailed, StageUnavailable
+from vllm_omni.errors import EngineLost, InvalidRequest, SourceLost, StageFailed, StageUnavailable
 from vllm_omni.flow import Activation, Emission, FlowStatistics, GraphCall, GraphRuntime, StaticPlan
 from vllm_omni.messages.request import RequestContext
+from vllm_omni.process.status import StageState, StageStatus
 
 
 class Places:
@@ -57,6 +60,7 @@ class Losing:
 
 
 LOST = EngineLost("talker/0", "its host is gone")
+UNREAD = SourceLost("talker", "RelayBroken: the producer p cannot be reached")
 
 
 class World:
@@ -67,7 +71,19 @@ class World:
         self.gate, self.places = AdmissionGate(), Places(has_another=has_another)
         wanted = outputs or frozenset({"audio"})
         places: Any = self.places
-        self.call = RequestCall(self.runtime, self.gate, places, plan, wanted, ["talker"], None, lambda report: None)
+        self.statuses = {name: StageStatus() for name in ("thinker/0", "thinker/1", "painter", "talker")}
+        engines: Any = {name: self._engine(name) for name in self.statuses}
+        stages = ["thinker", "talker"]
+        self.call = RequestCall(
+            self.runtime, self.gate, places, plan, wanted, stages, None, lambda report: None, engines
+        )
+
+    def _engine(self, name: str) -> SimpleNamespace:
+        config = SimpleNamespace(name=name.partition("/")[0])
+        return SimpleNamespace(config=config, current_status=lambda: self.statuses[name])
+
+    def lose(self, name: str) -> None:
+        self.statuses[name] = StageStatus(StageState.RESTARTING, "killed by SIGKILL")
 
     async def open(self, deadline_s: float | None = None) -> None:
         await self.call.open(RequestContext("a", {}, {}, deadline_s=deadline_s), {"prompt": "hi"})
@@ -163,4 +179,37 @@ async def test_a_request_whose_id_is_in_use_leaves_the_other_where_it_is() -> No
         await again.open()
     assert world.gate.admitted == {"a"}
     assert again.places.left == []
+    await world.end()
+
+
+async def test_what_could_not_be_read_names_the_engine_that_had_it() -> None:
+    world = World(UNREAD, has_another=False)
+    for name in ("painter", "thinker/1"):  # the painter takes no part in the request
+        world.lose(name)
+    await world.open()
+    with pytest.raises(EngineLost, match="stage 'thinker/1': killed by SIGKILL"):
+        await read(world.call)  # type: ignore[arg-type]
+    await world.end()
+
+
+async def test_a_request_whose_source_is_lost_runs_once_more() -> None:
+    world = World(UNREAD)
+    world.lose("thinker/0")
+    await world.open()
+    frames = await read(world.call)  # type: ignore[arg-type]
+    assert [frame.payload for frame in frames["audio"] if frame.payload] == [[0, 10, 20]]
+    assert world.places.lost == ["thinker/0"]
+    await world.end()
+
+
+async def test_what_could_not_be_read_of_an_engine_that_runs_stays_the_readers_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_call, "NOTICED_S", 0.0)
+    world = World(UNREAD)
+    world.lose("painter")
+    await world.open()
+    with pytest.raises(SourceLost, match="stage 'talker': RelayBroken: the producer p cannot be reached"):
+        await read(world.call)  # type: ignore[arg-type]
+    assert world.places.lost == []
     await world.end()

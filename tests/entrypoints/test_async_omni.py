@@ -20,7 +20,15 @@ from tests.shared_engines import QWEN, SharedEngines
 from vllm_omni import AsyncOmni, OmniLLM
 from vllm_omni.engine import reading
 from vllm_omni.engine.queue_limits import QueueLimits
-from vllm_omni.errors import CallAborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, StageFailed
+from vllm_omni.errors import (
+    CallAborted,
+    ConfigError,
+    DeadlineExceeded,
+    EngineLost,
+    InvalidRequest,
+    Overloaded,
+    StageFailed,
+)
 from vllm_omni.flow.run import credit
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.process.status import StageState
@@ -449,6 +457,46 @@ def test_a_killed_stage_leaves_no_lease_in_the_stage_before(llm: OmniLLM, omni: 
         assert await until(is_back, timeout_s=100)
         await ask(omni)
         assert talker.llm.engine_core.vllm_config.cache_config.num_gpu_blocks == num_blocks > 0
+
+    llm.run(run())
+
+
+@pytest.mark.long
+def test_a_stage_that_cannot_read_of_an_engine_that_died_fails_by_that_engines_name(
+    llm: OmniLLM, omni: AsyncOmni
+) -> None:
+    thinker, talker = (omni.orchestrator.engines[name] for name in ("thinker", "talker"))
+    text: list[OmniRequestOutput] = []
+
+    async def asked() -> None:
+        async for output in omni.generate(PROMPT, SHORT, modalities=["text", "codec_ids"]):
+            text.append(output)
+
+    async def has_answered() -> bool:
+        return bool(text) and not thinker.num_requests
+
+    async def is_lost() -> bool:
+        return thinker.has_died
+
+    async def is_back() -> bool:
+        return thinker.current_status().state is StageState.RUNNING
+
+    async def run() -> None:
+        pids = talker.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            asking = asyncio.create_task(asked())
+            assert await until(has_answered)
+            thinker.kill()
+            assert await until(is_lost)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        with pytest.raises(EngineLost, match="stage 'thinker': "):
+            await asking
+        assert await until(is_back, timeout_s=100)
+        await ask(omni)
 
     llm.run(run())
 

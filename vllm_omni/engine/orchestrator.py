@@ -447,7 +447,9 @@ class Orchestrator:
         except Exception as exc:
             raise OmniError(f"the pipeline did not fill its placeholders: {exc!r}") from exc
         session = context.session_id if self.sessions is not None else None
-        call = RequestCall(self.runtime, self.gate, self.controllers, plan, outputs, stages, session, record.add)
+        call = RequestCall(
+            self.runtime, self.gate, self.controllers, plan, outputs, stages, session, record.add, self.engines
+        )
         await call.open(context, inputs)
         if session is not None and self.sessions is not None:
             self.sessions.enter(session)

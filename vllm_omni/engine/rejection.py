@@ -5,7 +5,7 @@ import errno
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_omni.errors import InvalidRequest, Overloaded, StageFailed, Unavailable
+from vllm_omni.errors import InvalidRequest, Overloaded, SourceLost, StageFailed, Unavailable
 from vllm_omni.messages.outputs import OmniRequestOutput
 
 
@@ -43,7 +43,8 @@ def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: boo
     Raises:
         InvalidRequest: it is the request's fault.
         Unavailable: the same request succeeds when it is sent again.
-        StageFailed: it is neither.
+        SourceLost: the stage could not read what another one had made for it.
+        StageFailed: it is none of these.
     """
     for report in (output.multimodal_output, output.ec_transfer_params or {}):
         if (error := report.get("error")) is None:
@@ -52,7 +53,7 @@ def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: boo
             raise InvalidRequest(f"stage {stage!r}: {error}", param=report.get("param"))
         if report.get("retry"):
             raise Unavailable(f"stage {stage!r}: {error}")
-        raise StageFailed(stage, error)
+        raise (SourceLost if report.get("lost") else StageFailed)(stage, error)
     if any(completion.finish_reason == "error" for completion in output.outputs):
         if is_constrained:
             raise InvalidRequest(

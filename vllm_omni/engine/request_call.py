@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from vllm_omni.engine.admission import AdmissionGate
 from vllm_omni.engine.remote_controllers import MIN_DEADLINE_S, RemoteControllers
-from vllm_omni.errors import EngineLost, StageFailed, StageUnavailable
+from vllm_omni.errors import EngineLost, SourceLost, StageFailed, StageUnavailable
 from vllm_omni.flow import GraphCall, GraphRuntime, StaticPlan
 from vllm_omni.flow.run.frame import OutputFrame
 from vllm_omni.messages.request import RequestContext
+from vllm_omni.process.status import StageState
+
+if TYPE_CHECKING:
+    from vllm_omni.engine.stage import StageEngine
 
 AGAIN = "{}-again"  # the call of a request whose first one ran on a replica that was lost
+NOTICED_S = 1.0  # how much later the front end may notice the end of an engine than one that reads from it
+POLL_S = 0.02
+ENDED = (StageState.RESTARTING, StageState.FAILED)
 MAX_CALLS = 3  # of a request: where a reply is read whole, it may also be lost after its first output
 
 
@@ -30,6 +38,7 @@ class RequestCall:
         outputs: the wanted outputs.
         stages: that take part in answering.
         on_report: called with what activations report.
+        engines: of all stages, by name.
 
     Attributes:
         call: that is read now.
@@ -48,10 +57,12 @@ class RequestCall:
         stages: Collection[str],
         session: str | None,
         on_report: Callable[[Any], None],
+        engines: Mapping[str, StageEngine],
     ) -> None:
         self._runtime, self._gate, self._controllers = runtime, gate, controllers
         self._plan, self._outputs, self._stages = plan, outputs, stages
         self.session, self._on_report = session, on_report
+        self._engines = engines
         self._has_output = False
         self.request_ids: list[str] = []
 
@@ -97,16 +108,35 @@ class RequestCall:
         while True:
             try:
                 frame = await anext(self.call)
-            except (EngineLost, StageUnavailable) as exc:
+            except (EngineLost, StageUnavailable, SourceLost) as exc:
+                error = await self._cause_of(exc) if isinstance(exc, SourceLost) else exc
                 is_first = len(self.request_ids) == 1
-                if not is_first and isinstance(exc, EngineLost):  # the request may be the reason
-                    raise StageFailed(exc.stage, f"{exc.reason}; so did another one that had the request") from exc
-                if not is_first or not self._moves(exc):
-                    raise
+                if not is_first and isinstance(error, EngineLost):  # the request may be the reason
+                    raise StageFailed(error.stage, f"{error.reason}; so did another one that had the request") from exc
+                if not is_first or isinstance(error, SourceLost) or not self._moves(error):
+                    if error is exc:
+                        raise
+                    raise error from exc
             else:
                 self._has_output = True
                 return frame
             await self.open(self._context, self._inputs)
+
+    async def _cause_of(self, error: SourceLost) -> StageFailed:
+        """The loss of an engine from which an error follows, or the error itself where none is found."""
+        deadline = time.monotonic() + NOTICED_S
+        while (lost := self._find_lost()) is None and time.monotonic() < deadline:  # noqa: ASYNC110 - of a process
+            await asyncio.sleep(POLL_S)
+        return error if lost is None else lost
+
+    def _find_lost(self) -> EngineLost | None:
+        """An engine of the request's stages that has ended."""
+        places = self._context.places
+        for name, engine in self._engines.items():
+            stage, status = engine.config.name, engine.current_status()
+            if stage in self._stages and places.get(stage, name) == name and status.state in ENDED:
+                return EngineLost(name, status.reason or status.state)
+        return None
 
     def _moves(self, error: StageFailed) -> bool:
         """Whether the request runs once more, as another replica takes the place of one that was lost."""

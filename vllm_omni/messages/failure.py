@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from vllm_omni.errors import InvalidRequest
+from vllm_omni.errors import InvalidRequest, RelayBroken
 
 logger = logging.getLogger(__name__)
 
@@ -14,15 +14,19 @@ class Failure(NamedTuple):
     message: str
     is_invalid: bool = False  # the request is at fault, not the stage
     param: str | None = None  # the parameter at fault, if it is a single one
+    is_lost: bool = False  # what the stage was to read could not be had
 
     @property
     def report(self) -> dict[str, Any]:
         """What the request's last output says, read by ``raise_reported``."""
         param = {} if self.param is None else {"param": self.param}
-        return {"error": self.message, "invalid": self.is_invalid, **param}
+        lost = {"lost": True} if self.is_lost else {}
+        return {"error": self.message, "invalid": self.is_invalid, **lost, **param}
 
 
-def make_failure(request_id: str, exc: Exception, invalid: type[Exception] = InvalidRequest) -> Failure:
+def make_failure(
+    request_id: str, exc: Exception, invalid: type[Exception] | tuple[type[Exception], ...] = InvalidRequest
+) -> Failure:
     """Describe an error that ends a request; log it unless the request caused it.
 
     Args:
@@ -33,4 +37,4 @@ def make_failure(request_id: str, exc: Exception, invalid: type[Exception] = Inv
         logger.error("request %s failed", request_id, exc_info=exc)
     if isinstance(exc, InvalidRequest):
         return Failure(str(exc), is_invalid, exc.param)
-    return Failure(f"{type(exc).__name__}: {exc}", is_invalid)
+    return Failure(f"{type(exc).__name__}: {exc}", is_invalid, is_lost=isinstance(exc, RelayBroken))

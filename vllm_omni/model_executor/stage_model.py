@@ -19,6 +19,7 @@ from torch import nn
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.messages.failure import Failure
 from vllm_omni.model_executor.frame_publisher import FramePublisher
 from vllm_omni.model_executor.row_publisher import RowPublisher
 
@@ -34,7 +35,7 @@ class RequestInfo:
     prompt_token_ids: Sequence[int] = ()
     mm_features: Sequence[MultiModalFeatureSpec] = ()  # media of the prompt
     state: dict[str, Any] = field(default_factory=dict)  # the model's own: hooks read and write it
-    error: str = ""  # why the request cannot be served; reported with its next output, upon which it is aborted
+    error: Failure | None = None  # reported with its next output, upon which it is aborted
     publisher: RowPublisher | FramePublisher | None = None  # if other stages read its rows, or its frames
 
 

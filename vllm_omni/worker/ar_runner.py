@@ -25,6 +25,7 @@ from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.kv.ec_connector import RelayECConnector
 from vllm_omni.messages.canvas_step import Tail
 from vllm_omni.messages.epd_step import EncodeBatch, EPDModelRunnerOutput, EPDSchedulerOutput
+from vllm_omni.messages.failure import make_failure
 from vllm_omni.messages.images import EncodeReport
 from vllm_omni.messages.payload import Payload, decode, pack
 from vllm_omni.messages.stage_step import StreamSchedulerOutput, stage_args
@@ -202,8 +203,7 @@ class ARModelRunner(GPUModelRunner):
                 self._fail(info, exc)
 
     def _fail(self, info: RequestInfo, exc: Exception) -> None:
-        logger.error("request %s: the payload of the previous stage cannot be used", info.request_id, exc_info=exc)
-        info.error = f"{type(exc).__name__}: {exc}"
+        info.error = make_failure(info.request_id, exc, invalid=())
 
     def _init_mrope_positions(self, req_state: Any) -> None:
         # Upstream derives positions from the prompt's own ids and media; a talker uses those of the thinker's prompt.
@@ -310,7 +310,7 @@ class ARModelRunner(GPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         # Upstream consumes execute_model_state, and the next step overwrites the hidden states: read them first.
         payloads = self._publish_rows() | {
-            info.request_id: pack(Payload(values={"error": info.error}))
+            info.request_id: pack(Payload(values=info.error.report))
             for info in self.request_infos.values()
             if info.error
         }
