@@ -12,7 +12,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.rejection import raise_reported
-from vllm_omni.errors import Unavailable
+from vllm_omni.errors import RelayBroken, SourceLost, StageFailed, Unavailable
+from vllm_omni.messages.failure import make_failure
 from vllm_omni.messages.outputs import OmniRequestOutput
 from vllm_omni.messages.payload import Payload, pack
 from vllm_omni.messages.stage_step import STAGE_ARGS
@@ -218,6 +219,19 @@ def test_a_failed_request_has_its_reason() -> None:
     got = read(collector)
     assert got.outputs[0].finish_reason == "error"
     assert got.multimodal_output == {"error": "no memory", "invalid": False}
+
+
+def test_what_a_stage_could_not_read_is_an_error_of_its_own_class() -> None:
+    for error, cls in ((RelayBroken("the producer is gone"), SourceLost), (KeyError("x"), StageFailed)):
+        processor = make_processor("image")
+        collector = add_request(processor)
+        output = make_output([])
+        output.finish_reason = FinishReason.ERROR
+        output.pooling_output = pack(Payload(values=make_failure("a", error).report))
+        processor.process_outputs([output])
+        with pytest.raises(StageFailed, match=rf"stage 'painter': {type(error).__name__}: ") as raised:
+            raise_reported(read(collector), "painter")
+        assert type(raised.value) is cls
 
 
 def test_a_request_whose_media_the_engine_does_not_have_can_be_sent_again() -> None:

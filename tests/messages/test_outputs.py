@@ -36,6 +36,13 @@ def test_deltas_add_up_without_loss() -> None:
     assert later.multimodal_output["codec_ids"] == [4, 5]
 
 
+def test_of_errors_the_first_counts() -> None:
+    output = make_output()
+    for error in ("the first", "what followed from it"):
+        merge_multimodal(output.multimodal_output, {"error": error, "invalid": False})
+    assert output.multimodal_output == {"error": "the first", "invalid": False}
+
+
 def test_joining_pieces_is_merging_them_one_by_one() -> None:
     pieces = [
         {"audio": torch.tensor([float(number)]), "codes": [number], "notes": str(number), "sample_rate": number}
