@@ -144,7 +144,7 @@ class EngineLost(StageFailed):
 
 
 class SourceLost(StageFailed):
-    """A stage could not read what another one had made for it, most often because that one's engine has died."""
+    """A stage could not read what another one had published for it, most often because that one's engine has died."""
 
 
 class Unavailable(OmniError):

@@ -112,9 +112,9 @@ def test_a_parameter_that_the_model_needs_otherwise_is_rejected(talker: StageEng
 WRONG_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"payloads": "rows"}, r"Expected `array`, got `str` - at `\$.payloads`"),
     ({"payloads": [], "num_own_tokens": "1"}, r"\$.num_own_tokens"),
-    ({"num_own_tokens": 1}, "num_own_tokens: it belongs to payloads"),
+    ({"num_own_tokens": 1}, "num_own_tokens: needs payloads"),
     ({"payloads": [], "frame_chunks": {"first": 0, "size": 4}}, r"\$.frame_chunks.first"),
-    ({"frame_chunks": {"first": 1, "size": 4}}, "frame_chunks: it belongs to payloads"),
+    ({"frame_chunks": {"first": 1, "size": 4}}, "frame_chunks: needs payloads"),
     ({"readers": 5}, r"\$.readers"),
     ({"row_names": "n"}, r"\$.row_names"),
 ]

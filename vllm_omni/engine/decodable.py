@@ -44,11 +44,11 @@ def check_stage_args(args: Mapping[str, Any]) -> None:
     """Check what a pipeline gives a stage: a scheduler that failed with it would end its engine.
 
     Raises:
-        ValueError: a reserved argument is of a wrong type, or misses another one.
+        ValueError: a reserved argument is of a wrong type, or needs another one that is missing.
     """
     msgspec.convert(args, _StageArgs)
     if "payloads" not in args and (named := [name for name in _READ_STREAMS if args.get(name) is not None]):
-        raise ValueError(f"{named[0]}: it belongs to payloads, which are missing")
+        raise ValueError(f"{named[0]}: needs payloads, which are missing")
 
 
 def check_params(stage: str, params: SamplingParams) -> None:

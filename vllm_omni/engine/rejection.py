@@ -43,7 +43,7 @@ def raise_reported(output: OmniRequestOutput, stage: str, *, is_constrained: boo
     Raises:
         InvalidRequest: it is the request's fault.
         Unavailable: the same request succeeds when it is sent again.
-        SourceLost: the stage could not read what another one had made for it.
+        SourceLost: the stage could not read what another one had published for it.
         StageFailed: it is none of these.
     """
     for report in (output.multimodal_output, output.ec_transfer_params or {}):

@@ -14,7 +14,7 @@ class Failure(NamedTuple):
     message: str
     is_invalid: bool = False  # the request is at fault, not the stage
     param: str | None = None  # the parameter at fault, if it is a single one
-    is_lost: bool = False  # what the stage was to read could not be had
+    is_lost: bool = False  # the stage could not read what another one had published
 
     @property
     def report(self) -> dict[str, Any]:
@@ -24,9 +24,7 @@ class Failure(NamedTuple):
         return {"error": self.message, "invalid": self.is_invalid, **lost, **param}
 
 
-def make_failure(
-    request_id: str, exc: Exception, invalid: type[Exception] | tuple[type[Exception], ...] = InvalidRequest
-) -> Failure:
+def make_failure(request_id: str, exc: Exception, invalid: type[Exception] = InvalidRequest) -> Failure:
     """Describe an error that ends a request; log it unless the request caused it.
 
     Args:

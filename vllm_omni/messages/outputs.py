@@ -251,7 +251,7 @@ def merge_multimodal(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 def join_multimodal(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Join texts, lists and tensors (along the first dimension) of several outputs; of other values, take the last.
 
-    A preview is not a piece of the output: each replaces the one before.
+    A preview is not a piece of the output: each replaces the one before. Of errors the first stays, as the cause.
     """
     values: dict[str, list[Any]] = {}
     for piece in pieces:

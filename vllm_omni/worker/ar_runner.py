@@ -185,7 +185,7 @@ class ARModelRunner(GPUModelRunner):
                 if not any(payload.streams for payload in payloads):
                     self.consumer.extend_request(info, None, last=True)
             except Exception as exc:  # only the request may fail: an exception here would end the engine
-                self._fail(info, exc)
+                info.error = make_failure(info.request_id, exc)
             for payload in payloads:
                 self.hub.release_payload(payload)
             args["payloads"] = ()  # the rows are loaded; the bytes would stay until the request ends
@@ -200,10 +200,7 @@ class ARModelRunner(GPUModelRunner):
                     raise RelayBroken(update.error)
                 self.consumer.extend_request(info, update.rows, update.last)
             except Exception as exc:  # see _open_request
-                self._fail(info, exc)
-
-    def _fail(self, info: RequestInfo, exc: Exception) -> None:
-        info.error = make_failure(info.request_id, exc, invalid=())
+                info.error = make_failure(info.request_id, exc)
 
     def _init_mrope_positions(self, req_state: Any) -> None:
         # Upstream derives positions from the prompt's own ids and media; a talker uses those of the thinker's prompt.

@@ -141,5 +141,5 @@ async def _on_recursion_error(raw_request: Request, exc: Exception) -> JSONRespo
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    """A client that has left before its body was complete: nobody reads the answer, and nothing is wrong here."""
+    """The client disconnected before it had sent its whole body; this response reaches nobody."""
     return Response(status_code=HTTPStatus.BAD_REQUEST)

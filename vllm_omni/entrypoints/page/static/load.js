@@ -1,4 +1,4 @@
-// Loads the page's scripts; where one of them does not come, the page says so.
+// Loads the page's scripts, and shows an error if one of them cannot be loaded.
 
 import("./app.js").catch((error) => {
   const status = document.getElementById("status");
