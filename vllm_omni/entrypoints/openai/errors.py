@@ -141,5 +141,5 @@ async def _on_recursion_error(raw_request: Request, exc: Exception) -> JSONRespo
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    """The client disconnected before it had sent its whole body; this response reaches nobody."""
+    """The client disconnected before it had sent its whole body. Nobody reads this response."""
     return Response(status_code=HTTPStatus.BAD_REQUEST)
