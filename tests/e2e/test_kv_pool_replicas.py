@@ -30,13 +30,15 @@ def group_of(omni: OmniLLM) -> ReplicaGroup:
 
 
 class Conversation:
-    """Turns whose prompts have the earlier replies."""
+    """Turns whose prompts have the earlier replies; those of another number share no page with them."""
 
-    def __init__(self) -> None:
-        self.ids = START
+    def __init__(self, number: int = 0) -> None:
+        self.ids = [*START[number:], *START[:number]]
+        self.session_id = f"s{number}"
 
     def ask(self, omni: OmniLLM) -> Answer:
-        output = omni.run(collect(omni.engine.generate({"prompt_token_ids": self.ids}, greedy(), session_id="s")))
+        prompt = {"prompt_token_ids": self.ids}
+        output = omni.run(collect(omni.engine.generate(prompt, greedy(), session_id=self.session_id)))
         answer = Answer(list(output.outputs[0].token_ids), output.num_cached_tokens or 0)
         self.ids = [*self.ids, *answer.ids, *ADDED]
         return answer
