@@ -230,6 +230,16 @@ def commands_and_libraries_change_the_environment_for_their_time() -> Iterator[N
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def relays_close_what_is_watched_for_them() -> Iterator[None]:
+    """Otherwise a relay of a later test, whose descriptor has the same number, would wait for ever."""
+    yield
+    if "vllm_omni.relay.io_thread" in sys.modules:
+        from tests.relay.io import closed_and_watched
+
+        assert not closed_and_watched()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def vllm_inspects_models_here() -> None:
     """As in our front ends, also for engines of plain vLLM."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -38,12 +39,16 @@ class ClientBridge:
         output_address: str,
         on_request: Callable[[Frames], None],
     ) -> None:
-        self._input = DrainedSocket(context, zmq.DEALER, on_request)
-        self._output = DrainedSocket(context, zmq.PUSH, on_request)
-        self._input.socket.setsockopt(zmq.IDENTITY, IDENTITY)
-        for one, address in ((self._input, input_address), (self._output, output_address)):
-            one.socket.setsockopt(zmq.RECONNECT_IVL, FIRST_RETRY_MS)
-            one.socket.connect(address)
+        with ExitStack() as unless_they_connect:
+            self._input = DrainedSocket(context, zmq.DEALER, on_request)
+            unless_they_connect.callback(self._input.close)
+            self._output = DrainedSocket(context, zmq.PUSH, on_request)
+            unless_they_connect.callback(self._output.close)
+            self._input.socket.setsockopt(zmq.IDENTITY, IDENTITY)
+            for one, address in ((self._input, input_address), (self._output, output_address)):
+                one.socket.setsockopt(zmq.RECONNECT_IVL, FIRST_RETRY_MS)
+                one.socket.connect(address)
+            unless_they_connect.pop_all()
         self.is_ready = False
 
     def ready(self, frames: Frames) -> None:
@@ -91,10 +96,14 @@ class EngineBridge:
         self.on_ready, self.on_output = on_ready, on_output
         self.first: list[bytes] = []
         self.is_held = False
-        self._input = DrainedSocket(context, zmq.ROUTER, self._take_first)
-        self._output = DrainedSocket(context, zmq.PULL, lambda frames: self.on_output(frames))
-        self._input.socket.bind(input_address)
-        self._output.socket.bind(output_address)
+        with ExitStack() as unless_they_listen:
+            self._input = DrainedSocket(context, zmq.ROUTER, self._take_first)
+            unless_they_listen.callback(self._input.close)
+            self._output = DrainedSocket(context, zmq.PULL, lambda frames: self.on_output(frames))
+            unless_they_listen.callback(self._output.close)
+            self._input.socket.bind(input_address)
+            self._output.socket.bind(output_address)
+            unless_they_listen.pop_all()
 
     def _take_first(self, frames: list[zmq.Frame]) -> None:
         self.first = [frame.bytes for frame in frames[1:]]

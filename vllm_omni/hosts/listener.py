@@ -173,8 +173,7 @@ class HostListener:
         )
         try:
             self._wire.bind(*endpoint)
-        except zmq.ZMQError:
-            self._wire.close()  # before its context: the thread's loop would watch a descriptor that is another's then
+        except (OSError, zmq.ZMQError):
             self._wire = None
             raise
 

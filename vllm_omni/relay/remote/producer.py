@@ -50,11 +50,7 @@ class Producer:
         self._held: set[int] = set()  # leases that have been read and not yet released
         self._released: deque[tuple[float, int, bool]] = deque()  # when, and what: it may not have arrived yet
         self._wire = Wire(context, zmq.DEALER, self._on_message, self._on_lost, relay.secret)
-        try:
-            self._wire.connect(location.address)
-        except zmq.ZMQError:
-            self._wire.close()
-            raise
+        self._wire.connect(location.address)
         silence = RelayBroken(f"the producer {location.address} does not answer")
         self._timer = loop.call_later(CONNECT_MS / 1000, self.fail, silence)
         self.send(msg.Hello(location.token, relay.token))

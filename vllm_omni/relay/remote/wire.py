@@ -37,6 +37,9 @@ class DrainedSocket:
     The loop watches the socket's descriptor (``zmq.asyncio`` is twelve times slower). The descriptor signals changes
     only, and sending consumes the signal, too: so all messages are taken at every signal, and after every send.
 
+    It must be closed before its context. Otherwise the loop would keep the number of a descriptor that is closed, and
+    not watch the next one of that number, which may be any relay's: it would wait for ever.
+
     Args:
         kind: a type of ZMQ's sockets.
         on_message: called with a message's frames.
@@ -142,8 +145,19 @@ class Wire(DrainedSocket):
         self.newcomers: Newcomers | None = None  # of a listener
         self._ended: set[int] = set()  # descriptors of newcomers whose last messages may not be read yet
         self._has_lost = False
-        socket = self.socket
-        every_ms, timeout_ms = heartbeat_ms or (HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS)
+        try:
+            self._set_options(kind, secret, heartbeat_ms or (HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS), max_bytes)
+            self._monitor = self.socket.get_monitor_socket(_ENDED | _REJECTED | _MADE)
+        except BaseException:
+            super().close()
+            raise
+        self._loop.add_reader(self._monitor, self._drain_events)
+        self._drain_events()
+
+    def _set_options(
+        self, kind: int, secret: Secret | None, heartbeat_ms: tuple[int, int], max_bytes: int | None
+    ) -> None:
+        socket, (every_ms, timeout_ms) = self.socket, heartbeat_ms
         socket.setsockopt(zmq.HEARTBEAT_IVL, every_ms)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         # While the kernel takes no more bytes, ZMQ does not ask, and so waits for no answer: a host that vanishes with
@@ -159,28 +173,37 @@ class Wire(DrainedSocket):
             socket.setsockopt(zmq.MAXMSGSIZE, max_bytes or MAX_BODY_BYTES)
         if secret is not None:
             (secret.protect_listener if kind == zmq.ROUTER else secret.protect_caller)(socket)
-        try:
-            self._monitor = socket.get_monitor_socket(_ENDED | _REJECTED | _MADE)
-        except zmq.ZMQError:
-            super().close()
-            raise
-        self._loop.add_reader(self._monitor, self._drain_events)
-        self._drain_events()
 
     def bind(self, host: str, port: int = 0) -> str:
-        """Listen at a port, or at a free one; returns the address. Raises ``zmq.ZMQError``."""
-        if ":" in host:
-            self.socket.setsockopt(zmq.IPV6, 1)
-        self.socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.newcomers = Newcomers(int(address.rpartition(":")[2]))
+        """Listen at a port, or at a free one; returns the address.
+
+        Raises:
+            OSError, zmq.ZMQError: it cannot be listened at, and the socket is closed.
+        """
+        try:
+            if ":" in host:
+                self.socket.setsockopt(zmq.IPV6, 1)
+            self.socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.newcomers = Newcomers(int(address.rpartition(":")[2]))
+        except BaseException:
+            self.close()
+            raise
         return address
 
     def connect(self, address: str) -> None:
-        """Start to connect; ``on_lost`` is called if that fails."""
-        if "[" in address:
-            self.socket.setsockopt(zmq.IPV6, 1)
-        self.socket.connect(address)
+        """Start to connect; ``on_lost`` is called if that fails.
+
+        Raises:
+            zmq.ZMQError: the address is malformed, and the socket is closed.
+        """
+        try:
+            if "[" in address:
+                self.socket.setsockopt(zmq.IPV6, 1)
+            self.socket.connect(address)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self, linger_ms: int = 0) -> None:
         if not self.socket.closed:
