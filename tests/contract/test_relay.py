@@ -15,6 +15,7 @@ import torch
 from tests import machine
 from tests.contract.relays import BACKENDS, NUM_BYTES, Pair, make_pair
 from tests.contract.usable import COPYING, LEASING, POOLED, USABLE
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayTimeout
 from vllm_omni.messages.payload import DTYPES, TensorRef
 
@@ -317,7 +318,7 @@ async def test_an_invalid_reference_is_rejected(pair: Pair) -> None:
         {"location": b"\x93\xa3abc\xff\x02"},
     ):
         try:
-            await pair.consumer.get(msgspec.structs.replace(ref, **change), timeout_s=5)
+            await pair.consumer.get(msgspec.structs.replace(ref, **change), timeout_s=DEADLINE_S)
         except RelayBroken:
             continue
         pytest.fail(f"a reference with {change} was read")
@@ -338,7 +339,7 @@ async def test_a_closed_producer_raises_broken_at_its_consumer(pair: Pair) -> No
     pair.producer.close()
     for _ in range(100):
         try:
-            await pair.consumer.get(second, timeout_s=5)
+            await pair.consumer.get(second, timeout_s=DEADLINE_S)
         except RelayBroken:
             break
         await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ import torch
 
 from tests.contract.relays import NUM_BYTES, Pair, make_pair
 from tests.contract.usable import ONE_SIDED, STREAMING
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import PoolExhausted, RelayBroken, RelayClosed, RelayError, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay import StreamReader, StreamWriter
@@ -36,7 +37,7 @@ class Ends(NamedTuple):
 
 async def make_ends(pair: Pair, credits: int = CREDITS, width: int = 2) -> Ends:
     writer = pair.producer.open_stream("request", (width,), torch.float32, credits=credits)
-    return Ends(writer, await pair.consumer.read_stream(writer.ref, timeout_s=5))
+    return Ends(writer, await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S))
 
 
 def rows_of(*numbers: int, width: int = 2) -> torch.Tensor:
@@ -61,7 +62,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 async def read_numbers(reader: StreamReader, num_rows: int) -> list[int]:
     numbers: list[int] = []
     while len(numbers) < num_rows:
-        numbers += numbers_of(await reader.read(timeout_s=5))
+        numbers += numbers_of(await reader.read(timeout_s=DEADLINE_S))
     return numbers
 
 
@@ -81,14 +82,14 @@ async def test_rows_that_were_written_before_the_reader_came_arrive(pair: Pair) 
     writer.end()
     reader = await pair.consumer.read_stream(writer.ref)
     assert await read_numbers(reader, 2) == [1, 2]
-    assert not len(await reader.read(timeout_s=5))
+    assert not len(await reader.read(timeout_s=DEADLINE_S))
     assert reader.has_ended
 
 
 async def test_the_ring_is_used_again_and_again(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     for first in range(0, 60, 3):
-        await writer.write(rows_of(first, first + 1, first + 2), timeout_s=5)
+        await writer.write(rows_of(first, first + 1, first + 2), timeout_s=DEADLINE_S)
         assert await read_numbers(reader, 3) == [first, first + 1, first + 2]
 
 
@@ -96,14 +97,14 @@ async def test_a_whole_ring_can_be_written_behind_a_part_of_one(pair: Pair) -> N
     writer, reader = await make_ends(pair)
     writer.write_nowait(rows_of(0))
     assert await read_numbers(reader, 1) == [0]
-    await writer.write(rows_of(1, 2, 3, 4), timeout_s=5)
+    await writer.write(rows_of(1, 2, 3, 4), timeout_s=DEADLINE_S)
     assert await read_numbers(reader, 4) == [1, 2, 3, 4]
 
 
 async def test_a_single_credit_is_enough(pair: Pair) -> None:
     writer, reader = await make_ends(pair, credits=1)
     for number in range(10):
-        await writer.write(rows_of(number), timeout_s=5)
+        await writer.write(rows_of(number), timeout_s=DEADLINE_S)
         assert await read_numbers(reader, 1) == [number]
 
 
@@ -124,17 +125,17 @@ async def test_rows_of_every_shape_and_dtype_arrive(pair: Pair) -> None:
 async def test_large_rows_arrive_whole(pair: Pair) -> None:
     writer, reader = await make_ends(pair, width=100_000)
     for first in range(0, 12, 4):
-        await writer.write(rows_of(first, first + 1, first + 2, first + 3, width=100_000), timeout_s=5)
+        await writer.write(rows_of(first, first + 1, first + 2, first + 3, width=100_000), timeout_s=DEADLINE_S)
         assert await read_numbers(reader, 4) == [first, first + 1, first + 2, first + 3]
 
 
 async def test_rows_that_were_read_belong_to_the_reader(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     writer.write_nowait(rows_of(1))
-    rows = await reader.read(timeout_s=5)
+    rows = await reader.read(timeout_s=DEADLINE_S)
     for number in range(2, 10):
-        await writer.write(rows_of(number), timeout_s=5)
-        await reader.read(timeout_s=5)
+        await writer.write(rows_of(number), timeout_s=DEADLINE_S)
+        await reader.read(timeout_s=DEADLINE_S)
     assert numbers_of(rows) == [1]
 
 
@@ -159,7 +160,7 @@ async def test_concurrent_streams_are_not_confused(pair: Pair) -> None:
     readers = [await pair.consumer.read_stream(writer.ref) for writer in writers]
     for round_ in range(5):
         for number, writer in enumerate(writers):
-            await writer.write(rows_of(100 * round_ + number), timeout_s=5)
+            await writer.write(rows_of(100 * round_ + number), timeout_s=DEADLINE_S)
         for number, reader in enumerate(readers):
             assert await read_numbers(reader, 1) == [100 * round_ + number]
 
@@ -168,7 +169,7 @@ async def test_a_relay_can_read_its_own_stream(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (2,), torch.float32, credits=2)
     reader = await pair.producer.read_stream(writer.ref)
     for number in range(6):
-        await writer.write(rows_of(number), timeout_s=5)
+        await writer.write(rows_of(number), timeout_s=DEADLINE_S)
         assert await read_numbers(reader, 1) == [number]
     reader.close()
 
@@ -237,7 +238,7 @@ async def test_until_its_reader_comes_a_stream_has_all_credits(pair: Pair) -> No
     assert count is not None
     writer.write_nowait(rows_of(1, 2, 3))
     assert (count(), writer.num_credits) == (CREDITS, 1)
-    reader = await pair.consumer.read_stream(writer.ref, timeout_s=5)
+    reader = await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S)
     assert await until(lambda: count() == 1)
     reader.close()
 
@@ -253,7 +254,7 @@ async def test_a_ring_larger_than_the_pool_is_rejected(pair: Pair) -> None:
 
 async def test_a_waiting_reader_is_woken_by_a_row(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
-    waiting = asyncio.create_task(reader.read(timeout_s=5))
+    waiting = asyncio.create_task(reader.read(timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     writer.write_nowait(rows_of(1))
@@ -262,7 +263,7 @@ async def test_a_waiting_reader_is_woken_by_a_row(pair: Pair) -> None:
 
 async def test_a_waiting_reader_is_woken_by_the_end(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
-    waiting = asyncio.create_task(reader.read(timeout_s=5))
+    waiting = asyncio.create_task(reader.read(timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     writer.end()
     assert not len(await waiting)
@@ -271,7 +272,7 @@ async def test_a_waiting_reader_is_woken_by_the_end(pair: Pair) -> None:
 async def test_a_waiting_writer_is_woken_by_a_read(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     writer.write_nowait(rows_of(1, 2, 3, 4))
-    waiting = asyncio.create_task(writer.write(rows_of(5, 6, 7, 8), timeout_s=5))
+    waiting = asyncio.create_task(writer.write(rows_of(5, 6, 7, 8), timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await read_numbers(reader, 4) == [1, 2, 3, 4]
@@ -316,7 +317,7 @@ async def test_the_end_comes_behind_the_last_row(pair: Pair) -> None:
     writer.end("too late")
     assert await until(lambda: reader.num_unread == 2 and reader.has_ended)
     assert numbers_of(reader.read_nowait()) == [1, 2]
-    assert not len(await reader.read(timeout_s=5))
+    assert not len(await reader.read(timeout_s=DEADLINE_S))
     assert reader.has_ended
 
 
@@ -333,7 +334,7 @@ async def test_an_error_comes_behind_the_last_row(pair: Pair) -> None:
     writer.end("the model broke: Σ")
     assert await read_numbers(reader, 2) == [1, 2]
     with pytest.raises(RelayBroken, match="the model broke: Σ"):
-        await reader.read(timeout_s=5)
+        await reader.read(timeout_s=DEADLINE_S)
     assert not reader.has_ended
 
 
@@ -341,7 +342,7 @@ async def test_a_very_long_error_is_cut(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     writer.end("x" * 100_000)
     with pytest.raises(RelayBroken, match="xxx"):
-        await reader.read(timeout_s=5)
+        await reader.read(timeout_s=DEADLINE_S)
 
 
 async def test_a_stream_that_ended_and_was_closed_leaves_no_lease(pair: Pair) -> None:
@@ -364,7 +365,7 @@ async def test_an_abort_breaks_the_stream_behind_the_rows_before_it(pair: Pair) 
     pair.producer.abort("request")
     assert await read_numbers(reader, 1) == [1]
     with pytest.raises(RelayBroken):
-        await reader.read(timeout_s=5)
+        await reader.read(timeout_s=DEADLINE_S)
     reader.close()
     assert await until(lambda: pair.producer.statistics().num_leases == 0)
     writer.write_nowait(rows_of(*range(CREDITS)))  # dropped
@@ -372,7 +373,7 @@ async def test_an_abort_breaks_the_stream_behind_the_rows_before_it(pair: Pair) 
 
 async def test_a_waiting_reader_is_woken_by_an_abort(pair: Pair) -> None:
     _, reader = await make_ends(pair)
-    waiting = asyncio.create_task(reader.read(timeout_s=5))
+    waiting = asyncio.create_task(reader.read(timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     pair.producer.abort("request")
     with pytest.raises(RelayBroken):
@@ -383,7 +384,7 @@ async def test_a_stream_that_was_aborted_cannot_be_read(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (2,), torch.float32)
     pair.producer.abort("request")
     with pytest.raises(RelayBroken):
-        await pair.consumer.read_stream(writer.ref, timeout_s=5)
+        await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S)
 
 
 async def test_a_closed_reader_does_not_hold_the_writer_back(pair: Pair) -> None:
@@ -403,7 +404,7 @@ async def test_a_closed_reader_does_not_hold_the_writer_back(pair: Pair) -> None
 async def test_a_waiting_writer_is_woken_when_the_reader_closes(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     writer.write_nowait(rows_of(1, 2, 3, 4))
-    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=5))
+    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     reader.close()
     await waiting
@@ -434,7 +435,7 @@ async def test_a_producer_that_closes_breaks_the_stream(pair: Pair) -> None:
 async def test_a_waiting_writer_is_woken_when_its_relay_closes(pair: Pair) -> None:
     writer, _ = await make_ends(pair)
     writer.write_nowait(rows_of(1, 2, 3, 4))
-    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=5))
+    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     pair.producer.close()
     with pytest.raises(RelayClosed):
@@ -444,7 +445,7 @@ async def test_a_waiting_writer_is_woken_when_its_relay_closes(pair: Pair) -> No
 async def test_a_closed_consumer_does_not_hold_the_writer_back(pair: Pair) -> None:
     writer, reader = await make_ends(pair)
     writer.write_nowait(rows_of(1, 2, 3, 4))
-    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=5))
+    waiting = asyncio.create_task(writer.write(rows_of(5), timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     pair.consumer.close()
     await waiting
@@ -454,7 +455,7 @@ async def test_a_closed_consumer_does_not_hold_the_writer_back(pair: Pair) -> No
 
 async def test_a_waiting_reader_is_woken_when_its_relay_closes(pair: Pair) -> None:
     _, reader = await make_ends(pair)
-    waiting = asyncio.create_task(reader.read(timeout_s=5))
+    waiting = asyncio.create_task(reader.read(timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     pair.consumer.close()
     with pytest.raises(RelayError) as error:
@@ -468,7 +469,7 @@ async def test_an_unread_stream_expires(name: str) -> None:
         writer = pair.producer.open_stream("request", (2,), torch.float32)
         assert await until(lambda: pair.producer.statistics().num_leases == 0)
         with pytest.raises(RelayBroken):
-            await pair.consumer.read_stream(writer.ref, timeout_s=5)
+            await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S)
         writer.write_nowait(rows_of(1))
 
 
@@ -482,7 +483,7 @@ async def test_a_stream_that_is_read_does_not_expire(name: str) -> None:
         assert await read_numbers(reader, 1) == [1]
         assert pair.producer.statistics().num_leases == 1
         with pytest.raises(RelayBroken):
-            await pair.consumer.get(expired, timeout_s=5)
+            await pair.consumer.get(expired, timeout_s=DEADLINE_S)
 
 
 # -- invalid input ----------------------------------------------------------------------------------------------------
@@ -517,11 +518,11 @@ async def test_an_invalid_reference_is_rejected(pair: Pair) -> None:
         {"lease": 1 << 62},
     ):
         try:
-            await pair.consumer.read_stream(msgspec.structs.replace(writer.ref, **change), timeout_s=5)
+            await pair.consumer.read_stream(msgspec.structs.replace(writer.ref, **change), timeout_s=DEADLINE_S)
         except RelayBroken:
             continue
         pytest.fail(f"a reference with {change} was read")
-    reader = await pair.consumer.read_stream(writer.ref, timeout_s=5)
+    reader = await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S)
     writer.write_nowait(rows_of(1))
     assert await read_numbers(reader, 1) == [1]
 
@@ -529,17 +530,17 @@ async def test_an_invalid_reference_is_rejected(pair: Pair) -> None:
 async def test_tensors_and_streams_are_not_interchangeable(pair: Pair) -> None:
     tensor = await pair.producer.put("request", torch.zeros(CREDITS, 2))
     with pytest.raises(RelayBroken):
-        await pair.consumer.read_stream(tensor, timeout_s=5)
+        await pair.consumer.read_stream(tensor, timeout_s=DEADLINE_S)
     writer = pair.producer.open_stream("request", (2,), torch.float32, credits=CREDITS)
     with pytest.raises(RelayBroken):
-        await pair.consumer.get(writer.ref, timeout_s=5)
+        await pair.consumer.get(writer.ref, timeout_s=DEADLINE_S)
 
 
 async def test_a_closed_relay_raises_closed(pair: Pair) -> None:
     writer = pair.producer.open_stream("request", (2,), torch.float32)
     pair.consumer.close()
     with pytest.raises(RelayClosed):
-        await pair.consumer.read_stream(writer.ref, timeout_s=5)
+        await pair.consumer.read_stream(writer.ref, timeout_s=DEADLINE_S)
     pair.producer.close()
     with pytest.raises(RelayClosed):
         pair.producer.open_stream("request", (2,), torch.float32)

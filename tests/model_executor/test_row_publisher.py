@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.relay.io import DEADLINE_S
 from tests.relay.test_hub import leases_end
 from vllm_omni.errors import RelayTimeout
 from vllm_omni.messages.payload import Payload
@@ -61,13 +62,13 @@ class Producer:
 
 def open_streams(consumer: RelayHub, payload: Payload | None) -> list[StreamReader]:
     assert payload is not None
-    return [consumer.read_stream(ref).result(10) for ref in payload.streams.values()]
+    return [consumer.read_stream(ref).result(DEADLINE_S) for ref in payload.streams.values()]
 
 
 async def numbers_of(reader: StreamReader, num_rows: int) -> list[int]:
     numbers: list[int] = []
     while len(numbers) < num_rows:
-        numbers += reader_numbers(await reader.read(timeout_s=10))
+        numbers += reader_numbers(await reader.read(timeout_s=DEADLINE_S))
     return numbers
 
 
@@ -94,7 +95,7 @@ async def test_two_readers_of_two_transports_get_every_row(hub: RelayHub, consum
     producer.rows.finish()
     assert await numbers_of(far, 9) == list(range(3, 12))
     for reader in (near, far):
-        assert not len(await reader.read(timeout_s=10)) and reader.has_ended
+        assert not len(await reader.read(timeout_s=DEADLINE_S)) and reader.has_ended
         reader.close()
     producer.end(consumer)
 
@@ -129,7 +130,7 @@ async def test_what_an_engine_has_computed_is_written_after_its_last_step(
         producer.rows.finish()
     (reader,) = open_streams(consumer, first)
     assert await numbers_of(reader, 29) == list(range(1, 30))
-    assert not len(await reader.read(timeout_s=10)) and reader.has_ended
+    assert not len(await reader.read(timeout_s=DEADLINE_S)) and reader.has_ended
     reader.close()
     producer.end(consumer)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import ConfigError, RelayBroken
 from vllm_omni.messages.payload import Payload, TensorRef, decode, encode
 from vllm_omni.relay.hub import INLINE_BYTES, EdgeOptions, RelayHub, RelayOptions
@@ -160,7 +161,7 @@ def test_what_one_process_reads_again_stays(edge: EdgeOptions, nodes: list[str],
 
 def leases_end(hub: RelayHub) -> bool:
     """Whether a release that travels over a connection arrives, too."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while any(one.num_leases for one in hub.statistics().values()):
         if time.monotonic() > deadline:
             return False
@@ -176,10 +177,10 @@ def test_a_stream_goes_over_the_backend_of_its_edge(consumer: RelayHub) -> None:
         hub = make_publisher(a=streaming(transport))
         writer = hub.open_stream("request", SMALL, "a.read")
         assert writer is not None and writer.ref.backend == transport
-        reader = consumer.read_stream(writer.ref).result(10)
+        reader = consumer.read_stream(writer.ref).result(DEADLINE_S)
         writer.write_nowait(SMALL[None])
         hub.finish_stream(writer)
-        rows = asyncio.run(reader.read(timeout_s=10))
+        rows = asyncio.run(reader.read(timeout_s=DEADLINE_S))
         assert torch.equal(rows, SMALL[None])
         reader.close()
         consumer.release_payload(Payload(streams={"a.read": writer.ref}), for_all=True)
@@ -191,7 +192,7 @@ def test_a_stream_is_ended_behind_all_rows_that_had_no_credit() -> None:
     hub = make_publisher(a=streaming(credits=2))
     writer = hub.open_stream("request", SMALL, "a.read")
     assert writer is not None
-    reader = hub.read_stream(writer.ref).result(10)
+    reader = hub.read_stream(writer.ref).result(DEADLINE_S)
     writer.write_nowait(SMALL.expand(2, -1))
     hub.finish_stream(writer, SMALL.expand(5, -1))
     rows = 0

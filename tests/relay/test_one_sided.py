@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.contract.usable import ONE_SIDED
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import MissingDependency, RelayBroken
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.remote.one_sided import OneSidedRelay
@@ -71,7 +72,7 @@ async def test_a_rejected_read_leaves_no_place_taken(producer: OneSidedRelay, co
     ref = producer.put_nowait("request", torch.ones(1000))
     producer.abort("request")
     with pytest.raises(RelayBroken):
-        await consumer.get(ref, timeout_s=5)
+        await consumer.get(ref, timeout_s=DEADLINE_S)
     assert num_bytes_landed(consumer) == 0
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zmq
 
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import RelayBroken, RelayError, RelayTimeout
 from vllm_omni.messages.payload import TensorRef
 from vllm_omni.relay.io_thread import io_thread
@@ -108,7 +109,7 @@ async def test_invalid_addresses_are_rejected(relay: TcpRelay, consumer: TcpRela
     ref = relay.put_nowait("request", torch.zeros(4))
     location = msgspec.msgpack.encode((address, relay.token))
     with pytest.raises(RelayBroken, match="malformed location"):
-        await consumer.get(msgspec.structs.replace(ref, location=location), timeout_s=5)
+        await consumer.get(msgspec.structs.replace(ref, location=location), timeout_s=DEADLINE_S)
 
 
 async def test_an_address_where_no_relay_listens_is_broken(relay: TcpRelay, consumer: TcpRelay) -> None:
@@ -116,7 +117,7 @@ async def test_an_address_where_no_relay_listens_is_broken(relay: TcpRelay, cons
         taken.bind(("127.0.0.1", 0))
         ref = lies_at(relay.put_nowait("request", torch.zeros(4)), f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(RelayBroken):
-            await consumer.get(ref, timeout_s=5)
+            await consumer.get(ref, timeout_s=DEADLINE_S)
         consumer.release(ref)
 
 
@@ -136,8 +137,8 @@ async def test_another_producer_at_the_same_address_is_not_mistaken_for_the_firs
 ) -> None:
     ref = relay.put_nowait("request", torch.ones(4))
     with pytest.raises(RelayBroken, match="another producer"):
-        await consumer.get(lies_at(ref, token=bytes(16)), timeout_s=5)
-    assert torch.equal(await consumer.get(ref, timeout_s=5), torch.ones(4))
+        await consumer.get(lies_at(ref, token=bytes(16)), timeout_s=DEADLINE_S)
+    assert torch.equal(await consumer.get(ref, timeout_s=DEADLINE_S), torch.ones(4))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "203.0.113.1", "nonsense"])
@@ -148,7 +149,9 @@ def test_a_host_that_consumers_cannot_reach_is_rejected(host: str) -> None:
 
 async def test_a_host_s_name_becomes_a_number(consumer: TcpRelay) -> None:
     relay = TcpRelay(NUM_BYTES, host="localhost")
-    assert torch.equal(await consumer.get(relay.put_nowait("request", torch.ones(4)), timeout_s=5), torch.ones(4))
+    assert torch.equal(
+        await consumer.get(relay.put_nowait("request", torch.ones(4)), timeout_s=DEADLINE_S), torch.ones(4)
+    )
     relay.close()
 
 
@@ -157,7 +160,9 @@ async def test_ipv6(consumer: TcpRelay) -> None:
         relay = TcpRelay(NUM_BYTES, host="::1")
     except RelayError as exc:
         pytest.skip(f"no IPv6 here: {exc}")
-    assert torch.equal(await consumer.get(relay.put_nowait("request", torch.ones(4)), timeout_s=5), torch.ones(4))
+    assert torch.equal(
+        await consumer.get(relay.put_nowait("request", torch.ones(4)), timeout_s=DEADLINE_S), torch.ones(4)
+    )
     relay.close()
 
 
@@ -226,7 +231,7 @@ async def test_garbage_is_dropped(relay: TcpRelay, consumer: TcpRelay, stranger:
         stranger.send(*frames)
     for message in (Release(1 << 40), Credit(ref.lease, 5), Credit(1 << 40, 1)):
         stranger.send(encode(message))
-    assert torch.equal(await consumer.get(ref, timeout_s=5), torch.ones(4))
+    assert torch.equal(await consumer.get(ref, timeout_s=DEADLINE_S), torch.ones(4))
     assert relay.statistics().num_leases == 1
 
 
@@ -296,7 +301,7 @@ async def test_a_second_reader_of_a_stream_is_rejected_and_does_not_disturb_the_
     other = TcpRelay(0)
     for second in (other, consumer, relay):
         with pytest.raises(RelayBroken, match="a reader already"):
-            await second.read_stream(writer.ref, timeout_s=5)
+            await second.read_stream(writer.ref, timeout_s=DEADLINE_S)
     other.close()
     for _ in range(3):
         writer.write_nowait(torch.ones(4, 2))
@@ -359,7 +364,7 @@ def impostor() -> Iterator[Impostor]:
 
 
 async def test_a_consumer_drops_messages_that_it_did_not_request(consumer: TcpRelay, impostor: Impostor) -> None:
-    getting = asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=5))
+    getting = asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=DEADLINE_S))
     await asyncio.to_thread(impostor.welcome)
     read = await asyncio.to_thread(impostor.receive)
     assert read == Read(1, 1, 8, 0, 8)
@@ -377,14 +382,14 @@ async def test_a_consumer_drops_messages_that_it_did_not_request(consumer: TcpRe
 
 
 async def test_a_consumer_allocates_no_more_than_its_producer_has(consumer: TcpRelay, impostor: Impostor) -> None:
-    getting = asyncio.create_task(consumer.get(impostor.ref((1 << 39,)), timeout_s=5))
+    getting = asyncio.create_task(consumer.get(impostor.ref((1 << 39,)), timeout_s=DEADLINE_S))
     await asyncio.to_thread(impostor.welcome)
     with pytest.raises(RelayBroken, match="more than its producer has"):
         await getting
 
 
 async def test_a_tensor_is_given_up_when_its_last_pull_has_failed(consumer: TcpRelay, impostor: Impostor) -> None:
-    first, second = (asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=5)) for _ in range(2))
+    first, second = (asyncio.create_task(consumer.get(impostor.ref((8,)), timeout_s=DEADLINE_S)) for _ in range(2))
     await asyncio.to_thread(impostor.welcome)
     for _ in range(2):
         assert isinstance(await asyncio.to_thread(impostor.receive), Read)
@@ -407,7 +412,7 @@ async def test_a_tensor_is_given_up_when_its_last_pull_has_failed(consumer: TcpR
     ids=["a gap", "beyond the credit", "no rows", "half a row"],
 )
 async def test_rows_that_do_not_fit_break_a_stream(consumer: TcpRelay, impostor: Impostor, frames: list[bytes]) -> None:
-    reading = asyncio.create_task(consumer.read_stream(impostor.ref((2, 4)), timeout_s=5))
+    reading = asyncio.create_task(consumer.read_stream(impostor.ref((2, 4)), timeout_s=DEADLINE_S))
     await asyncio.to_thread(impostor.welcome)
     subscribe = await asyncio.to_thread(impostor.receive)
     assert isinstance(subscribe, Subscribe)
@@ -415,10 +420,10 @@ async def test_rows_that_do_not_fit_break_a_stream(consumer: TcpRelay, impostor:
     reader = await reading
     if frames[0] == encode(Rows(1, 5, 1)):
         impostor.send(encode(Rows(1, 0, 1)), b"y" * 4)
-        assert len(await reader.read(timeout_s=5)) == 1
+        assert len(await reader.read(timeout_s=DEADLINE_S)) == 1
     impostor.send(*frames)
     with pytest.raises(RelayBroken, match="do not fit"):
-        await reader.read(timeout_s=5)
+        await reader.read(timeout_s=DEADLINE_S)
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -480,7 +485,7 @@ async def test_the_end_of_a_producer_is_noticed(
     first, second, stream = msgspec.json.decode(line, type=list[TensorRef])
     assert torch.equal(await consumer.get(first), torch.ones(1000))
     reader = await consumer.read_stream(stream)
-    assert len(await reader.read(timeout_s=5)) == 1
+    assert len(await reader.read(timeout_s=DEADLINE_S)) == 1
     waiting = asyncio.create_task(reader.read())
     await asyncio.sleep(0)
     await stop(producer, end)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.relay.io import DEADLINE_S
 from vllm_omni.errors import PoolExhausted
 from vllm_omni.relay.io_thread import io_thread
 from vllm_omni.relay.shm import ShmRelay
@@ -92,7 +93,7 @@ def _await_io_thread() -> None:
         pass
 
     for _ in range(2):
-        io_thread().submit(nothing()).result(10)
+        io_thread().submit(nothing()).result(DEADLINE_S)
 
 
 def test_a_lease_that_is_renewed_lives_as_long_as_a_new_one() -> None:
