@@ -5,6 +5,7 @@ from redis import Redis
 
 from tests.kv.pool.directory.builders import World, make_memory, make_redis
 from tests.redis_server import run_redis
+from vllm_omni.kv.pool.directory import listener
 from vllm_omni.kv.pool.directory.redis import RedisServer
 
 
@@ -25,6 +26,12 @@ def redis_server(redis_url: str) -> Iterator[RedisServer]:
 def redis_client(redis_url: str) -> Iterator[Redis]:
     with Redis.from_url(redis_url) as client:
         yield client
+
+
+@pytest.fixture(autouse=True)
+def subscribers_hear_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine their thread may start later than the directory waits for it."""
+    monkeypatch.setattr(listener, "START_TIMEOUT_S", 30.0)
 
 
 MakeWorld = Callable[..., World]
