@@ -80,7 +80,7 @@ class Server:
         return all(f"\nvllm_omni:{name} 0.0\n" in metrics for name in names)
 
 
-def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

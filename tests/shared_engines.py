@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # conftest.py imports this file
 
 QWEN_MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
-IDLE_TIMEOUT_S = 10.0  # an aborted request leaves its stages with their next step
+IDLE_TIMEOUT_S = 60.0  # an aborted request leaves its stages with their next step
 PROFILER = "{{profiler: torch, torch_profiler_dir: {directory}, ignore_frontend: true}}"
 
 

@@ -49,7 +49,7 @@ def numbers_of(rows: torch.Tensor) -> list[int]:
     return [int(number) for number in rows[:, 0]]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+async def until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> bool:
     """Wait for a message to arrive at another relay."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -586,7 +586,7 @@ def test_a_thread_writes_while_another_reads(pair: Pair) -> None:
         thread.join(60)
     assert not errors
     assert numbers == list(range(num_rows))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + DEADLINE_S
     while pair.producer.statistics().num_leases and time.monotonic() < deadline:
         time.sleep(0.001)
     assert pair.producer.statistics().num_leases == 0

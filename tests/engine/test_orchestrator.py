@@ -233,7 +233,7 @@ async def test_a_request_whose_clean_up_is_cancelled_again_leaves_nothing(orches
     for _ in range(5):
         await asyncio.sleep(0)
     assert not orchestrator.gate.admitted
-    await asyncio.wait_for(orchestrator.requests.wait_until_none(), 1)
+    await asyncio.wait_for(orchestrator.requests.wait_until_none(), 60)
 
 
 def test_a_graph_needs_the_stages_of_the_graphs_that_it_calls(orchestrator: Orchestrator) -> None:

@@ -395,7 +395,7 @@ async def num_leases(omni: AsyncOmni, *stages: str) -> int:
     return sum(one["num_leases"] for rank in ranks for one in rank.values())
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> bool:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> bool:
     """Whether it comes true: a runner ends a stream with its next step, and a stage is not back at once."""
     for _ in range(int(timeout_s / 0.02)):
         if await condition():

@@ -29,7 +29,7 @@ PARAMS: dict[str, Any] = {
 NUM_REQUESTS = 4
 PORT = 7654
 TIMEOUT_S = 180.0
-NOTICED_S = 10.0  # 3 s, on a machine that is busy with other tests
+NOTICED_S = 30.0  # 3 s, on a machine that is busy with other tests
 ORPHAN_S = 8.0
 
 

@@ -31,7 +31,7 @@ SECRET = Secret(b"1" * MIN_BYTES)
 SAME = msg.Identity("1.0", "0.32.0", "cpu", "ab" * 32)
 CONFIG = b"the deployment"
 FAREWELL = b"ENGINE_CORE_DEAD"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 MAX_GROWTH = 64 << 20
 
 

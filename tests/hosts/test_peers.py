@@ -13,7 +13,7 @@ from vllm_omni.relay.io_thread import block_on, io_thread
 from vllm_omni.relay.secret import MIN_BYTES, Secret
 
 SECRET = Secret(bytes(MIN_BYTES))
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Host:

@@ -77,7 +77,7 @@ def num_leases(half: Half) -> int:
     return half.connector.hub.statistics()[half.connector.hub.options.transport].num_leases
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Wait: a release may be a message in flight."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:

@@ -108,7 +108,7 @@ class Stage:
         self.scheduler.add_request(Request(name, [0], params, None))
         self.audio[name] = []
         if (gate := self.scheduler.streams[name]._gate) is not None:
-            wait([gate.connecting], timeout=10)
+            wait([gate.connecting], timeout=60)
 
     def note_read(self, name: str, num_pieces: int) -> None:
         self.scheduler.add_request(Request.from_engine_core_request(report_of(name, num_pieces), None))
@@ -134,7 +134,7 @@ class Stage:
         return list(output.num_scheduled_tokens)
 
     def run(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.scheduler.has_requests():
             assert self.step() or time.monotonic() < deadline
         self.step()  # the executor is notified of the last ones

@@ -16,7 +16,7 @@ from multiprocessing.shared_memory import SharedMemory
 from vllm_omni.process.tether import SURVIVED, ServerTether, enter_stage_process
 
 LIFE_S = 200.0
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:

@@ -100,6 +100,6 @@ async def test_the_end_of_a_producer_is_noticed(consumer: OneSidedRelay, process
     begin = time.monotonic()
     with pytest.raises(RelayBroken):
         await consumer.get(second)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5  # before an unanswered heartbeat
     consumer.release(first)
     assert num_bytes_landed(consumer) == 0

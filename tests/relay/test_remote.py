@@ -69,7 +69,7 @@ def consumer() -> Iterator[TcpRelay]:
     consumer.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+async def until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

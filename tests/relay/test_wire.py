@@ -5,14 +5,13 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from tests.relay.io import closed_and_watched
+from tests.relay.io import DEADLINE_S, closed_and_watched
 from vllm_omni.hosts.bridge import ClientBridge, EngineBridge
 from vllm_omni.hosts.peers import PeerLinks
 from vllm_omni.relay.io_thread import block_on
 from vllm_omni.relay.remote.wire import Wire
 from vllm_omni.relay.secret import MIN_BYTES, Secret
 
-TIMEOUT_S = 10.0
 NO_ADDRESS = "203.0.113.1"  # of documentation, and of no machine
 NO_SOCKET = "ipc:///there/is/no/such/folder"
 
@@ -47,7 +46,7 @@ def on_io_thread(function: Callable[[], object]) -> None:
     async def call() -> None:
         function()
 
-    block_on(call(), TIMEOUT_S, "the I/O thread")
+    block_on(call(), DEADLINE_S, "the I/O thread")
 
 
 @pytest.mark.parametrize("make", [bind, connect, link, bridge_client, bridge_engine])

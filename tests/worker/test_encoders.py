@@ -232,7 +232,7 @@ def threaded() -> Iterator[ThreadedEncoder]:
 
 
 def wait_for(threaded: ThreadedEncoder) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not threaded.poll().has_ended:
         assert time.monotonic() < deadline
 

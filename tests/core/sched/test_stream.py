@@ -83,7 +83,7 @@ def add_consumer(
     payload = Payload({"rows": rows}, {"rows": None}, {"rows": writer.ref})
     scheduler.add_request(make_request(request_id, {"payloads": [encode(payload)], "num_own_tokens": 1}))
     if is_connected:
-        wait(scheduler.gates.connections(), timeout=10)
+        wait(scheduler.gates.connections(), timeout=60)
     return writer
 
 
@@ -252,7 +252,7 @@ def test_a_request_aborted_while_it_connects_releases_its_stream(vllm_config: Vl
         add_consumer(scheduler, relay, str(number), is_connected=False)
         connections = scheduler.gates.connections()
         scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
-        wait(connections, timeout=10)
+        wait(connections, timeout=60)
     assert relay.statistics().num_leases == 0
 
 

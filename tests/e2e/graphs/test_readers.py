@@ -82,7 +82,7 @@ async def relays(omni: AsyncOmni) -> dict[str, dict[str, int]]:
 
 
 async def wait_for_no_lease(omni: AsyncOmni) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(one["num_leases"] for one in (await relays(omni)).values()):  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.01)
 

@@ -33,7 +33,7 @@ GREEDY = {"thinker": SamplingParams(temperature=0.0)}
 
 
 async def wait_for(is_true: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_true():  # noqa: ASYNC110 - of sockets
             await asyncio.sleep(0.001)
 

@@ -117,7 +117,7 @@ class Studio:
 
     async def until(self, video: dict[str, Any], **expected: Any) -> dict[str, Any]:
         """Wait until a job has such a state."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (found := await self.state(video)).items() >= expected.items():  # noqa: ASYNC110 as clients do
                 await asyncio.sleep(0.01)
         return found

@@ -331,7 +331,7 @@ async def test_a_client_that_leaves_before_it_knows_the_job_leaves_none(studio: 
         "headers": [],
         "root_path": "",
     }
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await studio.app(scope, receive, send)
         await asyncio.gather(*studio.results.running.values(), return_exceptions=True)
     assert studio.film.aborted == ["a tram"]

@@ -32,7 +32,7 @@ async def make(redis_url: str) -> AsyncIterator[Make]:
         yield make
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - another process decides
             await asyncio.sleep(0.01)
