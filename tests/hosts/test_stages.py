@@ -19,7 +19,6 @@ from tests import machine
 from tests.hosts.deployments import (
     NOTICED_S,
     NUM_REQUESTS,
-    ORPHAN_S,
     PARAMS,
     PORT,
     PROMPT,
@@ -37,12 +36,14 @@ from vllm_omni.errors import CallAborted, DeadlineExceeded, EngineLost, InvalidR
 from vllm_omni.flow import ENTRY, FlowStatistics
 from vllm_omni.flow.run.frame import Frame
 from vllm_omni.messages.outputs import OmniRequestOutput, collect
+from vllm_omni.process.status import StageState
 from vllm_omni.relay.secret import MIN_BYTES, Secret
 from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # units: tests/hosts/test_joining.py
 
 STAGES = {"thinker": "box-a", "talker": "box-b", "token2wav": "box-c"}
+SHORT_ORPHAN_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -287,10 +288,14 @@ def test_a_host_that_stays_cut_off_ends_its_engines_and_itself(
 ) -> None:
     machine.require("networks")
     host = deployment.hosts["talker"]
+    host.kill()
+    wait_for("the loss", lambda: deployment.status("talker") is not StageState.RUNNING)
+    deployment.join("talker", orphan_s=SHORT_ORPHAN_S)
+    deployment.recovered()
     host.cut()
     wait_for("the host's end", host.has_ended, 60.0)
     said = deployment.log("talker").read_text()
-    assert f"was not reached for {ORPHAN_S:g} s (VLLM_OMNI_ORPHAN_S): the engines of this host were ended" in said
+    assert f"was not reached for {SHORT_ORPHAN_S:g} s (VLLM_OMNI_ORPHAN_S): the engines of this host were ended" in said
     host.mend()
     deployment.join("talker")
     deployment.recovered()
