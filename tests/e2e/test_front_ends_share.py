@@ -28,7 +28,7 @@ __all__ = ["adapter", "redis_url"]  # fixtures
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-STUCK_S = 3
+STUCK_S = 10
 NUM_AT_ONCE = 16
 
 

@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, files: Path) -> Iterator[Se
     flags += [f"--stage={stage}.model={diffusion.build(directory / stage, name)}" for stage, name in models.items()]
     checkpoint = qwen2_5_omni.build(directory / "omni")
     variables = {"PYTHONPATH": path, "VLLM_OMNI_FILES_DIR": str(files), "TORCHDYNAMO_DISABLE": "1"}
-    variables |= {"VLLM_OMNI_STAGE_STUCK_S": "5", "VLLM_OMNI_STAGE_RESTARTS": "100"}
+    variables |= {"VLLM_OMNI_STAGE_STUCK_S": "10", "VLLM_OMNI_STAGE_RESTARTS": "100"}
     variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"  # it fills for minutes, with a kernel for each shape of a batch
     with serve(checkpoint, directory / "log", *flags, **variables) as server:
         yield server
