@@ -23,6 +23,7 @@ SETTINGS = [
     "max_num_batched_tokens=64",
     "kv_cache_memory_bytes=16777216",
     "unified=false",
+    "epd.admission_timeout_s=300",  # slow machines redo nothing
 ]
 
 DENOISES = "language_model/G0"

@@ -39,6 +39,7 @@ from vllm_omni.process.status import StageState, StageStatus
 pytestmark = MARKS
 
 MIX = "E:1,P:1,D:1,EP:1,ED:1,PD:1"
+PATIENT = {"admission_timeout_s": 300}  # slow machines redo nothing
 LONG = 200
 CHOICES = ["w7", "w9"]
 MUCH_WORK = RequestSize(num_embeds=0, num_prompt_tokens=10**6, num_reply_tokens=0)
@@ -96,7 +97,7 @@ def omni(llava_checkpoint: Path, upstream: Upstream) -> Iterator[OmniLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_OMNI_STAGE_RESTARTS", "0")  # what is killed stays down
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
-        with OmniLLM(llava_checkpoint, **UPSTREAM, epd=MIX, log_stats=True) as omni:
+        with OmniLLM(llava_checkpoint, **UPSTREAM, epd={"instances": MIX, **PATIENT}, log_stats=True) as omni:
             yield omni
 
 
@@ -379,7 +380,7 @@ def test_a_request_that_does_not_start_in_time_moves_to_another_instance(
     omni: OmniLLM, group: InstanceGroup, upstream: Upstream
 ) -> None:
     """The other instance pulls the same pages."""
-    reroute(group, admission_timeout_s=1.0)
+    reroute(group, admission_timeout_s=3.0)
 
     async def run(other_work: Assignment) -> list[int]:
         reading = asyncio.create_task(collect(omni, "moved", 0, LONG))

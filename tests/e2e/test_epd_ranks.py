@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import MARKS, UPSTREAM, tokens_of, upstream_answers
-from tests.e2e.test_epd_instances import ask_all, make_params, make_prompts, only
+from tests.e2e.test_epd_instances import PATIENT, ask_all, make_params, make_prompts, only
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
 
@@ -20,7 +20,7 @@ def test_instances_with_other_numbers_of_ranks_answer_as_one_engine_does(
         upstream_answers(llava_checkpoint, prompts, [make_params(number) for number in range(len(prompts))])
     )
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles how it ranks the tokens of a prompt
-    epd = {"instances": "E:1,P:1,D:1,PD:1", "engine_args": {"PD": {"tensor_parallel_size": 2}}}
+    epd = {"instances": "E:1,P:1,D:1,PD:1", "engine_args": {"PD": {"tensor_parallel_size": 2}}, **PATIENT}
     with OmniLLM(llava_checkpoint, **UPSTREAM, epd=epd) as omni:
         group = omni.engine.orchestrator.nodes["language"]
         assert isinstance(group, InstanceGroup)

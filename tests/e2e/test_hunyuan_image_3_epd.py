@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.test_epd_instances import PATIENT
 from tests.e2e.test_hunyuan_image_3 import CASES, Reference, Served, ask, expected_of
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.testing.hunyuan_image_3 import build
@@ -23,7 +24,9 @@ async def test_pictures_and_texts_are_those_of_one_engine(tmp_path: Path) -> Non
         expected = {case.name: expected_of(reference, case) for case in CASES}
     settings = ["dtype=float32", "max_model_len=512", "max_num_batched_tokens=64", "kv_cache_memory_bytes=16777216"]
     overrides = [f"language_model.{one}" for one in settings]
-    omni = await asyncio.to_thread(AsyncOmni, path, stage_overrides=overrides, epd="E:1,P:1,D:1")
+    omni = await asyncio.to_thread(
+        AsyncOmni, path, stage_overrides=overrides, epd={"instances": "E:1,P:1,D:1", **PATIENT}
+    )
     served = Served("split", omni, reference, expected)
     try:
         outputs = await asyncio.gather(*(ask(served, case) for case in CASES))
