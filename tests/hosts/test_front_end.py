@@ -18,8 +18,6 @@ from vllm_omni.testing import qwen2_5_omni as tiny
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
-WAITS_S = "120"  # longer than a front end needs to start
-
 
 @contextmanager
 def front_end(deployment: Deployment) -> Iterator[tuple["zygote.Popen", dict[str, Any]]]:
@@ -37,10 +35,9 @@ def front_end(deployment: Deployment) -> Iterator[tuple["zygote.Popen", dict[str
 
 
 def test_engines_continue_for_a_front_end_that_was_killed(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """And end with one that is stopped."""
-    monkeypatch.setattr("tests.hosts.deployments.ORPHAN_S", WAITS_S)
     token = tmp_path / "token"
     token.write_text("s" * MIN_BYTES)
     token.chmod(0o600)
