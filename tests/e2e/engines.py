@@ -35,6 +35,9 @@ UPSTREAM: dict[str, Any] = {
 }
 """Arguments of an upstream engine."""
 
+PATIENT: dict[str, Any] = {"admission_timeout_s": 300}
+"""Options of ``epd``: no request moves to another instance because the machine is slow."""
+
 OMNI: dict[str, Any] = {
     **UPSTREAM,
     "async_scheduling": False,

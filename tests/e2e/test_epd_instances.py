@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.documents import ROOT, read_blocks
-from tests.e2e.engines import MARKS, NUM_TOKENS, UPSTREAM, engine_here, greedy, make_image, tokens_of
+from tests.e2e.engines import MARKS, NUM_TOKENS, PATIENT, UPSTREAM, engine_here, greedy, make_image, tokens_of
 from tests.processes import paused
 from vllm_omni import OmniLLM
 from vllm_omni.config.epd import Tasks
@@ -39,7 +39,6 @@ from vllm_omni.process.status import StageState, StageStatus
 pytestmark = MARKS
 
 MIX = "E:1,P:1,D:1,EP:1,ED:1,PD:1"
-PATIENT = {"admission_timeout_s": 300}  # slow machines redo nothing
 LONG = 200
 CHOICES = ["w7", "w9"]
 MUCH_WORK = RequestSize(num_embeds=0, num_prompt_tokens=10**6, num_reply_tokens=0)

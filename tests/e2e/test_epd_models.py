@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.e2e.engines import MARKS, UPSTREAM, Prompt, greedy, tokens_of, upstream_answers
+from tests.e2e.engines import MARKS, PATIENT, UPSTREAM, Prompt, greedy, tokens_of, upstream_answers
 from tests.e2e.test_qwen2_5_omni_parity import FEW_CODES, MAX_TOKENS, WAVEFORM_TOLERANCE, answer, num_equal_until_tie
 from tests.reference import llava_next, qwen2_vl
 from tests.reference.media import CASES
@@ -57,7 +57,7 @@ def test_ids_are_those_of_an_upstream_engine(name: str, tmp_path: Path) -> None:
     engine = {**UPSTREAM, "max_model_len": 512, **model.engine}
     expected = tokens_of(upstream_answers(checkpoint, prompts, **engine))
     # A long timeout for slow machines: an encode that does not start in time moves to another instance.
-    epd = {"instances": "E:1,PD:1", "transport": model.transport, "admission_timeout_s": 300}
+    epd = {"instances": "E:1,PD:1", "transport": model.transport, **PATIENT}
     with OmniLLM(checkpoint, **engine, epd=epd) as omni:
         rounds = [tokens_of(omni.generate(prompts, greedy(), use_tqdm=False)) for _ in range(2)]
         statistics = omni.engine.instance_statistics()["language"]

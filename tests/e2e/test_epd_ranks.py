@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import MARKS, UPSTREAM, tokens_of, upstream_answers
-from tests.e2e.test_epd_instances import PATIENT, ask_all, make_params, make_prompts, only
+from tests.e2e.engines import MARKS, PATIENT, UPSTREAM, tokens_of, upstream_answers
+from tests.e2e.test_epd_instances import ask_all, make_params, make_prompts, only
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
 

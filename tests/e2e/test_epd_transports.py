@@ -8,7 +8,7 @@ import pytest
 
 from tests import machine
 from tests.contract.relays import BACKENDS
-from tests.e2e.engines import MARKS, UPSTREAM, greedy, tokens_of, upstream_answers
+from tests.e2e.engines import MARKS, PATIENT, UPSTREAM, greedy, tokens_of, upstream_answers
 from tests.e2e.test_epd_instances import count_leases, make_prompts
 from vllm_omni import OmniLLM
 from vllm_omni.engine.instances import InstanceGroup
@@ -42,7 +42,7 @@ def test_embeddings_and_pages_travel_over_any_transport(
     if needs := BACKENDS[transport].needs:
         machine.require(needs)
     # A long timeout for slow machines: what is not pulled in time would be computed again.
-    epd = {"instances": "E:1,P:1,D:1", "transport": transport, "relay_bytes": 64 << 20, "admission_timeout_s": 300}
+    epd = {"instances": "E:1,P:1,D:1", "transport": transport, "relay_bytes": 64 << 20, **PATIENT}
     with OmniLLM(checkpoint, **UPSTREAM, epd=epd) as omni:
         assert tokens_of(omni.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
         group = omni.engine.orchestrator.nodes["language"]

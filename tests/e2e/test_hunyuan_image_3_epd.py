@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.test_epd_instances import PATIENT
+from tests.e2e.engines import PATIENT
 from tests.e2e.test_hunyuan_image_3 import CASES, Reference, Served, ask, expected_of
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.testing.hunyuan_image_3 import build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import machine
-from tests.e2e.engines import MARKS, UPSTREAM, greedy, tokens_of, upstream_answers
+from tests.e2e.engines import MARKS, PATIENT, UPSTREAM, greedy, tokens_of, upstream_answers
 from tests.e2e.test_epd_instances import count_leases, make_prompts
 from tests.e2e.test_epd_transports import SHAPE, all_leases_end
 from tests.hosts.deployments import TIMEOUT_S, Deployment, deploy, wait_for
@@ -28,7 +28,7 @@ NUM_TOKENS = 100  # of a reply: hosts die while it is made
 NUM_IMAGES = 4
 NUM_CLIENTS = 3  # that ask without a pause while a host leaves and returns
 PARAMS = greedy(max_tokens=NUM_TOKENS)
-EPD = {"instances": "E:1,P:1,D:1", "relay_bytes": 64 << 20, "admission_timeout_s": 300}  # slow machines redo nothing
+EPD = {"instances": "E:1,P:1,D:1", "relay_bytes": 64 << 20, **PATIENT}
 ENGINE: dict[str, Any] = {**UPSTREAM, "skip_mm_profiling": True, "epd": EPD}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -39,7 +38,7 @@ class ClientBridge:
         output_address: str,
         on_request: Callable[[Frames], None],
     ) -> None:
-        with ExitStack() as unless_they_connect:
+        with contextlib.ExitStack() as unless_they_connect:
             self._input = DrainedSocket(context, zmq.DEALER, on_request)
             unless_they_connect.callback(self._input.close)
             self._output = DrainedSocket(context, zmq.PUSH, on_request)
@@ -96,7 +95,7 @@ class EngineBridge:
         self.on_ready, self.on_output = on_ready, on_output
         self.first: list[bytes] = []
         self.is_held = False
-        with ExitStack() as unless_they_listen:
+        with contextlib.ExitStack() as unless_they_listen:
             self._input = DrainedSocket(context, zmq.ROUTER, self._take_first)
             unless_they_listen.callback(self._input.close)
             self._output = DrainedSocket(context, zmq.PULL, lambda frames: self.on_output(frames))
